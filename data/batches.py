@@ -1,0 +1,198 @@
+"""Batches as a function of their index: nothing to save, nothing to lose on resume.
+
+A permutation of the traces per epoch decides whose turn it is; the source of each response (the
+data set's own, the target's, or the drafter's, to be generated) is drawn from the shares of the
+mix with randomness keyed by (seed, index).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.traces import Trace
+from trainer.config import UserError
+from trainer.losses import CompressedTeacher
+from trainer.shift import response_mask
+
+SOURCES = ("fixed", "target", "draft")
+
+
+@dataclass
+class Batch:
+    """Right-padded rows. input_ids, position_ids, document_ids [B, L] int64 (document -1: padding),
+    loss_mask [B, L] bool over tokens. `sources`: of each row's response; rows of source "draft"
+    come without a response until a recipe generates one. `teacher`: of the N supervised positions.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    sources: list[str]
+    num_supervised: int
+    index: int = 0
+    teacher: CompressedTeacher | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, torch.Tensor):
+                moved[item.name] = value.to(device)
+            elif isinstance(value, CompressedTeacher):
+                tensors: Any = [t if t is None else t.to(device) for t in vars(value).values()]
+                moved[item.name] = CompressedTeacher(*tensors)
+        return dataclasses.replace(self, **moved)
+
+
+def collate(
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
+    sources: Sequence[str],
+    index: int = 0,
+) -> Batch:
+    """Mask from the prompt/response boundary of the token ids, never from the text or the pad
+    id."""
+    starts = [len(p) for p in prompts]
+    ends = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    width = max(ends)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids[i, : ends[i]] = torch.tensor([*prompt, *response])
+    positions = torch.arange(width).expand(len(prompts), -1).contiguous()
+    documents = torch.where(positions < torch.tensor(ends).unsqueeze(1), 0, -1)
+    mask = response_mask(starts, ends, width)
+    mask[:, 0] = False  # nothing precedes the first token: there are no logits for it
+    return Batch(
+        ids,
+        mask,
+        positions,
+        documents,
+        list(prompts),
+        list(responses),
+        list(sources),
+        int(mask.sum()),
+        index,
+    )
+
+
+@dataclass
+class Batches:
+    """`mix`: shares of SOURCES summing to one; `per`: one source per "batch" or per "example";
+    `ramp`: the share of draft text rises to its own over so many batches, the other sources fill
+    in; `teacher`: attach the compressed teacher stored with the traces (target rows only)."""
+
+    traces: Sequence[Trace]
+    mix: Mapping[str, float]
+    batch_size: int
+    seed: int
+    per: str = "batch"
+    ramp: int = 0
+    teacher: bool = False
+    rank: int = 0
+    world: int = 1
+    _order: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mix = {source: share for source, share in self.mix.items() if share > 0}
+        if self.mix.get("fixed"):
+            missing = sum(not t.fixed_ids for t in self.traces)
+            if missing:
+                raise UserError(
+                    f"method.data_mix asks for fixed responses, {missing} of {len(self.traces)} "
+                    "prompts have none: "
+                    "name data.response_column or set fixed to 0"
+                )
+        if not any(len(t.response_ids) for t in self.traces):
+            raise UserError(
+                "no trace has a response token: nothing is supervised; check the target and its "
+                "EOS ids"
+            )
+        if self.teacher and any(t.teacher_ids is None for t in self.traces):
+            raise UserError(
+                "traces carry no compressed teacher: set data.teacher_top_k and "
+                "data.teacher_samples"
+            )
+
+    def at(self, index: int) -> Batch:
+        """The batch of global micro-step `index` for this rank."""
+        rng = np.random.default_rng([self.seed, index])
+        names, shares = list(self.mix), self._shares(index)
+        everyone = self.batch_size * self.world
+        drawn = [
+            str(s) for s in rng.choice(names, size=1 if self.per == "batch" else everyone, p=shares)
+        ]
+        sources = drawn * everyone if self.per == "batch" else drawn
+        first = self.rank * self.batch_size
+        rows = [self._trace(index * everyone + first + i) for i in range(self.batch_size)]
+        sources = sources[first : first + self.batch_size]
+        responses = [_response(row, source) for row, source in zip(rows, sources, strict=True)]
+        batch = collate([row.prompt_ids for row in rows], responses, sources, index)
+        if self.teacher:
+            batch.teacher = _join_teachers(rows)
+        return batch
+
+    def _shares(self, index: int) -> list[float]:
+        draft = self.mix.get("draft", 0.0)
+        if draft in (0.0, 1.0) or index >= self.ramp:
+            return list(self.mix.values())
+        now = draft * (index + 1) / self.ramp
+        return [
+            now if name == "draft" else share * (1 - now) / (1 - draft)
+            for name, share in self.mix.items()
+        ]
+
+    def _trace(self, position: int) -> Trace:
+        epoch, place = divmod(position, len(self.traces))
+        if epoch not in self._order:
+            if len(self._order) > 2:
+                self._order.clear()
+            self._order[epoch] = np.random.default_rng([self.seed, epoch, 1]).permutation(
+                len(self.traces)
+            )
+        return self.traces[int(self._order[epoch][place])]
+
+
+def _response(trace: Trace, source: str) -> list[int]:
+    if source == "draft":
+        return []
+    return trace.fixed_ids if source == "fixed" else trace.response_ids
+
+
+def _join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
+    """Positions in the order of `trainer.shift`: row by row, left to right."""
+
+    def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([torch.tensor(getattr(row, name), dtype=dtype) for row in rows])
+
+    tail = all(row.tail_ids is not None for row in rows)
+    return CompressedTeacher(
+        cat("teacher_ids", torch.long),
+        cat("teacher_logp", torch.float32),
+        cat("teacher_log_tail", torch.float32),
+        cat("tail_ids", torch.long) if tail else None,
+        cat("tail_logp", torch.float32) if tail else None,
+    )
+
+
+def preview(batch: Batch, tokenizer: Any) -> str:
+    """The first supervised row with its trained tokens between brackets, for a look before step
+    1."""
+    supervised = [i for i, mask in enumerate(batch.loss_mask) if bool(mask.any())]
+    if not supervised:
+        return "first batch: no response yet (the drafter generates it)"
+    row = supervised[0]
+    prompt = tokenizer.decode(batch.prompts[row])
+    response = "".join(f"[{tokenizer.decode([token])}]" for token in batch.responses[row])
+    return (
+        f"first batch, row {row} ({batch.sources[row]}): {len(batch.prompts[row])} prompt tokens, "
+        f"{len(batch.responses[row])} trained, in brackets\n{prompt}{response}"
+    )

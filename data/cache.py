@@ -1,0 +1,186 @@
+"""A key-value cache with slots of the caller's choice, on unchanged transformers models.
+
+Rows of a batch accept different numbers of tokens, so a cache that grows by concatenation does
+not serve. Here keys and values lie in preallocated buffers, every forward names the slot of each
+token, and an explicit mask says which slots a token may see. Rejected tokens need no rollback:
+their slots are masked until they are overwritten.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from trainer.config import UserError
+
+
+@dataclass
+class _Placement:
+    """Where the current call's tokens go; shared by all layers."""
+
+    slots: torch.Tensor | None = None  # [R, T]
+    first: int | None = None  # all rows write the consecutive slots first, first+1, ...
+    rows: torch.Tensor | None = None  # [R] batch rows of this call; None: all
+    used: int = 0  # slots 0..used-1 are visible to attention
+
+
+class _SlotLayer(CacheLayerMixin):
+    def __init__(self, placement: _Placement, rows: int, capacity: int):
+        super().__init__()
+        self.placement, self.num_rows, self.capacity = placement, rows, capacity
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # zeros, not empty: a masked slot still enters the weighted sum, as 0 * value
+        self.keys = key_states.new_zeros(
+            self.num_rows, key_states.shape[1], self.capacity, key_states.shape[3]
+        )
+        self.values = value_states.new_zeros(
+            self.num_rows, value_states.shape[1], self.capacity, value_states.shape[3]
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self.placement
+        both = []
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            if place.rows is not None:
+                buffer[place.rows.unsqueeze(1), :, place.slots] = new.transpose(1, 2)
+                both.append(buffer[place.rows, :, : place.used])
+            else:
+                if place.first is not None:
+                    buffer[:, :, place.first : place.first + new.shape[2]] = new
+                else:
+                    index = place.slots[:, None, :, None].expand_as(new)  # type: ignore[index]
+                    buffer.scatter_(2, index, new)
+                both.append(buffer[:, :, : place.used])
+        return tuple(both)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.placement.used, 0
+
+    def get_seq_length(self) -> int:
+        return self.placement.used
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class CachedModel:
+    """A causal LM with a slot cache: `forward` takes token ids and their positions (slot = position
+    unless slots are given) for all rows of the batch or for some of them."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        config = model.config.get_text_config()
+        self.num_layers = config.num_hidden_layers
+        self.eager = config._attn_implementation == "eager"
+        if config._attn_implementation not in ("eager", "sdpa"):
+            raise UserError(
+                f"attention implementation {config._attn_implementation!r} takes no explicit mask; "
+                "load the model with attn_implementation='sdpa'"
+            )
+        types = getattr(config, "layer_types", None) or ["full_attention"]
+        window = getattr(config, "sliding_window", None)
+        base = getattr(model, model.base_model_prefix, model)
+        self.mask_types = sorted(set(types))
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown or not hasattr(config, "num_attention_heads"):
+            raise UserError(
+                f"model.target has layers of type "
+                f"{', '.join(sorted(unknown)) or 'without attention'}: only "
+                "full and sliding-window attention keep a cache that speculative decoding can "
+                "roll back"
+            )
+        if config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False):
+            raise UserError(
+                f"{config.model_type} masks or biases attention in a way of its own (ALiBi or "
+                "local attention), which the cache of speculative decoding cannot follow"
+            )
+        # Models either choose a mask by layer type from a dict, or take one mask for all layers.
+        self.takes_dict = (
+            "isinstance(causal_mask_mapping := attention_mask, dict)"
+            in inspect.getsource(type(base).forward)
+        )
+        if not self.takes_dict and len(self.mask_types) > 1:
+            raise UserError(
+                f"{type(base).__name__} mixes layers of several kinds and takes no mask for each: "
+                "this version of transformers cannot be used with it"
+            )
+        if not self.takes_dict:
+            self.mask_types = ["sliding_attention" if window is not None else "full_attention"]
+        self.window = window if "sliding_attention" in self.mask_types else None
+        self.cache: Cache | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def begin(self, rows: int, capacity: int) -> None:
+        """Forget everything; make room for `rows` sequences of `capacity` slots."""
+        self.rows, self.capacity = rows, capacity
+        self.placement = _Placement()
+        self.cache = Cache(
+            layers=[_SlotLayer(self.placement, rows, capacity) for _ in range(self.num_layers)]
+        )
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep only these batch rows, in this order (finished rows are dropped)."""
+        assert self.cache is not None
+        self.rows = len(rows)
+        for layer in self.cache.layers:
+            layer.num_rows = self.rows  # type: ignore[union-attr]
+            if layer.is_initialized:  # type: ignore[union-attr]
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]  # type: ignore[union-attr, index]
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        used: int,
+        rows: torch.Tensor | None = None,
+        first: int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> torch.Tensor:
+        """ids, positions [R, T]; `used`: one past the largest slot visible; `rows` [R] or None for
+        all; `first`: given when every row writes slots first..first+T-1. Returns logits [R, T',
+        V]."""
+        assert self.cache is not None
+        used = min(
+            self.capacity, -(-used // 16) * 16
+        )  # few shapes: kernels and allocations are reused
+        place = self.placement
+        place.slots, place.first, place.rows, place.used = positions, first, rows, used
+        return self.model(
+            input_ids=ids,
+            attention_mask=self._mask(positions, used),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        ).logits
+
+    def _mask(self, positions: torch.Tensor, used: int) -> Any:
+        slots = torch.arange(used, device=positions.device)
+        query = positions.unsqueeze(-1)
+        masks: dict[str, torch.Tensor] = {}
+        for kind in self.mask_types:
+            allowed = slots <= query
+            if kind == "sliding_attention":
+                allowed &= slots > query - self.window  # type: ignore[operator]
+            allowed = allowed.unsqueeze(1)  # [R, 1, T, S]
+            if self.eager:  # eager attention adds its mask
+                dtype = self.model.dtype
+                allowed = torch.zeros_like(allowed, dtype=dtype).masked_fill(
+                    ~allowed, torch.finfo(dtype).min
+                )
+            masks[kind] = allowed
+        return masks if self.takes_dict else next(iter(masks.values()))

@@ -1,0 +1,371 @@
+"""Prompts to target traces: batched, sharded by rank, resumable, in the order that is fastest.
+
+What is drawn for a trace depends on (seed, prompt, sample index, position) only. A killed run
+continues: finished rows are known by their keys, whichever process wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data.cache import CachedModel
+from data.decode import Continuation, Request, decode
+from data.prompts import Prompt, Turn, fixed_response_ids, render, user_turns, with_answers
+from data.sampling import Sampling, row_key
+from data.target import Target
+from data.traces import Trace, TraceIdentity, TraceStore, check_budget, estimate_bytes, trace_key
+from trainer.config import DataConfig, UserError
+from trainer.losses import compress
+
+TEACHER_GROUP = 16
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """Everything that decides which traces a store holds."""
+
+    source: str  # description, for people
+    prompts: tuple[Prompt, ...]
+    temperatures: tuple[float, ...]  # cycled over prompts and samples
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 96
+    samples_per_prompt: int = 1
+    seed: int = 0
+    stop_strings: tuple[str, ...] = ()
+    lookahead: int = 0
+    teacher_top_k: int = 0
+    teacher_samples: int = 0
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: int | None = None
+    long_prompts: str = "refuse"
+
+    @classmethod
+    def from_config(
+        cls, config: DataConfig, prompts: Sequence[Prompt], seed: int
+    ) -> GenerationPlan:
+        same = ("top_k", "top_p", "max_new_tokens", "samples_per_prompt", "teacher_top_k",
+        "teacher_samples",
+        "system_prompt", "chat_template_kwargs", "max_prompt_tokens", "long_prompts")  # fmt: skip
+        return cls(
+            source=config.prompts,
+            prompts=tuple(prompts),
+            temperatures=tuple(config.temperature),
+            stop_strings=tuple(config.stop_strings),
+            seed=seed,
+            **{name: getattr(config, name) for name in same},
+        )
+
+    @property
+    def stored_tokens(self) -> int:
+        """Upper bound of response, look-ahead and fixed tokens of a row."""
+        fixed = any(p.response is not None for p in self.prompts)
+        return self.max_new_tokens * (1 + fixed) + self.lookahead
+
+    @property
+    def prompts_hash(self) -> str:
+        """Of what the target is shown: reports with the same one are comparable."""
+        return self._hash([p.hash for p in self.prompts])
+
+    def _hash(self, *parts: Any) -> str:
+        text = json.dumps([*parts, self.system_prompt, self.chat_template_kwargs], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def identity(self, target: Target) -> TraceIdentity:
+        # all that a trace takes over from its prompt, and which prompts are left out
+        rows = [[p.hash, p.response, p.domain, p.conversation_id] for p in self.prompts]
+        return TraceIdentity(
+            prompts=self.source,
+            prompts_hash=self._hash(rows, self.max_prompt_tokens, self.long_prompts),
+            target=target.fingerprint,
+            temperatures=list(self.temperatures),
+            stop_strings=list(self.stop_strings),
+            **{name: getattr(self, name) for name in ("top_k", "top_p", "max_new_tokens",
+            "samples_per_prompt",
+               "seed", "lookahead", "teacher_top_k", "teacher_samples")},
+        )  # fmt: skip
+
+
+def traces_folder(plan: GenerationPlan, target: Target, cache_dir: str | Path) -> Path:
+    """Stores are shared by all runs that ask for the same traces."""
+    digest = hashlib.sha256(repr(plan.identity(target)).encode()).hexdigest()[:12]
+    return Path(cache_dir) / "traces" / digest
+
+
+@dataclass
+class _Item:
+    """One prompt and sample index on its way through the turns of its conversation."""
+
+    prompt: Prompt
+    index: int
+    sample_index: int
+    turns: list[Turn]
+    answers: list[str] = field(default_factory=list)
+
+
+class _Work:
+    """The turns still to be generated: what a store has is read, the next turn is asked for."""
+
+    def __init__(self, plan: GenerationPlan, target: Target, done: dict[str, Trace], limit: int):
+        self.plan, self.target, self.done, self.limit = plan, target, done, limit
+        self.num_dropped = 0
+
+    def next_request(self, item: _Item) -> Request | None:
+        """Pass over finished turns; the request of the first unfinished one, None at the end."""
+        plan, tokenizer = self.plan, self.target.tokenizer
+        while len(item.answers) < len(item.turns):
+            turn = with_answers(item.turns[len(item.answers)], item.answers)
+            ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
+            if not ids:
+                raise UserError(f"{item.prompt.source}: the prompt has no token; remove it")
+            if len(ids) > self.limit:
+                if plan.long_prompts == "refuse" and not item.answers:
+                    raise UserError(
+                        f"{item.prompt.source}: the prompt has {len(ids)} tokens, the limit is "
+                        f"{self.limit} (context {self.target.context} less the new ones, "
+                        f"data.max_prompt_tokens {plan.max_prompt_tokens}): set "
+                        "data.long_prompts=drop or fewer new tokens"
+                    )
+                self.num_dropped += 1
+                return None
+            sampling = self.sampling(item)
+            key = trace_key(
+                ids,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                plan.seed,
+                item.sample_index,
+            )
+            if key not in self.done:
+                return Request(ids, row_key(plan.seed, ids, item.sample_index), sampling, item)
+            self.advance(item, self.done[key].response_ids)
+        return None
+
+    def advance(self, item: _Item, response_ids: list[int]) -> None:
+        text = self.target.tokenizer.decode(response_ids, skip_special_tokens=True)
+        item.answers.append(text)
+
+    def sampling(self, item: _Item) -> Sampling:
+        cycle = self.plan.temperatures
+        return Sampling(
+            cycle[(item.index + item.sample_index) % len(cycle)], self.plan.top_k, self.plan.top_p
+        )
+
+
+def generate_traces(
+    target: Target,
+    plan: GenerationPlan,
+    folder: Path,
+    *,
+    batch_size: int,
+    rows_per_shard: int,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    label: str = "traces",
+) -> list[Trace]:
+    """Fill the trace store `folder` (or find it filled) and return all its rows."""
+    store = TraceStore.open(folder, plan.identity(target))
+    if not store.is_complete(()):
+        _fill(
+            target,
+            plan,
+            store,
+            batch_size,
+            rows_per_shard,
+            rank,
+            world,
+            label,
+        )
+        barrier()
+        if rank == 0:
+            store.finish()
+        barrier()
+    return store.load()
+
+
+def _fill(
+    target,
+    plan,
+    store,
+    batch_size,
+    rows_per_shard,
+    rank,
+    world,
+    label,
+) -> None:
+    room = target.context - plan.max_new_tokens - plan.lookahead
+    limit = min(room, plan.max_prompt_tokens or room)
+    if limit < 1:
+        raise UserError(
+            f"max_new_tokens={plan.max_new_tokens} leaves no room for a prompt in the target's "
+            "context of "
+            f"{target.context}: use fewer new tokens"
+        )
+    done = {trace.key: trace for trace in store.load()}
+    work = _Work(plan, target, done, limit)
+    items = [
+        _Item(prompt, index, sample, list(user_turns(prompt)))
+        for index, prompt in enumerate(plan.prompts)
+        for sample in range(plan.samples_per_prompt)
+    ]
+    # by place, not by what remains: other ranks may be writing already
+    items = items[rank::world]
+    pending = [request for item in items if (request := work.next_request(item)) is not None]
+    turns = world * sum(len(item.turns) - len(item.answers) for item in items)
+    if rank == 0:
+        mean = sum(len(r.prompt_ids) for r in pending) / max(1, len(pending))
+        check_budget(
+            store.folder,
+            estimate_bytes(
+                turns, mean, plan.stored_tokens, plan.teacher_top_k, plan.teacher_samples
+            ),
+        )
+    teacher = _Teacher(target, plan) if plan.teacher_top_k or plan.teacher_samples else None
+    meter = _Meter(
+        label, sum(len(r.tag.turns) - len(r.tag.answers) for r in pending), enabled=rank == 0
+    )
+    with store.writer(rank, rows_per_shard) as writer:
+        for done_row in decode(
+            CachedModel(target.model),
+            pending,
+            max_new_tokens=plan.max_new_tokens,
+            eos_ids=target.eos_ids,
+            batch_size=batch_size,
+            lookahead=plan.lookahead,
+            tokenizer=target.tokenizer,
+            stop_strings=plan.stop_strings,
+            vocab_size=target.vocab_size,
+        ):
+            item = done_row.request.tag
+            trace = _trace(plan, target, item, done_row)
+            for finished in [trace] if teacher is None else teacher.add(trace):
+                writer.add(finished)
+            work.advance(item, trace.response_ids)
+            following = work.next_request(item)
+            if following is not None:
+                pending.append(following)  # `decode` takes from the end of this very list
+            meter.advance(len(trace.response_ids))
+        for finished in teacher.rest() if teacher else ():
+            writer.add(finished)
+    meter.close()
+    if work.num_dropped:
+        print(f"{label}: {work.num_dropped} prompts or later turns over {limit} tokens left out")
+
+
+def _trace(plan: GenerationPlan, target: Target, item: _Item, row: Continuation) -> Trace:
+    sampling = row.request.sampling
+    fixed = fixed_response_ids(item.prompt, target.tokenizer) or []
+    return Trace(
+        prompt_ids=row.request.prompt_ids,
+        response_ids=row.response_ids,
+        source="target",
+        domain=item.prompt.domain,
+        conversation_id=item.prompt.conversation_id,
+        turn=len(item.answers),
+        sample_index=item.sample_index,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=plan.seed,
+        finish_reason=row.finish_reason,
+        model_hash=target.fingerprint["weights"],
+        tokenizer_hash=target.fingerprint["tokenizer"],
+        lookahead_ids=row.lookahead_ids,
+        # cut like the target's own answers, so that both sources cost the same tokens
+        fixed_ids=fixed[: plan.max_new_tokens],
+        prompt_hash=item.prompt.hash
+        if not item.answers
+        else f"{item.prompt.hash}-{len(item.answers)}",
+        index=item.index,
+    )
+
+
+class _Teacher:
+    """Adds the compressed teacher block: one parallel pass over a group of finished traces, as
+    many times cheaper than compressing inside the decoding loop as responses are long."""
+
+    def __init__(self, target: Target, plan: GenerationPlan):
+        self.target, self.plan, self.waiting = target, plan, list[Trace]()
+
+    def add(self, trace: Trace) -> list[Trace]:
+        self.waiting.append(trace)
+        return self.rest() if len(self.waiting) == TEACHER_GROUP else []
+
+    def rest(self) -> list[Trace]:
+        group, self.waiting = self.waiting, []
+        if not group:
+            return []
+        rows = [t.prompt_ids + t.response_ids for t in group]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        logits = self.target.outputs(ids.to(self.target.device)).logits
+        assert logits is not None
+        for i, trace in enumerate(group):
+            first = len(trace.prompt_ids) - 1
+            own = (
+                logits[i, first : first + len(trace.response_ids), : self.target.vocab_size]
+                .float()
+                .cpu()
+            )
+            # seeded by the row, so that grouping changes nothing
+            generator = torch.Generator().manual_seed(
+                row_key(self.plan.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)
+            )
+            block = compress(own, self.plan.teacher_top_k, self.plan.teacher_samples, generator)
+            trace.teacher_ids, trace.teacher_logp = block.ids.tolist(), block.logp.tolist()
+            trace.teacher_log_tail = block.log_tail.tolist()
+            if block.tail_ids is not None and block.tail_logp is not None:
+                trace.tail_ids, trace.tail_logp = block.tail_ids.tolist(), block.tail_logp.tolist()
+        return group
+
+
+class _Meter:
+    """A bar on a terminal, a plain line every ten seconds when piped."""
+
+    def __init__(self, label: str, total: int, enabled: bool):
+        self.label, self.total, self.enabled = label, total, enabled
+        self.rows = self.tokens = 0
+        self.began = self.last = time.monotonic()
+        self.bar = None
+        if enabled and total and sys.stderr.isatty():
+            self.bar = tqdm(total=total, desc=label, unit="row", dynamic_ncols=True)
+
+    def advance(self, tokens: int) -> None:
+        self.rows, self.tokens = self.rows + 1, self.tokens + tokens
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.update()
+            self.bar.set_postfix_str(
+                f"{self.tokens / (now - self.began):.0f} tokens/s", refresh=False
+            )
+        elif self.enabled and now - self.last > 10:
+            self._line(now)
+
+    def _line(self, now: float) -> None:
+        self.last, spent = now, max(1e-9, now - self.began)
+        left = spent * (self.total - self.rows) / max(1, self.rows)
+        print(
+            f"{self.label}: {self.rows}/{self.total} rows, {self.tokens / spent:.0f} tokens/s, "
+            f"{left:.0f} s left",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        elif self.enabled and self.total:
+            self._line(time.monotonic())

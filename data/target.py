@@ -1,0 +1,257 @@
+"""The frozen model whose output speculative decoding must reproduce: load, fingerprint, outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from trainer.config import UserError
+
+if not sys.stderr.isatty():
+    transformers_logging.disable_progress_bar()
+
+LayerId = int | str  # output of decoder layer i counted from 0, or "final_norm"
+FULL_HASH_BYTES = 64 << 20
+
+
+@dataclass
+class TargetOutputs:
+    """What a recipe asked the target for. hidden[layer]: [B, L, H]; logits: [B, L, width]."""
+
+    hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+
+
+@dataclass
+class Target:
+    model: Any
+    tokenizer: Any
+    name: str
+    fingerprint: dict[str, Any]
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> Target:
+        model, tokenizer = load_causal_lm(
+            name,
+            "model.target",
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        model.requires_grad_(False)
+        eos = eos_ids(model, tokenizer)
+        return cls(model, tokenizer, name, fingerprint(name, model, tokenizer, eos), eos)
+
+    @property
+    def vocab_size(self) -> int:
+        """The true vocabulary: ids the tokenizer knows; wider logits are padding."""
+        return min(vocabulary_size(self.tokenizer), self.logits_width)
+
+    @property
+    def logits_width(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def context(self) -> int:
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or 1 << 20
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        layers: Sequence[LayerId] = (),
+        logits: bool = True,
+    ) -> TargetOutputs:
+        """One parallel pass over right-padded rows. input_ids [B, L]. Right padding needs no mask:
+        under causal attention nothing real looks at it."""
+        wanted = check_layers(layers, self.model.config.get_text_config().num_hidden_layers)
+        found: dict[LayerId, torch.Tensor] = {}
+        with _captured(self.model, wanted, found):
+            result = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=0 if logits else 1,
+            )
+        return TargetOutputs(found, result.logits if logits else None)
+
+
+def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, ...]:
+    """Distinct ids in range, or "final_norm"; anything else is refused."""
+    for layer in layers:
+        if layer != "final_norm" and not (isinstance(layer, int) and 0 <= layer < num_layers):
+            raise UserError(
+                f"layer id must lie in 0..{num_layers - 1} or be 'final_norm', got {layer!r}"
+            )
+    if len(set(layers)) != len(layers):
+        raise UserError(f"layer ids must be distinct, got {list(layers)}")
+    return tuple(layers)
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(f"{type(model).__name__}: no list of {count} decoder layers found")
+
+
+@contextmanager
+def _captured(
+    model: Any, layers: tuple[LayerId, ...], found: dict[LayerId, torch.Tensor]
+) -> Iterator[None]:
+    def keep(layer: LayerId):
+        def hook(module, inputs, output):
+            if layer == "final_norm":
+                found[layer] = output.last_hidden_state
+            else:
+                found[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = []
+    for layer in layers:
+        module = decoder_layers(model)[layer] if isinstance(layer, int) else model.base_model
+        handles.append(module.register_forward_hook(keep(layer)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def load_causal_lm(
+    name: str,
+    key: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Model (eval mode) and tokenizer of a local folder or Hub id; one readable error otherwise.
+
+    dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
+    """
+    chosen: Any = dtype
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        chosen = "float32"
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(name, **common)
+        tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=chosen, **common
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{key}: cannot load {name!r} as a causal language model with its tokenizer ({reason})"
+        ) from error
+    return model.to(device).eval(), tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends an answer: from the generation config, else the tokenizer."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(sorted({found} if isinstance(found, int) else set(found)))
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _sha(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of the id-to-token map: two tokenizers with equal hash name the same ids the same way."""
+    return _sha(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+
+
+def weights_hash(name: str, model: Any) -> str:
+    """Of the weight files. Files over 64 MiB are sampled (size, header, 64 spread blocks), a Hub
+    model is known by its commit."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return str(getattr(model.config, "_commit_hash", None) or _sha(name))
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            if size <= FULL_HASH_BYTES:
+                digest.update(file.read())
+            else:
+                for block in range(64):
+                    file.seek(block * (size - 65536) // 63)
+                    digest.update(file.read(65536))
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(name: str, model: Any, tokenizer: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    """Goes into everything derived from the target and is compared on load."""
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    }
+    return {
+        "weights": weights_hash(name, model),
+        "config": _sha(config),
+        "quantization": str(getattr(model.config, "quantization_config", None)),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "chat_template": _sha(getattr(tokenizer, "chat_template", None)),
+        "eos_ids": list(eos),
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def check_same_vocabulary(target_tokenizer: Any, draft_tokenizer: Any, drafter: str) -> None:
+    """Speculative decoding compares ids: the two id-to-token maps must be equal."""
+    ours = {i: token for token, i in target_tokenizer.get_vocab().items()}
+    theirs = {i: token for token, i in draft_tokenizer.get_vocab().items()}
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+        i = differing[0]
+        raise UserError(
+            f"CompatibilityError: model.drafter {drafter!r} and the target name "
+            f"{len(differing)} ids differently, "
+            f"first id {i} ({theirs.get(i)!r} and {ours.get(i)!r}): use a drafter with the "
+            "target's tokenizer, "
+            "or model.drafter=null to build one from the target's own configuration"
+        )

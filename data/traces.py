@@ -1,0 +1,399 @@
+"""The store of target generations: parquet shards and one manifest in a folder.
+
+    manifest.json             what the store was made with, and all shards once it is complete
+    manifest-r0.json          the shards of rank 0 while it is written; one file per rank
+    shard-r0-00000.parquet    finished rows; `datasets.load_dataset("parquet", data_files=...)`
+
+A kill loses no finished shard and doubles no row, because one event decides: a shard counts from
+the moment it gets its name, with its bytes on the disk. It is then listed with its checksum. One
+that is not listed (killed in between) is checked page by page, counts as done from the first look
+and is listed when its rank writes next. What remains follows from the keys of finished rows, never
+from counts, so another number of processes may go on. Only rank r writes the files of rank r.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.config import RunFault, UserError, require
+
+
+def trace_key(
+    ids: list[int], temperature: float, top_k: int, top_p: float, seed: int, sample_index: int
+) -> str:
+    """Names a row before it is generated: prompt ids, sampling and sample index."""
+    sampling = [float(temperature), int(top_k), float(top_p), int(seed), int(sample_index)]
+    return hashlib.sha256(json.dumps([sampling, list(map(int, ids))]).encode()).hexdigest()[:32]
+
+
+@dataclass
+class Trace:
+    """One assistant turn: the rendered context as `prompt_ids`, what came after as `response_ids`.
+
+    `lookahead_ids`: tokens generated past the end, for the exact replay of engine counters.
+    `fixed_ids`: the response the data set holds for the same prompt. `index`: place in the order
+    of the data set. Teacher block, one entry per response token: `teacher_ids` and `teacher_logp`
+    (natural log, normalised over the full vocabulary), `teacher_log_tail` = log(1 - their mass),
+    `tail_ids` and `tail_logp` drawn from the tail; stored as float32.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    source: str  # target, draft, human or mix
+    domain: str
+    conversation_id: str
+    turn: int
+    sample_index: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    finish_reason: str  # eos, length or stop
+    model_hash: str
+    tokenizer_hash: str
+    lookahead_ids: list[int] = field(default_factory=list)
+    fixed_ids: list[int] = field(default_factory=list)
+    prompt_hash: str = ""
+    index: int = 0
+    teacher_ids: list[list[int]] | None = None
+    teacher_logp: list[list[float]] | None = None
+    teacher_log_tail: list[float] | None = None
+    tail_ids: list[list[int]] | None = None
+    tail_logp: list[list[float]] | None = None
+    spec_trace: list[dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> str:
+        """Two rows with one key are the same draw."""
+        sampling = (self.temperature, self.top_k, self.top_p, self.seed)
+        return trace_key(self.prompt_ids, *sampling, self.sample_index)
+
+    def check(self) -> None:
+        """Refuse a row that no reader could use."""
+        sources, reasons = "target, draft, human, mix", "eos, length, stop"
+        for name, allowed in (("source", sources), ("finish_reason", reasons)):
+            value = getattr(self, name)
+            require(value in allowed.split(", "), name, f"be one of {allowed}", value)
+        num, tail = len(self.response_ids), (self.tail_ids, self.tail_logp)
+        for block in ((self.teacher_ids, self.teacher_logp, self.teacher_log_tail), tail):
+            sizes = [None if part is None else len(part) for part in block]
+            whole = set(sizes) in ({None}, {num})
+            require(whole, "teacher block", f"have all parts, {num} positions each", sizes)
+
+
+_REALS = pa.list_(pa.float32())
+_ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
+_ARROW |= {"list[int]": pa.list_(pa.int32()), "list[list[int]]": pa.list_(pa.list_(pa.int32()))}
+_ARROW |= {"list[float]": _REALS, "list[list[float]]": pa.list_(_REALS)}
+_ARROW |= {"list[dict[str, Any]]": pa.string()}  # as JSON
+_FIELDS = {item.name: str(item.type).removesuffix(" | None") for item in dataclasses.fields(Trace)}
+_COLUMNS = pa.schema([("key", pa.string())] + [(n, _ARROW[t]) for n, t in _FIELDS.items()])
+_REPEATING = ["source", "domain", "finish_reason", "model_hash", "tokenizer_hash"]
+_STORE = b"draftsmith.store"  # in the metadata of a shard: hash of the identity of its store
+
+
+@dataclass(frozen=True)
+class TraceIdentity:
+    """What a store was made with. Stores with different identities are never mixed."""
+
+    prompts: str  # description of the source, for people
+    prompts_hash: str
+    target: dict[str, Any]  # the target's fingerprint
+    temperatures: list[float]
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    samples_per_prompt: int
+    seed: int
+    stop_strings: list[str]
+    lookahead: int
+    teacher_top_k: int = 0
+    teacher_samples: int = 0
+    schema: int = 1
+
+
+class Shard(NamedTuple):
+    file: str
+    rows: int
+    sha256: str
+    bytes: int
+
+
+class TraceStore:
+    """Open with `TraceStore.open`, write with `writer`, read with `load` or `dataset`."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        self.folder, self.identity = folder, identity
+        self.hash = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._reported: set[str] = set()
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, identity: TraceIdentity | None, create: bool = True
+    ) -> TraceStore:
+        """Create the store, or check that the one there has this identity (None: take its own)."""
+        folder = Path(folder)
+        path = folder / "manifest.json"
+        # through JSON, so that tuples and numbers as keys compare as they are stored
+        wanted = json.loads(json.dumps(dataclasses.asdict(identity))) if identity else None
+        if not path.exists():
+            if wanted is None or not create:
+                raise UserError(f"no trace store in {folder}: {path} is missing")
+            _write(path, {"identity": wanted, "complete": False, "shards": []})
+        stored = _read_json(path)["identity"]
+        if wanted is not None and stored != wanted:
+            raise UserError(
+                f"trace store {folder} was made with {'; '.join(_differences(stored, wanted))};"
+                " use another data.traces or delete it"
+            )
+        store = cls(folder, stored)
+        store.shards()  # names at once what is missing or foreign
+        return store
+
+    def shards(self) -> list[Shard]:
+        """The finished shards of all ranks, as the disk has them now. A listed shard that is gone
+        is reported and left out, so its rows count as not done."""
+        listed = self.listed()
+        present = sorted(path.name for path in self.folder.glob("shard-r*-*.parquet"))
+        for name in sorted(listed.keys() - set(present) - self._reported):
+            rows = listed[name].rows
+            print(f"trace store {self.folder}: {name} is gone; its {rows} rows count as not done")
+            self._reported.add(name)
+        return [listed.get(name) or self._read(name)[1] for name in present]
+
+    def done_keys(self) -> set[str]:
+        """Keys (`trace_key`) of all finished rows, of all ranks. Checks every shard."""
+        return {key for table in self._tables() for key in table["key"].to_pylist()}
+
+    @contextlib.contextmanager
+    def writer(self, rank: int = 0, rows_per_shard: int = 256) -> Iterator[TraceWriter]:
+        """For the rows of one rank. A shard is written whenever `rows_per_shard` rows wait and when
+        the block ends well; rows that wait when it ends by an exception are not written."""
+        with open(self.folder / f".writer-r{rank}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
+            except BlockingIOError as error:
+                raise UserError(
+                    f"rank {rank} of trace store {self.folder} is being written by another process;"
+                    " wait for it or use another data.traces"
+                ) from error
+            writer = TraceWriter(self, rank, rows_per_shard)
+            yield writer
+            writer.flush()
+
+    def load(self) -> list[Trace]:
+        """All rows, checked, by (index, prompt_hash, turn, sample_index), whoever wrote them."""
+        traces: list[Trace] = []
+        for table in self._tables():
+            columns = {name: table[name].to_pylist() for name in _FIELDS}
+            columns["spec_trace"] = [text and json.loads(text) for text in columns["spec_trace"]]
+            traces += [Trace(*row) for row in zip(*columns.values(), strict=True)]
+        return sorted(traces, key=lambda t: (t.index, t.prompt_hash, t.turn, t.sample_index, t.key))
+
+    def dataset(self) -> Any:
+        """All rows, checked, as one in-memory `datasets.Dataset`, in the order of the shards."""
+        import datasets
+
+        return datasets.Dataset(pa.concat_tables([_COLUMNS.empty_table(), *self._tables()]))
+
+    def is_complete(self, expected: Collection[str]) -> bool:
+        """Whether `finish` has seen these very shards and each expected key has its row."""
+        manifest = _read_json(self.folder / "manifest.json")
+        finished = {shard["file"] for shard in manifest["shards"]}
+        same = manifest["complete"] and finished == {shard.file for shard in self.shards()}
+        return same and self.done_keys().issuperset(expected)
+
+    def finish(self) -> None:
+        """Mark complete: one manifest for all. By one process, after all writers have closed."""
+        shards = self.shards()
+        totals = {"rows": sum(s.rows for s in shards), "bytes": sum(s.bytes for s in shards)}
+        entries = [shard._asdict() for shard in shards]
+        manifest = {"identity": self.identity, "complete": True, **totals, "shards": entries}
+        _write(self.folder / "manifest.json", manifest)
+        for path in (*self.folder.glob("manifest-r*.json"), *self.folder.glob("*.tmp")):
+            path.unlink()
+
+    def listed(self) -> dict[str, Shard]:
+        """The shards named by the manifest and its parts, whether they are there or not."""
+        listed = {}
+        for path in (self.folder / "manifest.json", *sorted(self.folder.glob("manifest-r*.json"))):
+            part = _read_json(path)
+            if part.get("store", self.hash) != self.hash:
+                raise UserError(f"{path} belongs to another trace store; move or delete it")
+            listed.update({entry["file"]: Shard(**entry) for entry in part["shards"]})
+        return listed
+
+    def _read(self, name: str, listed: Shard | None = None) -> tuple[pa.Table, Shard]:
+        path = self.folder / name
+        data = path.read_bytes()
+        found = (len(data), hashlib.sha256(data).hexdigest())
+        if listed is not None and found != (listed.bytes, listed.sha256):
+            raise _damaged(path, "its size or checksum is not that of what was written")
+        try:
+            table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        except (OSError, pa.ArrowException) as error:
+            raise _damaged(path, f"not readable: {str(error).splitlines()[0]}") from error
+        if (table.schema.metadata or {}).get(_STORE) != self.hash.encode():
+            raise UserError(f"{path} belongs to another trace store; move or delete it")
+        return table, Shard(name, table.num_rows, found[1], found[0])
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """Each shard, checked, without rows that an earlier shard has already."""
+        seen: set[str] = set()
+        for shard in self.shards():
+            table = self._read(shard.file, shard)[0]
+            keys = table["key"].to_pylist()
+            fresh = [key not in seen for key in keys]
+            seen.update(keys)
+            if not all(fresh):  # two commands with different numbers of processes side by side
+                print(
+                    f"{shard.file}: {fresh.count(False)} rows left out, an earlier shard has them"
+                )
+                table = table.filter(pa.array(fresh))
+            yield table
+
+
+class TraceWriter:
+    """See `TraceStore.writer`."""
+
+    def __init__(self, store: TraceStore, rank: int, rows_per_shard: int):
+        require(rows_per_shard >= 1, "data.rows_per_shard", "be >= 1", rows_per_shard)
+        self.store, self.rank, self.rows_per_shard = store, rank, rows_per_shard
+        self.num_doubled = 0  # rows refused because the store has their key
+        self._waiting: list[Trace] = []
+        for pattern in (f"shard-r{rank}-*.tmp", f"manifest-r{rank}.json.*.tmp"):
+            for path in store.folder.glob(pattern):
+                path.unlink()
+        self._keys = store.done_keys()
+        mine = f"shard-r{rank}-"
+        self._shards = [shard for shard in store.shards() if shard.file.startswith(mine)]
+        # a name that is listed but gone is not used again: its old checksum may still be about
+        names = {shard.file for shard in self._shards} | store.listed().keys()
+        used = [int(Path(name).stem.removeprefix(mine)) for name in names if name.startswith(mine)]
+        self._next = max(used, default=-1) + 1
+        self._write_part()
+
+    def add(self, trace: Trace) -> bool:
+        """Take the row; False, and counted, when the store has its key already."""
+        trace.check()
+        key = trace.key
+        if key in self._keys:
+            self.num_doubled += 1
+            return False
+        self._keys.add(key)
+        self._waiting.append(trace)
+        if len(self._waiting) >= self.rows_per_shard:
+            self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Write the rows that wait as one shard."""
+        if not self._waiting:
+            return
+        columns = {name: [getattr(row, name) for row in self._waiting] for name in _COLUMNS.names}
+        columns["spec_trace"] = [s if s is None else json.dumps(s) for s in columns["spec_trace"]]
+        table = pa.table(columns, schema=_COLUMNS.with_metadata({_STORE: self.store.hash}))
+        sink = pa.BufferOutputStream()
+        # plain and uncompressed: ids of a large vocabulary hardly shrink, and the budget holds
+        layout = {"compression": "none", "use_dictionary": _REPEATING, "write_statistics": False}
+        pq.write_table(table, sink, write_page_checksum=True, **layout)
+        data = sink.getvalue().to_pybytes()
+        name = f"shard-r{self.rank}-{self._next:05d}.parquet"
+        _write(self.store.folder / name, data)
+        self._shards.append(
+            Shard(name, table.num_rows, hashlib.sha256(data).hexdigest(), len(data))
+        )
+        self._next += 1
+        self._waiting = []
+        self._write_part()
+
+    def _write_part(self) -> None:
+        part = {"store": self.store.hash, "shards": [shard._asdict() for shard in self._shards]}
+        _write(self.store.folder / f"manifest-r{self.rank}.json", part)
+
+
+def estimate_bytes(
+    num_rows: int, prompt_tokens: float, new_tokens: float, teacher_top_k: int, teacher_samples: int
+) -> int:
+    """Bytes on disk for mean numbers of tokens per row: an upper bound where new_tokens is the
+    limit. Look-ahead and fixed responses count as new tokens."""
+    row = 265  # key, hashes, names and numbers, with the share of the shard's footer
+    # 4 bytes an id or log-probability, about 4 a list, 4 for log_tail
+    teacher = (
+        8 * (teacher_top_k + teacher_samples) + 12 * (teacher_top_k > 0) + 8 * (teacher_samples > 0)
+    )
+    return round(num_rows * (row + 4 * (prompt_tokens + new_tokens) + teacher * new_tokens))
+
+
+def check_budget(folder: str | Path, bytes_needed: int, free: int | None = None) -> None:
+    """Print the byte budget; UserError when it exceeds the free space of the folder's disk."""
+    if free is None:
+        path = Path(folder).absolute()
+        free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+    print(f"traces: about {_size(bytes_needed)} in {folder}; free {_size(free)}")
+    if bytes_needed > free:
+        raise UserError(
+            f"the traces need about {_size(bytes_needed)} in {folder}, only {_size(free)} are free:"
+            " lower data.num_prompts or data.max_new_tokens, or use a larger disk (data.cache_dir)"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
+
+
+def _differences(stored: Any, wanted: Any, key: str = "") -> list[str]:
+    if not (isinstance(stored, dict) and isinstance(wanted, dict)):
+        return [] if stored == wanted else [f"{key} {stored!r} (wanted: {wanted!r})"]
+    lines = []
+    for name in sorted(stored.keys() | wanted.keys()):
+        lines += _differences(stored.get(name), wanted.get(name), f"{key}.{name}".lstrip("."))
+    return lines
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} is damaged ({what}); delete this file and start the same command again:"
+        " what it held is made anew"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _write(path: Path, content: bytes | dict[str, Any]) -> None:
+    """All of the file or none of it, on the disk when this returns; a dict as JSON."""
+    data = content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunFault(
+            f"cannot write {path}: {error.strerror or error}; finished shards are kept: remove the"
+            " cause and start the same command again"
+        ) from error

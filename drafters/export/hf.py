@@ -1,0 +1,255 @@
+"""A causal-LM drafter as an ordinary Hugging Face folder, the one layout that transformers
+(`assistant_model`) and vLLM (`method: draft_model`) both load.
+
+vLLM demands the target's configured `vocab_size`, transformers takes an equal one as the sign of an
+equal tokenizer; both may be wider than the tokenizer, so embeddings and head are padded. An id
+outside the tokenizer must never be drafted, whatever the hidden state. A zero row does not give
+that: its logit 0 wins wherever all real logits are negative, and no constant row can be low for
+every hidden state. **Each padded head row is the mean of the real rows** (so is a padded bias): its
+logit is the mean of the real logits, thus never above the largest, and equal to it only where all
+real logits are equal. The argmax is then a real token for every hidden state, and a padded id drawn
+under sampling has probability below 1 / (number of real ids). This holds in exact arithmetic; the
+mean is rounded once to the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from data.target import eos_ids as default_eos_ids
+from trainer.config import RunFault, UserError, require
+
+LOGITS_TOLERANCE = (
+    1e-5  # relative; zero for equal widths, a wider matrix product may round otherwise
+)
+
+
+@torch.no_grad()
+def export(
+    model: Any,
+    tokenizer: Any,
+    target_config_vocab_size: int,
+    folder: str | Path,
+    *,
+    num_assistant_tokens: int,
+    card: str,
+    eos_ids: Sequence[int] | None = None,
+) -> Path:
+    """Write `model` to `folder`, in its own dtype, complete or not at all; an earlier export there
+    is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own)."""
+    folder = Path(folder)
+    require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
+    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds other files: name a new folder or an earlier export")
+    padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
+    padded.config.use_cache = True
+    padded.generation_config = _generation_config(model, tokenizer, num_assistant_tokens, eos_ids)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+    try:
+        partial.mkdir()
+        padded.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        reread(partial, model, real_ids(tokenizer))
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return folder
+
+
+def real_ids(tokenizer: Any) -> torch.Tensor:
+    """[n] int64, ascending: the ids that name a token; the tokenizer's own gaps are left out."""
+    return torch.tensor(sorted(set(tokenizer.get_vocab().values())))
+
+
+@torch.no_grad()
+def pad_vocabulary(model: Any, tokenizer: Any, vocab_size: int) -> Any:
+    """A copy of `model` on the CPU, `vocab_size` wide, that cannot draft an id without a token
+    (see the module's docstring). Padded embedding rows are zero, unless tied to the head."""
+    real = real_ids(tokenizer)
+    width = model.get_output_embeddings().weight.shape[0]
+    if int(real[-1]) >= min(width, vocab_size):
+        raise UserError(
+            f"the tokenizer names ids up to {int(real[-1])}, but the drafter has {width} and the "
+            f"target {vocab_size}: use the target's tokenizer"
+        )
+    padded = copy.deepcopy(model).to("cpu").eval()
+    if width != vocab_size:
+        with torch.random.fork_rng(devices=[]):  # resizing draws rows, which are overwritten below
+            padded.resize_token_embeddings(vocab_size, mean_resizing=False)
+    padding = torch.ones(vocab_size, dtype=torch.bool)
+    padding[real] = False
+    embedding, head = padded.get_input_embeddings(), padded.get_output_embeddings()
+    embedding.weight[padding] = 0  # before the head: tied, they are one matrix
+    head.weight[padding] = head.weight[real].double().mean(0).to(head.weight.dtype)
+    if getattr(head, "bias", None) is not None:
+        head.bias[padding] = head.bias[real].double().mean().to(head.bias.dtype)
+    return padded
+
+
+def _generation_config(
+    model: Any, tokenizer: Any, num_assistant_tokens: int, eos_ids: Sequence[int] | None
+) -> GenerationConfig:
+    """Drafts exactly `num_assistant_tokens` a round: no schedule, no confidence threshold."""
+    ends = list(default_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else None
+    return GenerationConfig(
+        num_assistant_tokens=num_assistant_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=pad,
+    )
+
+
+@torch.no_grad()
+def reread(folder: str | Path, model: Any, real: torch.Tensor) -> float:
+    """Load `folder` as a user would and compare it with `model` over the ids `real` [n].
+
+    Every tensor must be known, present and bit-identical, and the float32 logits on random tokens
+    must agree. Returns their largest absolute difference: 0 where the two are equally wide.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=model.dtype, attn_implementation="eager", output_loading_info=True
+    )
+    written, info = loaded
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(problem):
+            names = sorted(map(str, info[problem]))
+            raise RunFault(f"{folder}: {problem.replace('_', ' ')} on reading it back: {names}")
+    original = copy.deepcopy(model).to("cpu").eval()
+    original.set_attn_implementation("eager")
+
+    tables = {id(m.get_input_embeddings().weight) for m in (original, written)}
+    tables |= {id(p) for m in (original, written) for p in m.get_output_embeddings().parameters()}
+    theirs = dict(written.named_parameters())
+    for name, ours in original.named_parameters():
+        if name not in theirs:
+            raise RunFault(f"{folder}: tensor {name!r} is missing on reading it back")
+        read = theirs.pop(name)
+        same = (
+            torch.equal(ours[real], read[real]) if id(ours) in tables else torch.equal(ours, read)
+        )
+        if not same:
+            raise RunFault(f"{folder}: tensor {name!r} differs on reading it back")
+    if theirs:
+        raise RunFault(f"{folder}: unknown tensors on reading it back: {sorted(theirs)}")
+
+    draws = torch.Generator().manual_seed(0)
+    ids = real[torch.randint(len(real), (2, 32), generator=draws)]
+    expected, found = (
+        m.float()(input_ids=ids, use_cache=False).logits[..., real] for m in (original, written)
+    )
+    difference = (expected - found).abs().max().item()
+    if not difference <= LOGITS_TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise RunFault(
+            f"{folder}: logits differ by {difference:.3g} on reading it back, though the weights "
+            "are equal: the model was changed outside its weights (.to(bfloat16) rounds the "
+            "rotary frequencies, loading with dtype= does not)"
+        )
+    return difference
+
+
+def model_card(
+    report: dict[str, Any] | None,
+    *,
+    target: str,
+    recipe: str | None,
+    num_assistant_tokens: int,
+    table: str | None = None,
+    license: str | None = None,
+) -> str:
+    """README.md of an export: what it is, what was measured, how to serve it. `table`: the report's
+    rows as a Markdown table; `license`: only where it is known, the target's may bind."""
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if license:
+        front["license"] = license
+    if is_hub_id(target):
+        front["base_model"] = target
+    front["tags"] = ["speculative-decoding", "draft-model", "draftsmith"]
+    trained = (
+        f", trained with draftsmith's `{recipe}` recipe" if recipe else ", trained with draftsmith"
+    )
+    run = (report or {}).get("run", {})
+    provenance = "".join(
+        f"- {label}: `{run[key]}`\n"
+        for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
+        if run.get(key)
+    )
+    speculative = json.dumps(
+        {
+            "method": "draft_model",
+            "model": "DRAFTER",
+            "num_speculative_tokens": num_assistant_tokens,
+        }
+    )
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# Drafter for {target}
+
+A draft model for speculative decoding with `{target}`{trained}.
+It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
+target's own. It is of no use alone.
+
+## Measured
+
+{table.strip() if table else "Not measured."}
+{chr(10) + provenance if provenance else ""}
+## Serve
+
+`DRAFTER` is this folder or its name on the Hub; `{target}` is the target it was trained for.
+
+transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
+```
+
+vLLM:
+
+```bash
+vllm serve {target} --speculative-config '{speculative}'
+```
+"""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` can only be a repository on the Hub, not a folder here."""
+    if name.count("/") != 1 or Path(name).exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True

@@ -1,0 +1,376 @@
+"""Counters of speculative decoding, the metrics made of them, and their uncertainty.
+
+Everything is a ratio of sums over prompts, and prompts are what is resampled: rounds of one
+prompt resemble each other, so resampling rounds would give intervals that are too narrow.
+Counters come from decoding (`counters_from_rounds`) or, as expected numbers, from a teacher-forced
+pass; both go through `summarise`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainer.config import UserError
+
+
+@dataclass
+class Round:
+    """One target forward of one request: a line of rounds.jsonl.
+
+    `accepted` and `emitted` are counted after cutting at EOS and at the length limit,
+    `engine_accepted` before. `first_reject_pos` is 1-based. `overlap`: sum_v min(p_v, q_v) at each
+    verified position. The token of the prefill belongs to no round.
+    """
+
+    prompt_hash: str
+    submitted: int  # draft tokens the target scored
+    depth: int  # longest submitted path; = submitted for chains
+    accepted: int
+    emitted: int
+    first_reject_pos: int | None
+    draft_forwards: int
+    draft_tokens: int  # fed to the drafter
+    t_draft: float  # seconds, device-synchronised; so are the next two
+    t_verify: float
+    t_other: float
+    ctx_len: int  # at the start of the round
+    overlap: list[float]
+    truncated: bool  # EOS or the limit cut this round
+    engine_accepted: int
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a rejection lies within the output, i.e. was not cut away."""
+        return self.first_reject_pos is not None and self.emitted >= self.first_reject_pos
+
+
+@dataclass
+class PromptCounters:
+    """Sums over the rounds of one prompt; expected numbers when measured without decoding."""
+
+    prompt_hash: str
+    domain: str
+    K: int
+    rounds: float = 0.0  # target forwards after the prefill
+    truncated_rounds: float = 0.0
+    emitted: float = 0.0  # cut at EOS and length, token of the prefill excluded
+    submitted: float = 0.0
+    accepted: float = 0.0  # cut
+    rejections: float = 0.0  # rounds with a rejection
+    reach: list[float] = field(default_factory=list)  # [K] rounds with at least i accepted (cut)
+    tested: list[float] = field(default_factory=list)  # [K] rounds that decided position i
+    overlap_sum: float = 0.0  # sum_v min(p_v, q_v) over response or verified positions
+    overlap_count: float = 0.0
+    greedy_sum: float = 0.0  # positions where drafter argmax = target argmax
+    greedy_count: float = 0.0
+    engine_drafts: float = 0.0  # as vLLM counts: not cut, rounds without drafts left out
+    engine_drafted: float = 0.0
+    engine_accepted: float = 0.0
+    engine_accepted_per_position: list[float] = field(default_factory=list)  # [K]
+    identical: bool | None = None  # greedy: the same tokens as plain decoding
+    plain_s: float = 0.0  # 0: not timed
+    plain_tokens: float = 0.0
+    speculative_s: float = 0.0
+    speculative_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _LISTS:
+            values = getattr(self, name) or [0.0] * self.K
+            assert len(values) == self.K, (
+                f"{name} must have K = {self.K} entries, got {len(values)}"
+            )
+            setattr(self, name, [float(value) for value in values])
+
+
+_LISTS = ("reach", "tested", "engine_accepted_per_position")
+_SCALARS = [
+    f.name
+    for f in dataclasses.fields(PromptCounters)
+    if f.name not in (*_LISTS, "prompt_hash", "domain", "K", "identical")
+]
+_COLUMNS = [*_SCALARS, "tries"]  # tries = accepted + rejections
+
+# metric: product of the first sums / product of the second sums
+_RATIOS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tokens_per_round": (("emitted",), ("rounds",)),
+    "accepted_per_round": (("accepted",), ("rounds",)),
+    "draft_acceptance_rate": (("accepted",), ("submitted",)),
+    "alpha": (("overlap_sum",), ("overlap_count",)),
+    "alpha_hat": (("accepted",), ("tries",)),
+    "greedy_match": (("greedy_sum",), ("greedy_count",)),
+    "speedup": (("plain_s", "speculative_tokens"), ("plain_tokens", "speculative_s")),
+}
+HEADLINE = tuple(_RATIOS)
+
+
+def counters_from_rounds(
+    rounds: Sequence[Round], prompt_hash: str, domain: str, K: int
+) -> PromptCounters:
+    """Add up the rounds of one prompt. Greedy match and timings are the caller's to fill in."""
+    total = PromptCounters(prompt_hash, domain, K)
+    for round_ in rounds:
+        assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
+        assert max(round_.submitted, round_.engine_accepted) <= K, round_
+        total.rounds += 1
+        total.truncated_rounds += round_.truncated
+        total.emitted += round_.emitted
+        total.submitted += round_.submitted
+        total.accepted += round_.accepted
+        total.rejections += round_.rejected
+        for i in range(round_.accepted):
+            total.reach[i] += 1
+            total.tested[i] += 1
+        if round_.rejected:
+            total.tested[round_.accepted] += 1
+        total.overlap_sum += sum(round_.overlap)
+        total.overlap_count += len(round_.overlap)
+        total.engine_drafts += round_.submitted > 0
+        total.engine_drafted += round_.submitted
+        total.engine_accepted += round_.engine_accepted
+        for i in range(round_.engine_accepted):
+            total.engine_accepted_per_position[i] += 1
+    return total
+
+
+def check_invariants(rounds: Sequence[Round], output_length: int) -> None:
+    """Stop if the log of one request does not add up to its output (`output_length` tokens)."""
+    emitted = sum(round_.emitted for round_ in rounds)
+    assert emitted + 1 == output_length, (
+        f"rounds emitted {emitted} tokens + 1 of the prefill, the output has {output_length}"
+    )
+    for index, round_ in enumerate(rounds):
+        where = f"round {index}: {round_}"
+        assert 0 <= round_.accepted <= round_.engine_accepted <= round_.submitted, where
+        assert round_.accepted <= round_.emitted <= round_.accepted + 1, where
+        assert round_.truncated or round_.emitted == round_.accepted + 1, where
+        assert not round_.rejected or round_.first_reject_pos == round_.accepted + 1, where
+        assert len(round_.overlap) <= round_.submitted, where
+
+
+def summarise(
+    counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """Every metric of a report row that counters determine; None where a denominator is zero.
+
+    `<metric>_ci95` is a percentile bootstrap over prompts, None below two prompts.
+    """
+    if not counters:
+        raise UserError("no prompts were measured: eval.num_prompts must leave at least one")
+    table = _by_prompt(counters)
+    sums = table.sum(axis=0)
+    total = {name: float(sums[i]) for i, name in enumerate(_COLUMNS)}
+    reach, tested, engine = (_sum_positions(counters, name) for name in _LISTS)
+    identical = [c.identical for c in counters if c.identical is not None]
+    per_prompt = [c.emitted / c.rounds for c in counters if c.rounds]
+    row: dict[str, Any] = {"num_prompts": len(table), "num_rounds": _whole(total["rounds"])}
+    for name in HEADLINE:
+        draws_of = _bootstrap(table, name, draws, seed)
+        row[name] = _number(_ratio(_usable(table, name).sum(axis=0), name))
+        row[f"{name}_ci95"] = _interval(draws_of)
+    drafts = total["engine_drafts"]
+    row |= {
+        "tokens_per_round_prompt_mean": float(np.mean(per_prompt)) if per_prompt else None,
+        "truncated_rounds": _whole(total["truncated_rounds"]),
+        "alpha_pos": [_divide(r, t) for r, t in zip(reach, tested, strict=True)],
+        "reach_pos": [_divide(r, total["rounds"]) for r in reach],
+        "discard_rate": _divide(total["submitted"] - total["accepted"], total["submitted"]),
+        "verification_rate": _divide(total["rounds"], total["emitted"]),
+        "engine_drafts": _whole(drafts),
+        "engine_drafted": _whole(total["engine_drafted"]),
+        "engine_accepted": _whole(total["engine_accepted"]),
+        "engine_accepted_per_position": [_whole(value) for value in engine],
+        "engine_tokens_per_round": 1 + total["engine_accepted"] / drafts if drafts else None,
+        "identical_to_plain": float(np.mean(identical)) if identical else None,
+        "plain_tokens_per_s": _divide(total["plain_tokens"], total["plain_s"]),
+        "speculative_tokens_per_s": _divide(total["speculative_tokens"], total["speculative_s"]),
+    }
+    return row
+
+
+def per_domain(counters: Sequence[PromptCounters]) -> dict[str, Any]:
+    """Headline metrics by domain, their mean over domains, and the worst domain of each.
+
+    {"domains": {name: {metric: value}}, "mean": {metric: value},
+    "worst": {metric: {"domain", "value"}}}
+    """
+    domains: dict[str, dict[str, Any]] = {}
+    for domain in sorted({c.domain for c in counters}):
+        row = summarise([c for c in counters if c.domain == domain], draws=0)
+        domains[domain] = {name: row[name] for name in ("num_prompts", "num_rounds", *HEADLINE)}
+    mean: dict[str, float | None] = {}
+    worst: dict[str, dict[str, Any] | None] = {}
+    for name in HEADLINE:
+        known = {domain: row[name] for domain, row in domains.items() if row[name] is not None}
+        lowest = min(known, key=lambda domain: known[domain]) if known else None
+        mean[name] = float(np.mean(list(known.values()))) if known else None
+        worst[name] = {"domain": lowest, "value": known[lowest]} if lowest is not None else None
+    return {"domains": domains, "mean": mean, "worst": worst}
+
+
+def paired_difference(
+    a: Sequence[PromptCounters],
+    b: Sequence[PromptCounters],
+    metric: str,
+    draws: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """metric(a) - metric(b) on the same prompts; prompts are resampled for both together.
+
+    `p` is two-sided, from the bootstrap (not below 2 / (draws + 1)).
+    """
+    row = hierarchical_difference([(a, b)], metric, draws, seed)
+    del row["diff_per_seed"]
+    return row
+
+
+def hierarchical_difference(
+    pairs: Sequence[tuple[Sequence[PromptCounters], Sequence[PromptCounters]]],
+    metric: str,
+    draws: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Mean over training seeds of metric(a) - metric(b); seeds and prompts are both resampled.
+
+    Each draw takes training seeds, then one set of prompts for all of them: every seed is measured
+    on the same prompts, and drawing prompts anew for each seed would average their spread away.
+    """
+    if metric not in _RATIOS:
+        raise UserError(f"metric must be one of {', '.join(HEADLINE)}, got {metric!r}")
+    if not pairs:
+        raise UserError("a comparison needs at least one pair of measurements")
+    lists = [counters for pair in pairs for counters in pair]
+    hashes = [Counter(c.prompt_hash for c in counters) for counters in lists]
+    for other in hashes[1:]:
+        if other != hashes[0]:
+            count = sum(((other - hashes[0]) + (hashes[0] - other)).values())
+            raise UserError(
+                f"a paired comparison needs the same prompts on both sides, {count} differ: "
+                "measure both with the same eval.prompts, eval.num_prompts and eval.seed"
+            )
+    tables = [_by_prompt(counters) for counters in lists]
+    usable = np.logical_and.reduce([_usable_mask(table, metric) for table in tables])
+    tables = [table[usable] for table in tables]
+    num_prompts = int(usable.sum())
+    result: dict[str, Any] = {
+        "metric": metric,
+        "diff": None,
+        "ci95": None,
+        "p": None,
+        "seeds": len(pairs),
+        "diff_per_seed": [],
+        "num_prompts": num_prompts,
+    }
+    if not num_prompts:
+        return result
+    totals = [_number(_ratio(table.sum(axis=0), metric)) for table in tables]
+    known = [value for value in totals if value is not None]
+    if len(known) < len(totals):
+        return result
+    per_seed = [known[i] - known[i + 1] for i in range(0, len(known), 2)]
+    rng = np.random.default_rng(seed)
+    weights = _resample(rng, num_prompts, draws)
+    values = [_ratio(weights @ table, metric) for table in tables]
+    drawn = np.stack([values[i] - values[i + 1] for i in range(0, len(values), 2)], axis=1)
+    seed_weights = _resample(rng, len(pairs), draws) / len(pairs)
+    diffs = (drawn * seed_weights).sum(axis=1)
+    enough = num_prompts > 1
+    return result | {
+        "diff": float(np.mean(per_seed)),
+        "diff_per_seed": per_seed,
+        "ci95": _interval(diffs) if enough else None,
+        "p": bootstrap_p(diffs) if enough else None,
+    }
+
+
+def bootstrap_p(diffs: np.ndarray) -> float | None:
+    """Two-sided p of "no difference": twice the smaller share of draws on one side of zero."""
+    diffs = diffs[np.isfinite(diffs)]
+    if not len(diffs):
+        return None
+    tail = min(int((diffs <= 0).sum()), int((diffs >= 0).sum()))
+    return min(1.0, 2 * (tail + 1) / (len(diffs) + 1))
+
+
+def holm(pvalues: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment for several comparisons, in the order given."""
+    adjusted = [0.0] * len(pvalues)
+    highest = 0.0
+    for rank, index in enumerate(sorted(range(len(pvalues)), key=lambda i: pvalues[i])):
+        highest = max(highest, min(1.0, (len(pvalues) - rank) * pvalues[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def _by_prompt(counters: Sequence[PromptCounters]) -> np.ndarray:
+    """[prompts, columns] float64, sorted by hash; a prompt measured twice is one unit."""
+    order = {name: i for i, name in enumerate(sorted({c.prompt_hash for c in counters}))}
+    table = np.zeros((len(order), len(_COLUMNS)))
+    for c in counters:
+        values = [getattr(c, name) for name in _SCALARS]
+        table[order[c.prompt_hash]] += [*values, c.accepted + c.rejections]
+    return table
+
+
+def _sum_positions(counters: Sequence[PromptCounters], name: str) -> list[float]:
+    sums = [0.0] * max(c.K for c in counters)
+    for c in counters:
+        for i, value in enumerate(getattr(c, name)):
+            sums[i] += value
+    return sums
+
+
+def _usable_mask(table: np.ndarray, metric: str) -> np.ndarray:
+    """Speed-ups are taken over prompts timed both ways, the rest over all prompts."""
+    if metric != "speedup":
+        return np.ones(len(table), dtype=bool)
+    timed = [_COLUMNS.index(name) for name in ("plain_s", "speculative_s")]
+    return np.all(table[:, timed] > 0, axis=1)
+
+
+def _usable(table: np.ndarray, metric: str) -> np.ndarray:
+    return table[_usable_mask(table, metric)]
+
+
+def _ratio(sums: np.ndarray, metric: str) -> np.ndarray:
+    """sums: [..., columns]. Returns the metric [...], nan where its denominator is zero."""
+    above, below = _RATIOS[metric]
+    numerator = np.prod([sums[..., _COLUMNS.index(name)] for name in above], axis=0)
+    denominator = np.prod([sums[..., _COLUMNS.index(name)] for name in below], axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(denominator > 0, numerator / denominator, np.nan)
+
+
+def _resample(rng: np.random.Generator, num: int, draws: int) -> np.ndarray:
+    """[draws, num] how often each unit is drawn when `num` are drawn with replacement."""
+    return rng.multinomial(num, np.full(num, 1 / num), size=draws).astype(np.float64)
+
+
+def _bootstrap(table: np.ndarray, metric: str, draws: int, seed: int) -> np.ndarray:
+    usable = _usable(table, metric)
+    if len(usable) < 2 or not draws:
+        return np.zeros(0)
+    return _ratio(_resample(np.random.default_rng(seed), len(usable), draws) @ usable, metric)
+
+
+def _interval(draws: np.ndarray) -> list[float] | None:
+    draws = draws[np.isfinite(draws)]
+    return [float(edge) for edge in np.percentile(draws, [2.5, 97.5])] if len(draws) else None
+
+
+def _number(value: np.ndarray) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _divide(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator > 0 else None
+
+
+def _whole(value: float) -> int | float:
+    """Counts as integers, expected counts as they are."""
+    return int(value) if float(value).is_integer() else float(value)

@@ -1,0 +1,282 @@
+"""Acceptance without decoding: exact counters from cached target traces.
+
+The output of lossless speculative decoding is a sample of the target, and target traces are at
+hand. Given the output x, a token drafted at depth j is accepted with probability
+w = min(1, q(x) / p(x)) (P(output v and accepted) = min(p, q) and P(output v) = p), and the text
+that follows does not depend on the coin. So the starts of rounds are a Markov chain along the
+trace, and
+one parallel pass of each model gives the expected counters: at T=0 (w is 0 or 1) exactly those of
+greedy decoding, at T>0 their conditional expectation given the output. Engines count past the end
+of the output; traces carry look-ahead tokens so that those counters can be replayed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.sampling import Sampling, warp
+from data.target import Target
+from data.traces import Trace
+from drafters.base import Budget
+from eval.metrics import PromptCounters
+from trainer.config import UserError
+
+CONFIDENCE_BINS = 10
+KEEP_TARGET_BYTES = 1 << 30  # target probabilities kept between evaluations, if they fit
+
+
+def replay(
+    accept: np.ndarray, drafted: np.ndarray, lengths: np.ndarray, K: int
+) -> dict[str, np.ndarray]:
+    """Walk the round process along traces.
+
+    accept: [B, N, K] float64, probability that depth j+1 of a round starting at response index t is
+    accepted given the trace and given that the shallower ones were; drafted: [B, N] int, how many
+    tokens such a round drafts (at most K); lengths: [B] int, response lengths; index 0 is the token
+    of the prefill, so rounds start at 1..length-1. Returns sums per trace ([B] or [B, K]).
+    """
+    batch, width, _ = accept.shape
+    visit = np.zeros((batch, width + K + 1))
+    visit[:, 1] = 1.0
+    names = (
+        "rounds",
+        "truncated_rounds",
+        "emitted",
+        "submitted",
+        "accepted",
+        "rejections",
+        "engine_drafts",
+    )
+    sums = {name: np.zeros(batch) for name in names}
+    per_depth = {
+        name: np.zeros((batch, K)) for name in ("reach", "tested", "engine_accepted_per_position")
+    }
+    for t in range(1, int(lengths.max(initial=1))):
+        start = visit[:, t] * (t < lengths)
+        room = lengths - t  # tokens the output still takes
+        sums["rounds"] += start
+        sums["emitted"] += start
+        sums["submitted"] += start * drafted[:, t]
+        sums["engine_drafts"] += start * (drafted[:, t] > 0)
+        survive = start
+        for j in range(K):
+            tried = survive * (j < drafted[:, t])
+            passed = tried * accept[:, t, j]
+            inside = j < room
+            visit[:, t + j + 1] += (
+                survive - passed
+            )  # rejected here, or nothing left to verify: round ends
+            # the j+1 tokens so far came with one more: past the room, it was cut
+            sums["truncated_rounds"] += (survive - passed) * (j + 1 > room)
+            sums["accepted"] += passed * inside
+            sums["emitted"] += passed * (j + 1 < room)
+            sums["rejections"] += (tried - passed) * inside
+            per_depth["tested"][:, j] += tried * inside
+            per_depth["reach"][:, j] += passed * inside
+            per_depth["engine_accepted_per_position"][:, j] += passed
+            survive = passed
+        visit[:, t + K + 1] += survive
+        sums["truncated_rounds"] += survive * (room < K + 1)
+    sums["engine_drafted"] = sums["submitted"]
+    sums["engine_accepted"] = per_depth["engine_accepted_per_position"].sum(1)
+    return sums | per_depth
+
+
+@dataclass
+class OfflineResult:
+    counters: list[PromptCounters]
+    calibration: dict[str, Any]  # the drafter's confidence against acceptance, ten bins
+
+
+class OfflineEvaluator:
+    """Traces of one sampling, replayed against any drafter. The target runs once per trace (T>0
+    only), and its probabilities are kept when they fit in memory. Without `engine_counters` the
+    traces need no look-ahead and those counters are left at zero."""
+
+    def __init__(
+        self,
+        target: Target,
+        traces: Sequence[Trace],
+        sampling: Sampling,
+        budget: Budget,
+        batch_size: int = 16,
+        engine_counters: bool = True,
+    ):
+        if not traces:
+            raise UserError("acceptance without decoding needs at least one target trace")
+        K = budget.max_tokens
+        for trace in traces:
+            own = Sampling(trace.temperature, trace.top_k, trace.top_p)
+            if own != sampling:
+                raise UserError(
+                    f"traces were sampled with {own}, the evaluation asks for {sampling}: "
+                    "generate traces with that very sampling"
+                )
+            if engine_counters and len(trace.lookahead_ids) < K - 1:
+                raise UserError(
+                    f"traces carry {len(trace.lookahead_ids)} look-ahead tokens, eval.K={K} "
+                    f"needs {K}: "
+                    "generate them again with the larger K"
+                )
+        self.target, self.sampling, self.budget, self.K = target, sampling, budget, K
+        self.engine_counters = engine_counters
+        order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+        self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        positions = sum(len(g) * max(len(t.response_ids) + K for t in g) for g in self.groups)
+        self.keep = positions * target.vocab_size * 4 <= KEEP_TARGET_BYTES
+        self._target_probs: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def __call__(self, drafter: Any, draft_sampling: Sampling | None = None) -> OfflineResult:
+        draft_sampling = draft_sampling or self.sampling
+        counters: list[PromptCounters] = []
+        confidence: list[np.ndarray] = []
+        agreement: list[np.ndarray] = []
+        for index, group in enumerate(self.groups):
+            lengths = np.array([len(t.response_ids) for t in group])
+            width = int(lengths.max())
+            accept = np.zeros((len(group), width, self.K))
+            drafted = np.full((len(group), width), self.K)
+            overlap = greedy = None
+            if hasattr(drafter, "draft_logits"):
+                overlap, greedy, sure = self._parallel(
+                    drafter, draft_sampling, index, group, accept, drafted
+                )
+                real = np.arange(width) < lengths[:, None]
+                confidence.append(sure[real])
+                agreement.append(overlap[real])
+            else:
+                self._by_start(drafter.continuation, group, accept, drafted)
+            sums = replay(accept, drafted, lengths, self.K)
+            for row, trace in enumerate(group):
+                one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
+                for name, values in sums.items():
+                    value = values[row]
+                    setattr(one, name, value.tolist() if value.ndim else float(value))
+                if not self.engine_counters:
+                    one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
+                    one.engine_accepted_per_position = [0.0] * self.K
+                if self.budget.stop is not None:
+                    # what a stop rule drafts after a rejection is not in the trace
+                    one.submitted = one.engine_drafted = 0.0
+                if overlap is not None and greedy is not None:
+                    n = int(lengths[row])
+                    one.overlap_sum, one.overlap_count = float(overlap[row, :n].sum()), float(n)
+                    one.greedy_sum, one.greedy_count = float(greedy[row, :n].sum()), float(n)
+                counters.append(one)
+        return OfflineResult(counters, _calibration(confidence, agreement))
+
+    def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids [B, L] of prompt, response and look-ahead, right-padded; the logit index [B, N+K]
+        that
+        scores each response index; the ids [B, N+K] there."""
+        rows = [t.prompt_ids + t.response_ids + t.lookahead_ids[: self.K] for t in group]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        width = max(len(t.response_ids) for t in group) + self.K
+        starts = torch.tensor([len(t.prompt_ids) for t in group]).unsqueeze(1)
+        where = (starts + torch.arange(width)).clamp(max=ids.shape[1] - 1)
+        device = self.target.device
+        return ids.to(device), (where - 1).to(device), ids.gather(1, where).to(device)
+
+    def _parallel(self, drafter, draft_sampling, index, group, accept, drafted):
+        """Fill `accept` and `drafted` from one pass of each model; per-position overlap, greedy
+        match and the drafter's confidence, each [B, N]."""
+        ids, where, tokens = self._rows(group)
+        batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
+        needed = drafter.target_layers
+        greedy_target = self.sampling.temperature == 0
+        outputs = None
+        if needed or (not greedy_target and index not in self._target_probs):
+            outputs = self.target.outputs(ids, layers=needed, logits=not greedy_target)
+        if not greedy_target:
+            if index in self._target_probs:
+                p = self._target_probs[index]
+            else:
+                assert outputs is not None
+                assert outputs.logits is not None
+                p = warp(outputs.logits[batch, where][..., : self.target.vocab_size], self.sampling)
+                if self.keep:
+                    self._target_probs[index] = p
+        width = accept.shape[1]
+        positions = np.arange(width)
+        for depth in range(1, self.K + 1):
+            if depth == 1 or needed:  # without target outputs the law is the same at every depth
+                logits = drafter.draft_logits(ids, outputs, depth)[batch, where].float()
+                plain = logits.softmax(-1)
+                if greedy_target and draft_sampling.temperature == 0:
+                    match = (logits.argmax(-1) == tokens).double()
+                    weight, common = match, match
+                else:
+                    q = warp(logits, draft_sampling)
+                    drawn = tokens.unsqueeze(-1)
+                    q_drawn = q.gather(-1, drawn)[..., 0].double()
+                    if greedy_target:  # p is one-hot at the trace's token
+                        weight = common = q_drawn
+                    else:
+                        q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))
+                        p_drawn = p.gather(-1, drawn)[..., 0].double()
+                        # 0/0 only where the row holds no text of the target (padding)
+                        weight = (q_drawn / p_drawn).clamp(max=1.0).nan_to_num(0.0)
+                        common = torch.minimum(p, q).sum(-1)
+                    plain = q if draft_sampling.temperature else plain
+                # inference tensors cannot share memory with numpy's owner: copy
+                weights = weight.double().cpu().numpy()
+                stop = None
+                if self.budget.stop is not None:
+                    flat = plain.flatten(0, 1)
+                    stop = (
+                        self.budget.stop(flat, flat.argmax(-1), depth)
+                        .view(where.shape)
+                        .cpu()
+                        .numpy()
+                    )
+            accept[:, :, depth - 1] = weights[:, positions + depth - 1]
+            if stop is not None and depth < self.K:
+                ends = stop[:, positions + depth - 1]
+                drafted[:] = np.where(ends, np.minimum(drafted, depth), drafted)
+            if depth == 1:
+                best = tokens if greedy_target else p.argmax(-1)
+                found = [
+                    common[:, :width].double().cpu().numpy(),
+                    (logits.argmax(-1) == best)[:, :width].double().cpu().numpy(),
+                    plain.amax(-1)[:, :width].double().cpu().numpy(),
+                ]
+        return found
+
+    def _by_start(self, continuation: Callable, group, accept, drafted) -> None:
+        """Training-free drafters: ask for the copy at every start (deterministic, so 0 or 1)."""
+        for row, trace in enumerate(group):
+            text = np.array(trace.prompt_ids + trace.response_ids + trace.lookahead_ids)
+            begin = len(trace.prompt_ids)
+            for t in range(1, len(trace.response_ids)):
+                proposed = continuation(text[: begin + t], self.K)
+                drafted[row, t] = len(proposed)
+                follows = text[begin + t : begin + t + len(proposed)]
+                known = len(follows)  # without look-ahead the text ends before the copy
+                accept[row, t, :known] = np.array(proposed)[:known] == follows
+
+
+def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> dict[str, Any]:
+    if not confidence:
+        return {}
+    sure, agreed = np.concatenate(confidence), np.concatenate(agreement)
+    bins = np.minimum((sure * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
+    rows = []
+    for b in range(CONFIDENCE_BINS):
+        inside = bins == b
+        if inside.any():
+            rows.append(
+                {
+                    "confidence": float(sure[inside].mean()),
+                    "acceptance": float(agreed[inside].mean()),
+                    "count": int(inside.sum()),
+                }
+            )
+    return {"bins": rows}

@@ -1,0 +1,204 @@
+"""The report of a run: report.json (schema 1), report.md and report.html, all from the same rows.
+
+A row is the output of `eval.metrics.summarise` plus what identifies the measurement. Optional in a
+row: `by_domain` (of `eval.metrics.per_domain`), `calibration` ({"bins": [{"confidence",
+"acceptance", "count"}]}) and `note`, a sentence shown below its table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from eval.metrics import HEADLINE
+from eval.render import to_html, to_markdown, write_atomic
+from eval.report_page import main_tables, report_blocks, report_title
+from trainer.config import UserError
+
+SCHEMA = 1
+COUNTING = "emitted_per_target_forward"
+DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
+PARTS = {"run": dict, "target": dict, "drafter": dict,
+         "results": list, "comparisons": list, "series": list}  # fmt: skip
+ROW_KEYS = (
+    "drafter",
+    "prompts",
+    "temperature",
+    "top_k",
+    "top_p",
+    "verifier",
+    "policy",
+    "counting",
+    "bonus_counted",
+    "lossless",
+    "measured_by",
+    "num_prompts",
+    "num_rounds",
+    *HEADLINE,
+    *(f"{name}_ci95" for name in HEADLINE),
+    "alpha_pos",
+    "reach_pos",
+    "discard_rate",
+    "verification_rate",
+    "engine_drafts",
+    "engine_drafted",
+    "engine_accepted",
+    "engine_accepted_per_position",
+    "identical_to_plain",
+    "plain_tokens_per_s",
+    "speculative_tokens_per_s",
+    "cost_ratio",
+    "modelled_speedup",
+    "mbsu",
+)
+COMPARISON_KEYS = ("a", "b", "metric", "diff", "ci95", "seeds", "num_prompts")
+
+Row = dict[str, Any]
+
+
+def build_report(
+    run: dict[str, Any],
+    target: dict[str, Any],
+    drafter: dict[str, Any],
+    results: list[Row],
+    comparisons: list[Row],
+    series: list[Row],
+) -> dict[str, Any]:
+    """The content of report.json, checked. Rows are put in the order they are shown in."""
+    rows = sorted(results, key=_order)
+    report = {"schema": SCHEMA, "run": run, "target": target, "drafter": drafter,
+              "results": rows, "comparisons": comparisons, "series": series}  # fmt: skip
+    check_report(report, "the report")
+    return report
+
+
+def check_report(report: Any, source: str) -> None:
+    """Raise UserError unless `report` has schema 1 and could be written as JSON."""
+    if not isinstance(report, dict) or "schema" not in report:
+        raise UserError(f"{source} is not a report: it has no key 'schema'")
+    if report["schema"] != SCHEMA:
+        raise UserError(
+            f"{source}: schema must be {SCHEMA}, got {report['schema']!r}: write the report anew "
+            "with this version"
+        )
+    for name, kind in PARTS.items():
+        if not isinstance(report.get(name), kind):
+            raise UserError(f"{source}: {name} must be a {kind.__name__}, got {report.get(name)!r}")
+    for name in ("results", "comparisons", "series"):
+        for index, row in enumerate(report[name]):
+            where = f"{source}: {name}[{index}]"
+            if not isinstance(row, dict):
+                raise UserError(f"{where} must be a dict, got {row!r}")
+            keys = {"results": ROW_KEYS, "comparisons": COMPARISON_KEYS, "series": ()}[name]
+            missing = [key for key in keys if key not in row]
+            if missing:
+                raise UserError(f"{where} lacks {', '.join(missing)}")
+            if name == "results":
+                _check_row(row, where)
+    _check_json(report, source, "")
+
+
+def plain_row(row: Row) -> Row:
+    """Plain decoding as a row of its own, from any row measured on the same prompts."""
+    known = ("prompts", "temperature", "top_k", "top_p", "num_prompts", "measured_by")
+    plain = dict.fromkeys(ROW_KEYS) | {key: row[key] for key in known}
+    timed = row["plain_tokens_per_s"] is not None
+    return plain | {
+        "drafter": "plain",
+        "verifier": "none",
+        "policy": "none",
+        "K": 0,
+        "counting": COUNTING,
+        "bonus_counted": True,
+        "lossless": True,
+        "num_rounds": round((row["tokens_per_round"] or 0) * row["num_rounds"]),
+        "tokens_per_round": 1.0,
+        "accepted_per_round": 0.0,
+        "verification_rate": 1.0,
+        "alpha_pos": [],
+        "reach_pos": [],
+        "engine_accepted_per_position": [],
+        "plain_tokens_per_s": row["plain_tokens_per_s"],
+        "speedup": 1.0 if timed else None,
+        "modelled_speedup": 1.0,
+        "mbsu": 1.0,
+    }
+
+
+def write_report(report: dict[str, Any], folder: str | Path) -> None:
+    """Write report.json, report.md and report.html; each file appears whole or not at all."""
+    check_report(report, "the report")
+    text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    markdown = to_markdown(report_blocks(report))
+    page = to_html(report_title(report), report_blocks(report, figures=True))
+    for name, content in (("report.md", markdown), ("report.html", page), ("report.json", text)):
+        write_atomic(Path(folder) / name, content)
+
+
+def read_report(path: str | Path) -> dict[str, Any]:
+    """Read and check a report.json; every way it can be wrong is one line."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"report {path} does not exist") from error
+    except OSError as error:
+        raise UserError(f"report {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:  # not UTF-8 or not JSON
+        raise UserError(f"report {path} is damaged, not JSON ({error})") from error
+    check_report(report, f"report {path}")
+    return report
+
+
+def markdown_table(results: list[Row]) -> str:
+    """The main tables alone, one per temperature and prompt set, as in the report."""
+    return to_markdown(main_tables(sorted(results, key=_order)))
+
+
+def _check_row(row: Row, where: str) -> None:
+    if "K" not in row and "tree" not in row:
+        raise UserError(f"{where} lacks K or tree")
+    prompts = row["prompts"]
+    if not isinstance(prompts, dict) or not {"name", "hash"} <= set(prompts):
+        raise UserError(f"{where}.prompts must hold name and hash, got {prompts!r}")
+    if not isinstance(row["drafter"], str) or not row["drafter"]:
+        raise UserError(f"{where}.drafter must be a name, got {row['drafter']!r}")
+    if not isinstance(row["lossless"], bool):
+        raise UserError(f"{where}.lossless must be true or false, got {row['lossless']!r}")
+    if row["bonus_counted"] is not True or row["counting"] != COUNTING:
+        got = (row["bonus_counted"], row["counting"])
+        raise UserError(f"{where} must count {COUNTING} with the bonus token, got {got!r}")
+    number_keys = ("temperature", "top_k", "top_p", "num_prompts", "num_rounds")
+    shapes: list[tuple[str, tuple[type, ...]]] = [(key, (int, float)) for key in number_keys]
+    shapes += [(key, (int, float, list, type(None))) for key in HEADLINE]
+    shapes += [(f"{key}_ci95", (list, type(None))) for key in HEADLINE]
+    shapes += [(key, (list, type(None))) for key in ("alpha_pos", "reach_pos")]
+    for key, kinds in shapes:
+        if not isinstance(row[key], kinds) or isinstance(row[key], bool):
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"{where}.{key} must be {allowed}, got {row[key]!r}")
+
+
+def _check_json(value: Any, source: str, where: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{source}: key {key!r} below {where or 'the top'} must be text")
+            _check_json(inner, source, f"{where}.{key}" if where else key)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_json(inner, source, f"{where}[{index}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise UserError(f"{source}: {where} must be finite or null, got {value}")
+    elif not isinstance(value, str | int | bool | None):
+        raise UserError(f"{source}: {where} is not JSON, got {type(value).__name__} {value!r}")
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    name = row.get("drafter", "")
+    rank = DRAFTERS.index(name) if name in DRAFTERS else DRAFTERS.index("prompt_lookup")
+    prompts = row.get("prompts")
+    place = str(prompts.get("name") if isinstance(prompts, dict) else prompts)
+    return (row.get("temperature", 0), place, rank, name, row.get("K") or 0)

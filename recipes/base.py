@@ -1,0 +1,102 @@
+"""What a recipe says about itself; the loop and the phases are elsewhere.
+
+A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Recipe`, and
+`<name>.yaml` with what differs from the defaults. It is found by its file name.
+
+    class Recipe:
+        target_access = "outputs"           # outputs | forward | trainable
+        def __init__(self, config: Config, target: Target): ...
+        def stages(self) -> list[Stage]: ...
+        def build(self) -> Drafter: ...     # a fresh one, where model.drafter is null
+        def begin(self, stage, max_steps, seed): ...
+        def target_request(self, batch, step) -> TargetRequest | None: ...
+        def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
+        def loss(self, batch, target_outputs, step) -> LossOutput: ...
+        def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
+
+`denominators` are known before the forward pass, so that the loop can sum them over ranks and
+accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from data.batches import Batch
+from data.target import LayerId
+from trainer.config import UserError, suggest
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass
+class NoMethod:
+    """For commands that train nothing."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The text of a stage. `mix`: shares of the sources in `data.batches`, drawn per "batch" or
+    per "example"; draft text rises to its share over `ramp_share` of the steps; `teacher`: the
+    compressed teacher stored with the traces."""
+
+    mix: dict[str, float]
+    per: str = "batch"
+    ramp_share: float = 0.0
+    teacher: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training of the recipe. `start`: from the
+    weights of the stage before ("previous") or from where the drafter started ("base"); `row`: how
+    the report calls its drafter, None for intermediate stages."""
+
+    name: str
+    needs: Needs
+    overrides: dict[str, Any] = field(default_factory=dict)  # of trainer.*
+    start: str = "previous"
+    row: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    layers: tuple[LayerId, ...] = ()
+    logits: bool = True
+
+
+@dataclass
+class Context:
+    """What `refresh` may use: the stored batch of this step and generation from the drafter as it
+    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids."""
+
+    batch: Batch
+    generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
+
+
+def load(name: str) -> tuple[ModuleType, Path | None]:
+    """The recipe's module and its YAML."""
+    if name not in names():
+        raise UserError(
+            f"unknown recipe {name!r}; available: {', '.join(names())}{suggest(name, names())}"
+        )
+    yaml = FOLDER / f"{name}.yaml"
+    return importlib.import_module(f"recipes.{name}"), yaml if yaml.exists() else None
+
+
+def listing() -> str:
+    """One line per recipe: its name and the first line of its docstring."""
+    lines = []
+    for name in names():
+        module, _ = load(name)
+        lines.append(f"  {name:14} {(module.__doc__ or '').strip().splitlines()[0]}")
+    return "\n".join(["recipes:", *lines])

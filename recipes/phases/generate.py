@@ -1,0 +1,136 @@
+"""The first phase of a run: prompts, and the target's traces of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
+from data.traces import Trace, estimate_bytes
+from recipes.phases.run import Run, check_model_pair
+from trainer.config import Config, UserError
+
+
+def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """(training, evaluation) prompts, disjoint."""
+    data, evaluation = config.data, config.eval
+    common = {
+        "config": data.prompts_config,
+        "split": data.prompts_split,
+        "column": data.prompts_column,
+    }
+    own = evaluation.prompts is not None
+    toy = data.prompts == "toy" or data.prompts.startswith("toy:")
+    count = data.num_prompts if own or toy else data.num_prompts + evaluation.num_prompts
+    train = load_prompts(
+        data.prompts,
+        count=count,
+        response_column=data.response_column,
+        seed=config.run.seed,
+        **common,
+    )
+    if own or toy:
+        held_out = load_prompts(
+            evaluation.prompts or data.prompts, count=evaluation.num_prompts,
+            config=evaluation.prompts_config,
+            split=evaluation.prompts_split, column=evaluation.prompts_column,
+            seed=evaluation.seed, toy_split="eval",
+        )  # fmt: skip
+    else:
+        train, held_out = split_by_hash(train, data.eval_share)
+        train, held_out = train[: data.num_prompts], held_out[: evaluation.num_prompts]
+    refuse_overlap(train, held_out)
+    return train, held_out
+
+
+def _generate(run: Run, plan: GenerationPlan, folder: Path, label: str) -> list[Trace]:
+    data, accelerator = run.config.data, run.accelerator
+    traces = generate_traces(
+        run.target, plan, folder, batch_size=data.batch_size, rows_per_shard=data.rows_per_shard,
+        rank=accelerator.process_index, world=accelerator.num_processes,
+        barrier=accelerator.wait_for_everyone,
+        label=label,
+    )  # fmt: skip
+    if not traces:
+        raise UserError(
+            f"{label}: no prompt is left: all {len(plan.prompts)} are too long; name shorter ones, "
+            "lower data.max_new_tokens or raise data.max_prompt_tokens"
+        )
+    return traces
+
+
+def training_folder(run: Run, prompts: list[Prompt]) -> Path:
+    """Where the traces of these prompts lie: data.traces, else by their identity in the cache."""
+    if run.config.data.traces:
+        return Path(run.config.data.traces)
+    plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
+    return traces_folder(plan, run.target, run.config.data.cache_dir)
+
+
+def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
+    """The training traces. Those of the report are generated too: by all processes, and so that
+    what is wrong with its prompts is known before the training is paid for."""
+    traces = training_traces(run, train)
+    if run.config.run.stage is None:
+        for temperature in run.config.eval.temperatures:
+            evaluation_traces(run, held_out, temperature)
+    return traces
+
+
+def contents(run: Run, drafter: Any, traces: list[Trace]) -> dict[str, str]:
+    """Hashes of what a run is made of."""
+    text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
+    weights = hashlib.sha256()
+    for tensor in drafter.state_dict().values():
+        weights.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return {
+        "target": str(run.target.fingerprint["weights"]),
+        "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "starting drafter": weights.hexdigest()[:16],
+    }
+
+
+def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
+    plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
+    return _generate(run, plan, training_folder(run, prompts), "training traces")
+
+
+def evaluation_traces(
+    run: Run, prompts: list[Prompt], temperature: float
+) -> tuple[list[Trace], GenerationPlan]:
+    """Traces of the held-out prompts at one temperature, with look-ahead for the engine's
+    counters."""
+    evaluation = run.config.eval
+    if not prompts:
+        raise UserError(
+            f"data.eval_share={run.config.data.eval_share} holds no prompt out for the report: "
+            "give another share, or a set of its own as eval.prompts"
+        )
+    plan = dataclasses.replace(
+        GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
+        source=evaluation.prompts or f"held out from {run.config.data.prompts}",
+        temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
+        max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
+        lookahead=evaluation.K, teacher_top_k=0, teacher_samples=0,
+    )  # fmt: skip
+    folder = traces_folder(plan, run.target, run.config.data.cache_dir)
+    return _generate(run, plan, folder, f"evaluation traces T={temperature:g}"), plan
+
+
+def describe(config: Config) -> None:
+    """What a run would read and write, without loading a model."""
+    check_model_pair(config)
+    train, held_out = choose_prompts(config)
+    data = config.data
+    rows = sum(len(list(user_turns(p))) for p in train) * data.samples_per_prompt
+    prompt_tokens = sum(len(str(p.messages or p.text)) for p in train) / max(1, len(train)) / 4
+    size = estimate_bytes(
+        rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
+    )
+    print(f"run folder: {config.run_dir}")
+    print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
+    print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

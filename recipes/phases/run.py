@@ -1,0 +1,140 @@
+"""A run: its configuration, its target, its folder, and how it ends."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from data.target import Target
+from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
+from trainer.loop import make_accelerator
+
+
+@dataclass
+class Run:
+    """One run on its way: configuration, models, text."""
+
+    config: Config
+    accelerator: Accelerator
+    target: Target
+    folder: Path
+
+    @classmethod
+    def open(cls, config: Config) -> Run:
+        """Load the target; nothing is written."""
+        check_model_pair(config)
+        accelerator = make_accelerator(config.trainer)
+        return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
+
+
+def load_target(config: Config, device: torch.device | str) -> Target:
+    model = config.model
+    return Target.load(
+        model.target, revision=model.target_revision, dtype=model.dtype, device=device,
+        trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+
+
+def check_model_pair(config: Config) -> None:
+    """The toy's drafter serves the toy's target only: said before anything is loaded."""
+    toy = type(config.model)()
+    if config.model.target != toy.target and str(config.model.drafter or "").startswith(
+        "assets/toy/"
+    ):
+        raise UserError(
+            f"model.drafter={config.model.drafter} belongs to {toy.target}, got "
+            f"model.target={config.model.target}: "
+            "name a small model with the target's tokenizer, or model.drafter=null to build one"
+        )
+
+
+def check_folder(config: Config) -> None:
+    """The run folder holds this very configuration, or none yet."""
+    stored = config.run_dir / "config.yaml"
+    if not stored.exists():
+        return
+    before, now = load_yaml(stored), config.identity()
+    changed = [
+        f"{section}.{key}" if isinstance(values, dict) else section
+        for section, values in now.items()
+        for key in (values if isinstance(values, dict) else [section])
+        if (values[key] if isinstance(values, dict) else values)
+        != (before.get(section, {}).get(key) if isinstance(values, dict) else before.get(section))
+    ]
+    if changed:
+        raise UserError(
+            f"run.dir={config.run_dir} holds a run of another configuration "
+            f"({', '.join(changed[:3])} differ): choose another run.dir or delete it"
+        )
+
+
+def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
+    """Write config.yaml and run.json, or find that the folder was begun with the same `contents`:
+    hashes of the target, the text and the starting drafter, which a path alone does not fix."""
+    stored, facts = run.folder / "config.yaml", run.folder / "run.json"
+    if stored.exists():
+        before = json.loads(facts.read_text())["contents"]
+        changed = [name for name in contents if before.get(name) != contents[name]]
+        if changed:
+            raise UserError(
+                f"run.dir={run.folder} was begun with another {', '.join(changed)} under the same "
+                "name: choose another run.dir or delete it"
+            )
+    elif run.accelerator.is_main_process:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        facts.write_text(json.dumps(provenance(command) | {"contents": contents}, indent=1) + "\n")
+        save_yaml(run.config, run.folder / "config.yaml.part")
+        os.replace(run.folder / "config.yaml.part", stored)
+    run.accelerator.wait_for_everyone()
+
+
+def provenance(command: list[str]) -> dict[str, Any]:
+    import accelerate
+    import transformers
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": " ".join(command),
+        "date": datetime.date.today().isoformat(),
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""),
+    }
+
+
+def leave() -> None:
+    """Leave the process group, if there is one: a rank that just exits takes the others with it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def stop_softly() -> None:
+    """Let SIGTERM end generation and reporting with 75: what is finished is on the disk, and the
+    same command goes on. (Training saves first, by itself.)"""
+
+    def leave_now(number: int, frame: Any) -> None:
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(75)
+
+    signal.signal(signal.SIGTERM, leave_now)
+
+
+def fail(error: UserError | RunFault) -> int:
+    """One line; 2 for a user's mistake, 3 for a fault while running."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, UserError) else 3

@@ -1,0 +1,244 @@
+"""The second phase of a run: train the stages of a recipe."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+
+from data.batches import Batches, preview
+from data.cache import CachedModel
+from data.decode import Request, decode
+from data.kept import KeptLogits
+from data.prompts import (
+    Prompt,
+    fixed_response_ids,
+)
+from data.sampling import Sampling, row_key
+from data.target import Target
+from data.traces import Trace
+from drafters.causal_lm import CausalLMDrafter
+from eval.offline import OfflineEvaluator
+from eval.policies import make_budget
+from recipes.base import Context, Stage
+from recipes.phases.run import Run
+from trainer.config import UserError
+from trainer.loop import FitResult, fit
+from trainer.tracking import Tracker
+
+DEV_PROMPTS = 48  # held-out training prompts that choose the best checkpoint
+DEV_SHARE = 0.125
+
+
+def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
+    """The starting drafter. Refuses what can be known before any text is generated."""
+    data = run.config.data
+    for stage in chosen_stages(run, recipe):
+        if stage.needs.mix.get("fixed") and stage.row != "control":
+            missing = sum(fixed_response_ids(p, run.target.tokenizer) is None for p in prompts)
+            if missing:
+                raise UserError(
+                    f"method.data_mix asks for fixed responses, {missing} of {len(prompts)} prompts"
+                    " have none: name data.response_column or set fixed to 0"
+                )
+        if stage.needs.teacher and not (data.teacher_top_k or data.teacher_samples):
+            raise UserError(
+                "the compressed teacher is stored with the traces: set data.teacher_top_k and "
+                "data.teacher_samples, got 0 and 0"
+            )
+    return base_drafter(run, recipe)
+
+
+def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
+    stages, wanted = recipe.stages(), run.config.run.stage
+    known = [stage.name for stage in stages]
+    if wanted is not None and wanted not in known:
+        raise UserError(f"run.stage must be one of {', '.join(known)}, got {wanted!r}")
+    return [stage for stage in stages if wanted in (None, stage.name)]
+
+
+def base_drafter(run: Run, recipe: Any) -> Any:
+    model = run.config.model
+    if model.drafter is None:
+        torch.manual_seed(run.config.run.seed)
+        return recipe.build()
+    return CausalLMDrafter.from_pretrained(
+        model.drafter,
+        run.target,
+        revision=model.drafter_revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
+    """(train, dev) by conversation: the checkpoint is chosen on prompts that are neither trained on
+    nor reported."""
+    ids = sorted(
+        {trace.conversation_id for trace in traces},
+        key=lambda name: hashlib.sha256(f"{seed}-{name}".encode()).hexdigest(),
+    )
+    count = min(DEV_PROMPTS, max(1, int(len(ids) * DEV_SHARE))) if len(ids) > 1 else 0
+    held_out = set(ids[:count])
+    train = [trace for trace in traces if trace.conversation_id not in held_out]
+    return train, [trace for trace in traces if trace.conversation_id in held_out]
+
+
+def train_stages(
+    run: Run, recipe: Any, base: Any, traces: list[Trace]
+) -> tuple[dict[str, Any], dict[str, FitResult]]:
+    """Train every stage from the drafter `base`; returns the drafters that the report has a row
+    for, and what each stage reached."""
+    train, dev = split_dev(traces, run.config.run.seed)
+    rows: dict[str, Any] = {}
+    results: dict[str, FitResult] = {}
+    current = base
+    names = [stage.name for stage in recipe.stages()]
+    for stage in chosen_stages(run, recipe):
+        drafter = copy.deepcopy(base if stage.start == "base" else current)
+        results[stage.name] = _fit_stage(
+            run, recipe, stage, names.index(stage.name), drafter, train, dev
+        )
+        current = drafter
+        if stage.row:
+            rows[stage.row] = drafter
+    return rows, results
+
+
+def _fit_stage(
+    run: Run,
+    recipe: Any,
+    stage: Stage,
+    number: int,
+    drafter: Any,
+    train: list[Trace],
+    dev: list[Trace],
+) -> FitResult:
+    config, accelerator, target = run.config, run.accelerator, run.target
+    settings = dataclasses.replace(config.trainer, **stage.overrides)
+    needs = stage.needs
+    if stage.row == "control" and any(not t.fixed_ids for t in train):
+        needs = dataclasses.replace(needs, mix={"target": 1.0})
+        if accelerator.is_main_process:
+            print("control: cross-entropy on the target's text, the prompts have no own responses")
+    micro_steps = settings.max_steps * settings.gradient_accumulation_steps
+    batches = Batches(
+        train,
+        needs.mix,
+        settings.batch_size,
+        seed=config.run.seed,
+        per=needs.per,
+        ramp=int(needs.ramp_share * micro_steps),
+        teacher=needs.teacher,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+    )
+    recipe.begin(stage, config.data.max_new_tokens)
+    kept = KeptLogits(target, train, needs.mix)
+    fits = kept.fits()
+
+    def outputs(batch: Any, step: int) -> Any:
+        request = recipe.target_request(batch, step)
+        if request is None:
+            return None
+        found = kept.outputs(batch) if fits and request.logits and not request.layers else None
+        return found or target.outputs(
+            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+        )
+
+    def context(step: int, batch: Any) -> Context:
+        def generate(
+            prompts: list[list[int]], temperature: float, max_new_tokens: int, stream: int
+        ) -> list[list[int]]:
+            return sample_drafter(
+                accelerator.unwrap_model(recipe.drafter), prompts, target, temperature,
+                max_new_tokens,
+                seed=hash((config.run.seed, stream, accelerator.process_index)),
+            )  # fmt: skip
+
+        return Context(batch, generate)
+
+    folder = run.folder / "stages" / f"{number}-{stage.name}"
+    tracker = Tracker(
+        settings,
+        run.folder,
+        run.folder.name,
+        config.to_dict(),
+        accelerator.is_main_process,
+        stage=stage.name,
+    )
+    if accelerator.is_main_process:
+        print(
+            f"stage {stage.name}: {settings.max_steps} steps of {settings.batch_size} rows from "
+            f"{needs.mix}"
+        )
+    try:
+        return fit(
+            recipe=recipe, drafter=drafter, batches=batches, evaluate=_dev_evaluation(run, dev),
+            outputs=outputs,
+            config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
+            tracker=tracker,
+            context=context, describe=lambda batch: preview(batch, target.tokenizer),
+        )  # fmt: skip
+    finally:
+        tracker.finish()
+
+
+def sample_drafter(
+    drafter: Any,
+    prompts: list[list[int]],
+    target: Target,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """On-policy text: the drafter's own samples, no top-k or top-p, dropout off, EOS kept."""
+    training = drafter.training
+    drafter.eval()
+    requests = [
+        Request(ids, row_key(seed, ids, index), Sampling(temperature), index)
+        for index, ids in enumerate(prompts)
+    ]
+    drawn: dict[int, list[int]] = {}
+    for row in decode(
+        CachedModel(drafter.model), requests, max_new_tokens=max_new_tokens, eos_ids=target.eos_ids,
+        batch_size=len(prompts), vocab_size=target.vocab_size,
+    ):  # fmt: skip
+        drawn[row.request.tag] = row.response_ids
+    drafter.train(training)
+    return [drawn[i] for i in range(len(prompts))]
+
+
+def _dev_evaluation(run: Run, dev: list[Trace]) -> Any:
+    """alpha on held-out training traces, no decoding; every sampling the traces hold counts."""
+    if not dev:
+        return None
+    groups: dict[Sampling, list[Trace]] = {}
+    for trace in dev:
+        groups.setdefault(Sampling(trace.temperature, trace.top_k, trace.top_p), []).append(trace)
+    evaluators = [
+        OfflineEvaluator(
+            run.target,
+            traces,
+            sampling,
+            make_budget("fixed", run.config.eval.K),
+            engine_counters=False,
+        )
+        for sampling, traces in groups.items()
+    ]
+
+    def evaluate(drafter: Any, step: int) -> dict[str, Any]:
+        counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
+        alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
+        rounds = sum(c.rounds for c in counters)
+        return {
+            "select": alpha,
+            "alpha": alpha,
+            "greedy_match": sum(c.greedy_sum for c in counters)
+            / sum(c.greedy_count for c in counters),
+            "tokens_per_round": sum(c.emitted for c in counters) / rounds if rounds else None,
+        }
+
+    return evaluate

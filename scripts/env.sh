@@ -1,0 +1,50 @@
+# Sourced by the other scripts from the repository root: `source scripts/env.sh`, then `set_up [dev]`.
+#
+# Makes .venv with the pinned dependencies, on any machine with Python 3.10 or later and a package
+# index. PYTHON chooses the interpreter; pip's own settings say where packages come from.
+
+require_python() { # interpreter
+    local version
+    if ! version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
+        echo "error: no Python runs as '$1'; set PYTHON to an interpreter of version 3.10 or later" >&2
+        return 2
+    fi
+    case $version in
+        2.* | 3.[0-9])
+            echo "error: Python 3.10 or later is needed, '$1' is $version; set PYTHON to a newer one" >&2
+            return 2
+            ;;
+    esac
+}
+
+# The stamp is written after pip has finished, so an interrupted installation is taken up again.
+set_up() { # nothing, or dev for the tools of scripts/test.sh
+    local extra=${1:-} python=${PYTHON:-python3} stamp=.venv/.set-up start=$SECONDS wanted quiet=
+    if [[ -e .venv/bin/python ]]; then
+        python=.venv/bin/python
+    fi
+    require_python "$python" || return
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        echo "creating .venv ($("$python" --version))"
+        if ! "$python" -m venv .venv; then
+            echo "error: '$python -m venv .venv' failed; remove .venv, or install your system's venv package" >&2
+            return 2
+        fi
+    fi
+    wanted=$(cat pyproject.toml constraints.txt | .venv/bin/python -c \
+        'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') || return
+    if ! grep -qsxE "${extra:-(base|dev)} $wanted" "$stamp"; then
+        if [[ $(uname) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
+            echo "no GPU found: if pip fetches the CUDA build of torch (several GB), stop it and point" \
+                "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at CPU-only wheels"
+        fi
+        if [[ ! -t 1 ]]; then
+            quiet=--quiet
+        fi
+        echo "installing into .venv"
+        .venv/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check \
+            -c constraints.txt -e ".${extra:+[$extra]}" || return
+        echo "${extra:-base} $wanted" >"$stamp"
+    fi
+    echo "installation: $((SECONDS - start)) s"
+}

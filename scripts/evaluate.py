@@ -1,0 +1,69 @@
+"""Measure any drafter, own or exported, against its target.
+
+    python -m scripts.evaluate eval.drafter=runs/distillspec-0123456789/drafter eval.K=3
+    python -m scripts.evaluate eval.drafter=Qwen/Qwen3-0.6B model.target=Qwen/Qwen3-8B \\
+        eval.prompts=mt_bench.jsonl script.out=reports/qwen
+
+A drafter inside a run folder brings that run's configuration: target, prompts and all. The report
+holds the drafter, the same shape untrained, prompt lookup and the target as its own drafter.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from drafters.causal_lm import CausalLMDrafter
+from eval.report import build_report, write_report
+from recipes import base
+from recipes.phases import generate, report, run
+from trainer.config import Config, RunFault, UserError, compose, load_yaml
+
+
+def resolve(arguments: list[str]) -> Config:
+    given = [word.partition("=")[2] for word in arguments if word.startswith("eval.drafter=")]
+    if not given:
+        raise UserError("eval.drafter must name a drafter: a folder or a Hub id, got nothing")
+    stored = Path(given[0]).parent / "config.yaml"
+    recipe, method, defaults = "evaluate", base.NoMethod, None
+    if (Path(given[0]) / "drafter.json").exists() and stored.exists():
+        recipe, defaults = load_yaml(stored)["recipe"], stored
+        method = base.load(recipe)[0].Config
+    return compose(recipe, method, defaults, arguments, script_keys=("out",))
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = resolve(arguments)
+        folder = Path(config.script["out"] or f"runs/evaluate-{config.hash()}")
+        if config.dry_run:
+            generate.describe(config)
+            return 0
+        this = run.Run.open(config)
+        name = str(config.eval.drafter)
+        drafter = CausalLMDrafter.from_pretrained(name, this.target, key="eval.drafter")
+        _, prompts = generate.choose_prompts(config)
+        drafters = {name: drafter, **report.baselines(this, drafter)}
+        measured = report.measure(this, drafters, prompts, name)
+        content = build_report(
+            run={"recipe": config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
+            target={"name": this.target.name, "fingerprint": this.target.fingerprint},
+            drafter={"start": name, "parameters": drafter.num_parameters},
+            results=measured.rows,
+            comparisons=measured.comparisons,
+            series=[],
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        report.write_rounds(folder, measured.rounds)
+        write_report(content, folder)
+        print((folder / "report.md").read_text())
+        print(f"report: {(folder / 'report.html').resolve()}")
+    except (UserError, RunFault) as error:
+        return run.fail(error)
+    finally:
+        run.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

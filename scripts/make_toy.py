@@ -1,0 +1,418 @@
+"""Rebuild `assets/toy` end to end: tokenizer, target, supervised drafter, model cards.
+
+    python -m scripts.make_toy --work /tmp/toy --out assets/toy
+
+Resumable: stopped at any moment, the same command goes on from the last checkpoint in `--work`.
+The target takes a few hours on one CPU core, minutes on a GPU; the drafter minutes. Hidden
+matrices are trained with Muon (Jordan et al. 2024; torch.optim.Muon), the rest with AdamW. The
+supervised drafter stops once its training loss has fallen less than 0.5 % over the last fifth
+of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from data.cache import CachedModel
+from data.decode import Continuation, Request, decode
+from data.sampling import Sampling, row_key
+from data.target import Target
+from data.toy import DOMAINS, Document, documents, sample
+
+SPECIAL = ["<|endoftext|>", "<|pad|>", "<|mask|>", "<|user|>", "<|assistant|>"]
+VOCAB_SIZE = 2048
+CONTEXT = 512
+MATH_DOCUMENTS = 24000
+EVAL_DOCUMENTS = 150
+TARGET_SHAPE: dict[str, Any] = dict(
+    hidden_size=192,
+    intermediate_size=544,
+    num_hidden_layers=8,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+DRAFT_SHAPE: dict[str, Any] = dict(
+    hidden_size=96,
+    intermediate_size=192,
+    num_hidden_layers=1,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=32,
+)
+
+
+def pretraining_documents() -> list[Document]:
+    held_out = {d.text for domain in ("code", "prose") for d in documents(domain, "eval")}
+    chosen: list[Document] = []
+    for domain in DOMAINS:
+        stream = documents(domain, "pretrain")
+        if domain == "math":
+            chosen += [next(stream) for _ in range(MATH_DOCUMENTS)]
+        else:
+            found = [d for d in {d.text: d for d in stream}.values() if d.text not in held_out]
+            chosen += found * (2 if domain == "prose" else 1)
+    return chosen
+
+
+def build_tokenizer(texts: list[str], out: Path) -> PreTrainedTokenizerFast:
+    if (out / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(out)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL[0],
+        pad_token=SPECIAL[1],
+        model_max_length=CONTEXT,
+    )
+    fast.save_pretrained(out)
+    return fast
+
+
+def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) -> list[list[int]]:
+    """Indices grouped by similar length, groups in random order: little padding, no packing."""
+    rng = random.Random(epoch)
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]) + rng.random() * 8)
+    groups, group, width = [], [], 0
+    for index in order:
+        width = max(width, len(encoded[index]))
+        if group and width * (len(group) + 1) > tokens_per_batch:
+            groups.append(group)
+            group, width = [], len(encoded[index])
+        group.append(index)
+    groups.append(group)
+    rng.shuffle(groups)
+    return groups
+
+
+def batch_loss(model, rows: list[list[int]], device, reduction="mean"):
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), 1)
+    labels = torch.full((len(rows), width), -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
+    logits = model(input_ids=ids.to(device)).logits
+    return cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(),
+        labels[:, 1:].flatten().to(device),
+        reduction=reduction,
+    )
+
+
+@torch.no_grad()
+def domain_losses(model, encoded: dict[str, list[list[int]]], device) -> dict[str, float]:
+    """Nats per token of each domain's held-out documents, prompt included."""
+    losses = {}
+    for domain, rows in encoded.items():
+        total = sum(
+            batch_loss(model, rows[i : i + 16], device, "sum").item()
+            for i in range(0, len(rows), 16)
+        )
+        losses[domain] = round(total / sum(len(row) - 1 for row in rows), 4)
+    return losses
+
+
+def train(
+    model, encoded, held_out, work: Path, steps, tokens_per_batch, lr, muon_lr, plateau, device
+):
+    """Train to `steps`, or with `plateau` until the loss is flat and a third more; the rate falls
+    linearly over the last quarter."""
+    work.mkdir(parents=True, exist_ok=True)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+    base = [muon_lr, lr]
+    state = {"step": 0, "tokens": 0, "losses": []}
+    saved = work / "checkpoint.pt"
+    if saved.exists():
+        loaded = torch.load(saved, weights_only=True, map_location="cpu")
+        model.load_state_dict(loaded["model"])
+        for optimizer, part in zip(optimizers, loaded["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+        state = loaded["state"]
+    began, began_tokens, epoch, groups, used = time.monotonic(), state["tokens"], -1, [], 0
+    skip = state["step"]
+    while state["step"] < steps:
+        tested = (
+            plateau and "end" not in state and state["step"] >= 2000 and state["step"] % 200 == 0
+        )
+        if tested and is_flat(state["losses"]):
+            # flat at the full rate: let it fall, and stop
+            state["end"] = state["step"] * 4 // 3
+        steps = state.get("end", steps)
+        while used >= len(groups):
+            epoch, used = epoch + 1, 0
+            groups = length_batches(encoded, tokens_per_batch, epoch)
+            jump = min(skip, len(groups))
+            used, skip = jump, skip - jump
+        rows = [encoded[i] for i in groups[used]]
+        used += 1
+        fraction = state["step"] / steps
+        scale = min(1.0, (state["step"] + 1) / 100, max(0.02, (1 - fraction) / 0.25))
+        for optimizer, rate in zip(optimizers, base, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * scale
+        loss = batch_loss(model, rows, device)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        state["step"] += 1
+        state["tokens"] += sum(map(len, rows))
+        state["losses"].append(round(loss.item(), 4))
+        if state["step"] % 100 == 0 or state["step"] == steps:
+            rate = (state["tokens"] - began_tokens) / (time.monotonic() - began)
+            row = {"step": state["step"], "tokens": state["tokens"], "tokens_per_s": round(rate)}
+            row["loss"] = round(sum(state["losses"][-100:]) / 100, 4)
+            if state["step"] % 500 == 0 or state["step"] == steps:
+                row["held_out"] = domain_losses(model, held_out, device)
+            print(json.dumps(row), flush=True)
+            with (work / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            part = saved.with_suffix(".part")
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizers],
+                    "state": state,
+                },
+                part,
+            )
+            part.replace(saved)
+    return state
+
+
+def is_flat(losses: list[float]) -> bool:
+    """Less than 0.5 % gained over the last fifth of the steps against the fifth before it."""
+    fifth = len(losses) // 5
+    late, before = sum(losses[-fifth:]), sum(losses[-2 * fifth : -fifth])
+    return (before - late) / before < 0.005
+
+
+def save_model(model, tokenizer, out: Path) -> None:
+    half = model.to(torch.float16)
+    half.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=1)
+    half.save_pretrained(out)
+    # half the size on disk, but to be computed in float32 everywhere: dtype "auto" reads this
+    config = json.loads((out / "config.json").read_text()) | {"dtype": "float32"}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5200)
+    parser.add_argument("--draft-steps", type=int, default=6000)
+    parser.add_argument("--part", choices=["all", "target", "draft", "card"], default="all")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+
+    docs = pretraining_documents()
+    tokenizer = build_tokenizer([d.text for d in docs], arguments.work / "tokenizer")
+    eos = tokenizer.eos_token_id
+    cache = arguments.work / "documents.safetensors"
+    if not cache.exists():
+        rows = tokenizer([d.text for d in docs])["input_ids"]
+        rows = [[*row[: CONTEXT - 1], eos] for row in rows if len(row) < CONTEXT]
+        lengths = torch.tensor([len(row) for row in rows])
+        save_file(
+            {
+                "ids": torch.tensor([t for row in rows for t in row], dtype=torch.int16),
+                "lengths": lengths,
+            },
+            cache,
+        )
+    stored = load_file(cache)
+    encoded = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
+    held_out = {
+        domain: [
+            [*row, eos]
+            for row in tokenizer([d.text for d in sample((domain,), "eval", EVAL_DOCUMENTS, 0)])[
+                "input_ids"
+            ]
+        ]
+        for domain in DOMAINS
+    }
+    print(f"{len(encoded)} documents, {sum(map(len, encoded))} tokens", flush=True)
+
+    common: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_theta=10000.0,
+    )
+    for name, shape, steps, tokens, plateau in (
+        ("target", TARGET_SHAPE, arguments.steps, 3072, False),
+        ("draft", DRAFT_SHAPE, arguments.draft_steps, 3072, True),
+    ):
+        if arguments.part not in ("all", name):
+            continue
+        model: Any = LlamaForCausalLM(LlamaConfig(**common, **shape))
+        model = model.to(device)
+        print(name, sum(p.numel() for p in model.parameters()), "parameters", flush=True)
+        state = train(
+            model,
+            encoded,
+            held_out,
+            arguments.work / name,
+            steps,
+            tokens,
+            3e-3,
+            5e-3,
+            plateau,
+            device,
+        )
+        losses = domain_losses(model.float(), held_out, device)
+        save_model(model, tokenizer, arguments.out / name)
+        (arguments.out / name / "training.json").write_text(
+            json.dumps(
+                {
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "steps": state["step"],
+                    "tokens": state["tokens"],
+                    "held_out_nats_per_token": losses,
+                    "python": sys.version.split()[0],
+                    "torch": torch.__version__,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+    if (arguments.out / "target").exists() and (arguments.out / "draft").exists():
+        write_card(arguments.out, device)
+
+
+CARD = """# The embedded toy
+
+A tiny target and its supervised drafter, so that every recipe runs on a laptop in minutes. Rebuilt
+end to end by `python -m scripts.make_toy --work <scratch> --out assets/toy`.
+
+| | target | draft ("before") |
+| --- | ---: | ---: |
+{table}
+
+Llama architecture, byte-level BPE of {vocabulary} tokens with reserved `<|mask|>`, `<|user|>` and
+`<|assistant|>`, context of {context}; float16 on disk, computed in float32. Text:
+functions of Python's standard library and its tests (`code`), its documentation strings and the
+language reference (`prose`, twice per epoch), and generated word problems (`math`); the modules
+that evaluation prompts are drawn from were left out. The drafter is trained on the same text by
+cross-entropy until its loss falls less than 0.5 % over a fifth of its steps, then for a third
+more with a falling rate. It has seen nothing of the target.
+
+Of {count} held-out prompts per domain, at most {limit} new tokens:
+
+| domain | T=0 ends with EOS | mean length | T=1 ends with EOS | mean length | entropy, nats/token |
+| --- | ---: | ---: | ---: | ---: | ---: |
+{ends}
+
+Licence: Apache-2.0 for the weights; the standard library is under the PSF licence.
+
+## Samples of the target, T=1
+
+{samples}
+"""
+
+
+def write_card(out: Path, device: str, count: int = 60, limit: int = 192) -> None:
+    """README.md of the folder: what was trained on what, how answers end, samples."""
+    facts = [json.loads((out / name / "training.json").read_text()) for name in ("target", "draft")]
+    rows = [
+        [f["parameters"] for f in facts],
+        [f["steps"] for f in facts],
+        [f["tokens"] for f in facts],
+    ]
+    rows += [[f["held_out_nats_per_token"][d] for f in facts] for d in DOMAINS]
+    names = ["parameters", "steps", "tokens", *(f"held-out nats per token, {d}" for d in DOMAINS)]
+    table = "\n".join(f"| {n} | {a} | {b} |" for n, (a, b) in zip(names, rows, strict=True))
+    target = Target.load(str(out / "target"), device=device)
+    ends, samples = [], []
+    for domain in DOMAINS:
+        documents_ = sample((domain,), "eval", count, 1)
+        cells = []
+        for temperature in (0.0, 1.0):
+            requests = [
+                Request(ids, row_key(0, ids, 0), Sampling(temperature), ids)
+                for ids in (target.tokenizer(d.prompt).input_ids for d in documents_)
+            ]
+            found = list(
+                decode(
+                    CachedModel(target.model),
+                    requests,
+                    max_new_tokens=limit,
+                    eos_ids=target.eos_ids,
+                    batch_size=20,
+                )
+            )
+            ended = sum(row.finish_reason == "eos" for row in found) / len(found)
+            length = sum(len(row.response_ids) for row in found) / len(found)
+            cells.append(f"{ended:.0%} | {length:.0f}")
+        shown = [target.tokenizer.decode(row.request.tag + row.response_ids) for row in found[:2]]
+        samples += [f"```\n{text}\n```" for text in shown]
+        ends.append(f"| {domain} | {' | '.join(cells)} | {mean_entropy(target, found):.2f} |")
+    (out / "README.md").write_text(
+        CARD.format(
+            table=table,
+            vocabulary=VOCAB_SIZE,
+            context=CONTEXT,
+            count=count,
+            limit=limit,
+            ends="\n".join(ends),
+            samples="\n\n".join(samples),
+        )
+    )
+
+
+def mean_entropy(target: Target, rows: list[Continuation]) -> float:
+    """Nats per token of the target's law on its own samples."""
+    total, positions = 0.0, 0
+    for row in rows:
+        ids = torch.tensor([row.request.tag + row.response_ids], device=target.device)
+        logits = target.outputs(ids).logits
+        assert logits is not None
+        first = len(row.request.tag) - 1
+        law = logits[0, first:-1].float().log_softmax(-1)
+        total += float(-(law.exp() * law).sum())
+        positions += len(law)
+    return total / positions
+
+
+if __name__ == "__main__":
+    main()

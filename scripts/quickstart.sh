@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Set up and run the main job on the embedded toy: bash scripts/quickstart.sh [key=value ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/env.sh
+set_up
+
+start=$SECONDS
+# All that `accelerate config` would ask, so that no earlier answer is needed and none interferes.
+launch=(--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
+if ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    cores=$(.venv/bin/python -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')
+    launch+=(--cpu --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$cores}")
+fi
+.venv/bin/accelerate launch "${launch[@]}" train.py recipe=distillspec "$@"
+echo "main job: $((SECONDS - start)) s"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Set up, lint and test: bash scripts/test.sh [pytest arguments, such as -m slow or tests/eval]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/env.sh
+set_up dev
+
+export PATH="$PWD/.venv/bin:$PATH"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tiny tensors: threads cost more than they give
+export HF_HUB_OFFLINE=1                        # a test that reaches for the network fails
+
+ruff check .
+ruff format --check .
+pyright
+lint-imports
+python -m pytest "$@"

@@ -1,0 +1,99 @@
+"""The real commands on tiny settings, for the tests of train.py and of the scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from data.traces import Trace, TraceStore
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {
+    "data.num_prompts": 8,
+    "data.max_new_tokens": 8,
+    "data.batch_size": 4,
+    "trainer.max_steps": 2,
+    "trainer.batch_size": 4,
+    "eval.num_prompts": 4,
+    "eval.max_new_tokens": 11,  # one token of the prefill, two full rounds of K + 1
+    "eval.timing_prompts": 1,
+    "eval.bootstrap_draws": 20,
+}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command(folder: Path, target: Any, *given: str) -> list[str]:
+    """`key=value` words of a tiny run of `target` below `folder`; words of `given` come first."""
+    prompts, held_out = folder / "train.jsonl", folder / "eval.jsonl"
+    if not prompts.exists():
+        sums = [(i, 7 * i % 13) for i in range(8)]
+        rows = [{"prompt": f"Add {a} and {b}: ", "response": f"{a + b}."} for a, b in sums]
+        write_jsonl(prompts, rows)
+        write_jsonl(held_out, [{"prompt": f"What is {i} times 3? "} for i in range(4)])
+    words = {
+        "recipe": "distillspec",
+        "run.dir": folder / "run",
+        "data.cache_dir": folder / "cache",
+        "data.prompts": prompts,
+        "eval.prompts": held_out,
+        "model.target": target,
+        "model.drafter": "null",
+        "method.draft_hidden_size": 16,
+        **SETTINGS,
+    }
+    words |= dict(word.split("=", 1) for word in given)
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+def only(words: list[str], *sections: str) -> list[str]:
+    """The words of `sections`, for a command that takes no recipe."""
+    return [word for word in words if word.partition(".")[0] in sections]
+
+
+# `accelerate launch --cpu --num_processes 2` starts one process only (accelerate 1.15)
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def start(*words: str, log: Path | None = None, **options: Any) -> subprocess.Popen:
+    """A process of its own in the repository root: `start("train.py", *command(...))`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if words[: len(TWO)] == TWO:
+        # two processes on CPU, even beside one GPU
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    output = subprocess.PIPE if log is None else log.open("a")
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment, text=True,
+        stdout=output, stderr=subprocess.STDOUT if log else subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=500)
+    return process.returncode, out or "", err or ""
+
+
+def stored_traces(folder: Path) -> list[Trace]:
+    """Of the one trace store in `folder`, training before evaluation by number of rows."""
+    return TraceStore.open(folder, None, create=False).load()
+
+
+def training_stores(cache: Path) -> list[Path]:
+    """The stores below a cache that hold training traces (no look-ahead)."""
+    found = []
+    for manifest in sorted(cache.glob("traces/*/manifest.json")):
+        if json.loads(manifest.read_text())["identity"]["lookahead"] == 0:
+            found.append(manifest.parent)
+    return found

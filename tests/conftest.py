@@ -1,0 +1,42 @@
+"""Fixtures for all tests: tiny models saved once a session. Everything runs offline."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """tiny_folder(name, **options of save_tiny) -> folder, written at most once a session."""
+    made = {}
+
+    def get(name, **options):
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            made[key] = save_tiny(tmp_path_factory.mktemp(name) / name, name, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_folder):
+    """tiny_target(name, **options of save_tiny) -> a loaded data.target.Target, shared: do not
+    change it."""
+    from data.target import Target
+
+    made = {}
+
+    def get(name, **options):
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            made[key] = Target.load(str(tiny_folder(name, **options)))
+        return made[key]
+
+    return get

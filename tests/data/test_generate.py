@@ -1,0 +1,381 @@
+"""Prompts to target traces: what is drawn, conversations, resuming, the stored teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import Prompt, load_prompts
+from data.sampling import row_key
+from data.traces import TraceStore
+from scripts import generate
+from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
+from tests.tiny import EOS
+from trainer.config import DataConfig, UserError
+from trainer.losses import compress
+
+NEW = 12
+
+
+def texts(number: int = 8) -> list[Prompt]:
+    """Of different lengths, so that batches are ragged."""
+    words = [f"{'more ' * (i % 3)}words {i}: " for i in range(number)]
+    return [Prompt(text, None, None, "test", f"row {i}", f"c{i}") for i, text in enumerate(words)]
+
+
+def conversation(*turns: str, system: str | None = None) -> Prompt:
+    messages = [{"role": "user", "content": text} for text in turns]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Prompt(None, tuple(messages), None, "chat", "row 1", "c1")
+
+
+def plan(prompts=None, **changes) -> GenerationPlan:
+    prompts = texts() if prompts is None else prompts
+    settings = {"temperatures": (1.0,), "max_new_tokens": NEW}
+    return GenerationPlan("test", tuple(prompts), **(settings | changes))
+
+
+def fill(target, folder, wanted, **options):
+    return generate_traces(
+        target, wanted, folder, **({"batch_size": 4, "rows_per_shard": 3} | options)
+    )
+
+
+# what is drawn
+
+
+@pytest.fixture(scope="module")
+def usual(tiny_target, tmp_path_factory):
+    return fill(tiny_target("llama"), tmp_path_factory.mktemp("usual"), plan(samples_per_prompt=2))
+
+
+def test_a_trace_says_where_it_comes_from(tiny_target, usual):
+    target = tiny_target("llama")
+    assert [(t.index, t.sample_index) for t in usual] == [(i, s) for i in range(8) for s in (0, 1)]
+    prompts = texts()
+    for trace in usual:
+        prompt = prompts[trace.index]
+        assert target.tokenizer.decode(trace.prompt_ids) == prompt.text
+        assert (trace.prompt_hash, trace.conversation_id) == (prompt.hash, prompt.conversation_id)
+        assert (trace.source, trace.domain, trace.turn) == ("target", "test", 0)
+        assert trace.model_hash == target.fingerprint["weights"]
+        ended = trace.response_ids[-1] == EOS
+        assert trace.finish_reason == ("eos" if ended else "length")
+        assert ended or len(trace.response_ids) == NEW
+        assert EOS not in trace.response_ids[:-1]
+
+
+def test_two_samples_of_a_prompt_differ(usual):
+    assert all(
+        a.response_ids != b.response_ids for a, b in zip(usual[::2], usual[1::2], strict=True)
+    )
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"rows_per_shard": 100}])
+def test_batch_size_changes_no_trace(tiny_target, tmp_path, usual, options):
+    assert fill(tiny_target("llama"), tmp_path, plan(samples_per_prompt=2), **options) == usual
+
+
+def test_the_order_of_prompts_changes_no_response(tiny_target, tmp_path, usual):
+    found = fill(tiny_target("llama"), tmp_path, plan(texts()[::-1], samples_per_prompt=2))
+    assert {t.key: t.response_ids for t in found} == {t.key: t.response_ids for t in usual}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_number_of_processes_changes_no_trace(tiny_target, tmp_path, usual, world):
+    """Ranks one after the other: none waits, and rank 0, which finishes the store, comes last."""
+    wanted, target = plan(samples_per_prompt=2), tiny_target("llama")
+    for rank in reversed(range(world)):
+        found = fill(target, tmp_path, wanted, rank=rank, world=world)
+    assert found == usual
+    assert len({p.name[:8] for p in tmp_path.glob("*.parquet")}) == world
+
+
+def test_seed_and_sampling_change_what_is_drawn(tiny_target, tmp_path, usual):
+    first = [t.response_ids for t in usual[::2]]
+    changes = [{"seed": 1}, {"temperatures": (0.5,)}, {"top_k": 3}, {"top_p": 0.4}]
+    found = [first]
+    for number, change in enumerate(changes):
+        traces = fill(tiny_target("llama"), tmp_path / str(number), plan(**change))
+        found.append([t.response_ids for t in traces])
+    assert all(a != b for i, a in enumerate(found) for b in found[:i])
+
+
+def test_temperatures_cycle_over_prompts_and_samples(tiny_target, tmp_path):
+    wanted = plan(texts(4), temperatures=(0.0, 0.7, 1.0), samples_per_prompt=2)
+    found = fill(tiny_target("llama"), tmp_path, wanted)
+    cycle = {(t.index, t.sample_index): t.temperature for t in found}
+    assert cycle == {(i, s): (0.0, 0.7, 1.0)[(i + s) % 3] for i in range(4) for s in (0, 1)}
+
+
+def test_greedy_traces_are_transformers_own_generate(tiny_target, tmp_path):
+    target = tiny_target("gemma3")
+    for trace in fill(target, tmp_path, plan(temperatures=(0.0,))):
+        ids = torch.tensor([trace.prompt_ids])
+        plain = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+        )
+        assert plain[0, len(trace.prompt_ids) :].tolist() == trace.response_ids
+
+
+def test_look_ahead_goes_on_past_the_end(tiny_target, tmp_path, usual):
+    found = fill(tiny_target("llama"), tmp_path, plan(samples_per_prompt=2, lookahead=4))
+    assert [t.response_ids for t in found] == [t.response_ids for t in usual]
+    assert all(len(t.lookahead_ids) == 4 for t in found)
+
+
+def test_padding_of_the_head_is_never_produced(tiny_target, tmp_path):
+    target = tiny_target("llama_padded")
+    assert target.logits_width > target.vocab_size == 100
+    found = fill(target, tmp_path, plan(samples_per_prompt=8, temperatures=(1.5,)))
+    assert max(token for t in found for token in t.response_ids) < 100
+
+
+# where an answer ends
+
+
+def test_every_id_of_the_eos_set_ends(tiny_target, tmp_path, usual):
+    """Ids that the model really produces in the middle of its text are made EOS."""
+    middle = tuple({t.response_ids[2] for t in usual if len(t.response_ids) > 4})
+    assert len(middle) > 1
+    target = dataclasses.replace(tiny_target("llama"), eos_ids=(EOS, *middle))
+    found = fill(target, tmp_path, plan(samples_per_prompt=2))
+    ends = {t.response_ids[-1] for t in found if t.finish_reason == "eos"}
+    assert len(ends & set(middle)) > 1
+    for short, long in zip(found, usual, strict=True):
+        assert short.response_ids == long.response_ids[: len(short.response_ids)]
+        assert not set(short.response_ids[:-1]) & {EOS, *middle}
+
+
+def test_a_stop_string_ends_even_where_it_spans_tokens(tiny_target, tmp_path, usual):
+    decode = tiny_target("llama").tokenizer.decode
+    long = [t for t in usual if len(t.response_ids) > 6 and t.finish_reason == "length"]
+    stop = decode(long[0].response_ids[3:5])  # one character per token
+    found = fill(tiny_target("llama"), tmp_path, plan(samples_per_prompt=2, stop_strings=(stop,)))
+    stopped = [t for t in found if t.finish_reason == "stop"]
+    assert stopped
+    for trace in found:
+        text = decode(trace.response_ids)
+        assert text.endswith(stop) == (trace.finish_reason == "stop")
+        assert stop not in text[: -len(stop)]
+
+
+# conversations
+
+
+def chat(tiny_target):
+    return tiny_target("llama", chat_template=True)
+
+
+def test_each_turn_is_a_row_after_the_targets_own_answers(tiny_target, tmp_path):
+    target = chat(tiny_target)
+    prompts = [
+        conversation("one?", "two?"),
+        dataclasses.replace(conversation("x"), conversation_id="c2"),
+    ]
+    first, second, other = fill(target, tmp_path, plan(prompts, temperatures=(0.7,)))
+    assert [(t.conversation_id, t.turn) for t in (first, second, other)] == [
+        ("c1", 0), ("c1", 1), ("c2", 0)
+    ]  # fmt: skip
+    answer = target.tokenizer.decode(first.response_ids, skip_special_tokens=True)
+    rendered = f"<|turn|>user\none?\n<|turn|>assistant\n{answer}<|endoftext|>\n<|turn|>user\ntwo?\n"
+    assert target.tokenizer.decode(second.prompt_ids) == f"{rendered}<|turn|>assistant\n"
+    assert target.tokenizer.decode(first.prompt_ids) == "<|turn|>user\none?\n<|turn|>assistant\n"
+    assert len({first.prompt_hash, second.prompt_hash, other.prompt_hash}) == 3
+
+
+def test_conversations_resume_in_the_middle(tiny_target, tmp_path):
+    target = chat(tiny_target)
+    prompts = [dataclasses.replace(conversation(f"{i}?", "two?", "3?"), conversation_id=f"c{i}")
+               for i in range(4)]  # fmt: skip
+    wanted = plan(prompts)
+    whole = fill(target, tmp_path / "whole", wanted, rows_per_shard=1)
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    store = TraceStore.open(tmp_path / "part", wanted.identity(target))
+    kept = [s.file for s in store.shards() if int(s.file[-13:-8]) < 5]
+    for path in (tmp_path / "part").glob("*.parquet"):
+        if path.name not in kept:
+            path.unlink()
+    assert fill(target, tmp_path / "part", wanted, batch_size=2) == whole
+    assert len(whole) == 12
+
+
+def test_system_prompt_and_template_options_reach_the_prompt(tiny_target, tmp_path, tiny_folder):
+    target = chat(tiny_target)
+    (own,) = fill(
+        target, tmp_path / "a", plan([conversation("hi", system="own")], system_prompt="S")
+    )
+    (ours,) = fill(target, tmp_path / "b", plan([conversation("hi")], system_prompt="Be brief."))
+    decode = target.tokenizer.decode
+    assert decode(own.prompt_ids).startswith("<|turn|>system\nown\n<|turn|>user\nhi\n")
+    assert decode(ours.prompt_ids).startswith("<|turn|>system\nBe brief.\n<|turn|>user\nhi\n")
+    tokenizer = target.tokenizer.__class__.from_pretrained(tiny_folder("llama", chat_template=True))
+    tokenizer.chat_template += "{% if thinking %}<think>{% endif %}"
+    thinking = dataclasses.replace(target, tokenizer=tokenizer)
+    wanted = plan([conversation("hi")], chat_template_kwargs={"thinking": True})
+    (options,) = fill(thinking, tmp_path / "c", wanted)
+    assert decode(options.prompt_ids).endswith("assistant\n<think>")
+
+
+def test_a_base_target_refuses_conversations(tiny_target, tmp_path):
+    with pytest.raises(UserError, match="no chat template but the prompts are conversations"):
+        fill(tiny_target("llama"), tmp_path, plan([conversation("hi")]))
+
+
+# stores
+
+
+def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual):
+    wanted = plan(samples_per_prompt=2)
+    fill(tiny_target("llama"), tmp_path, wanted)
+    broken = dataclasses.replace(tiny_target("llama"), model=None)  # nothing is generated
+    assert fill(broken, tmp_path, wanted) == usual
+
+
+def test_what_was_finished_is_not_generated_again(tiny_target, tmp_path, usual):
+    wanted, target = plan(samples_per_prompt=2), tiny_target("llama")
+    fill(target, tmp_path, wanted)
+    kept, gone, *_ = sorted(tmp_path.glob("*.parquet"))
+    gone.unlink()
+    before = kept.stat().st_mtime_ns
+    assert fill(target, tmp_path, wanted) == usual
+    assert kept.stat().st_mtime_ns == before
+    rows = sum(shard.rows for shard in TraceStore.open(tmp_path, None).shards())
+    assert rows == len(usual)
+
+
+def test_a_store_is_named_by_all_that_decides_its_rows(tiny_target):
+    target = tiny_target("llama")
+    base = plan()
+    answered = [dataclasses.replace(p, response="yes") for p in texts()]
+    other = [dataclasses.replace(p, domain="other") for p in texts()]
+    changes = [
+        {"prompts": tuple(texts(7))}, {"prompts": tuple(answered)}, {"prompts": tuple(other)},
+        {"temperatures": (0.9,)}, {"top_k": 3}, {"top_p": 0.5}, {"max_new_tokens": 5}, {"seed": 2},
+        {"samples_per_prompt": 2}, {"stop_strings": ("a",)}, {"lookahead": 1},
+        {"teacher_top_k": 2}, {"teacher_samples": 2}, {"system_prompt": "s"},
+        {"chat_template_kwargs": {"a": 1}}, {"max_prompt_tokens": 9}, {"long_prompts": "drop"},
+    ]  # fmt: skip
+    plans = [base, *(dataclasses.replace(base, **change) for change in changes)]
+    folders = {traces_folder(one, target, "cache") for one in plans}
+    assert len(folders) == len(plans)
+    assert traces_folder(plan(), target, "cache") in folders
+    assert traces_folder(base, tiny_target("llama", seed=1), "cache") not in folders
+    answers = dataclasses.replace(base, prompts=tuple(answered))
+    assert answers.prompts_hash == base.prompts_hash  # the target is shown the same
+
+
+def test_the_plan_takes_every_setting_of_the_configuration():
+    config = DataConfig(
+        prompts="toy", temperature=[0.0, 0.5], top_k=7, top_p=0.9, max_new_tokens=3,
+        samples_per_prompt=2, stop_strings=["x"], teacher_top_k=4, teacher_samples=5,
+        system_prompt="s", chat_template_kwargs={"a": 1}, max_prompt_tokens=6, long_prompts="drop",
+    )  # fmt: skip
+    made = GenerationPlan.from_config(config, texts(1), 9)
+    assert (made.temperatures, made.stop_strings, made.seed) == ((0.0, 0.5), ("x",), 9)
+    for name in ("top_k", "top_p", "max_new_tokens", "samples_per_prompt", "teacher_top_k",
+                 "teacher_samples", "system_prompt", "chat_template_kwargs", "max_prompt_tokens",
+                 "long_prompts"):  # fmt: skip
+        assert getattr(made, name) == getattr(config, name)
+
+
+def test_fixed_responses_are_kept_beside_the_targets_own(tiny_target, tmp_path):
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": "answer " * 9}])
+    target = tiny_target("llama")
+    for limit, ends in ((NEW, False), (80, True)):
+        loaded = load_prompts(str(prompts), count=1)
+        (trace,) = fill(target, tmp_path / str(limit), plan(loaded, max_new_tokens=limit))
+        text = target.tokenizer.decode(trace.fixed_ids)
+        assert len(trace.fixed_ids) == min(limit, 64)
+        assert (trace.fixed_ids[-1] == EOS) == ends
+        assert text.startswith("answer answe")
+
+
+# the compressed teacher
+
+
+@pytest.mark.parametrize(("top_k", "samples"), [(6, 4), (6, 0), (0, 4)])
+def test_the_stored_teacher_is_the_compressed_live_one(tiny_target, tmp_path, top_k, samples):
+    target = tiny_target("llama_padded")
+    wanted = plan(samples_per_prompt=3, teacher_top_k=top_k, teacher_samples=samples)
+    for trace in fill(target, tmp_path, wanted):
+        ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+        logits = target.outputs(ids).logits
+        first = len(trace.prompt_ids) - 1
+        own = logits[0, first : first + len(trace.response_ids), : target.vocab_size]
+        seed = row_key(wanted.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)
+        expected = compress(own, top_k, samples, torch.Generator().manual_seed(seed))
+        assert torch.tensor(trace.teacher_ids).tolist() == expected.ids.tolist()
+        stored = torch.tensor(trace.teacher_logp)
+        torch.testing.assert_close(stored, expected.logp, rtol=0, atol=1e-4)
+        stored = torch.tensor(trace.teacher_log_tail)
+        torch.testing.assert_close(stored, expected.log_tail, rtol=0, atol=1e-4)
+        assert (trace.tail_ids is None) == (samples == 0)
+        if samples:
+            assert trace.tail_ids == expected.tail_ids.tolist()
+
+
+def test_the_teacher_does_not_depend_on_grouping(tiny_target, tmp_path):
+    wanted = plan(samples_per_prompt=3, teacher_top_k=3, teacher_samples=2)
+    target = tiny_target("llama")
+    one = fill(target, tmp_path / "a", wanted, batch_size=1)
+    two = fill(target, tmp_path / "b", wanted, batch_size=8)
+    for a, b in zip(one, two, strict=True):
+        assert (a.teacher_ids, a.tail_ids) == (b.teacher_ids, b.tail_ids)
+
+
+# the command
+
+
+def test_the_command_says_where_the_traces_are(tmp_path, tiny_folder, capsys):
+    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    assert generate.main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    (store,) = training_stores(tmp_path / "cache")
+    traces = TraceStore.open(store, None).load()
+    tokens = sum(len(t.response_ids) for t in traces)
+    ended = sum(t.finish_reason == "eos" for t in traces) / 8
+    assert last == f"8 traces, {tokens} tokens, {ended:.0%} ended by themselves: {store}"
+
+
+def test_the_command_fills_the_folder_it_is_given(tmp_path, tiny_folder, capsys):
+    words = command(tmp_path, tiny_folder("llama"), f"data.traces={tmp_path / 'own'}")
+    assert generate.main(only(words, "model", "data", "eval")) == 0
+    assert capsys.readouterr().out.strip().endswith(str(tmp_path / "own"))
+    assert len(TraceStore.open(tmp_path / "own", None).load()) == 8
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_dry_run_of_the_command_writes_nothing(tmp_path, tiny_folder, capsys):
+    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    files = sorted(tmp_path.rglob("*"))
+    assert generate.main([*words, "dry_run=true"]) == 0
+    assert "traces: 8 rows" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_traces_of_one(tmp_path, tiny_folder):
+    target = tiny_folder("llama", chat_template=True)
+    turns = [{"messages": [{"role": "user", "content": f"{i}{j}"} for j in range(1 + i % 3)]}
+             for i in range(8)]  # fmt: skip
+    prompts = write_jsonl(tmp_path / "turns.jsonl", turns)
+    found = []
+    for name, launch in (("one", ()), ("two", TWO)):
+        words = command(
+            tmp_path, target, f"data.prompts={prompts}", f"data.traces={tmp_path / name}",
+            "data.rows_per_shard=2",
+        )  # fmt: skip
+        script = ("-m", "scripts.generate", *only(words, "model", "data", "eval"))
+        code, out, err = finish(start(*launch, *script))
+        assert code == 0, err
+        assert out.count(" ended by themselves: ") == 1
+        found.append(TraceStore.open(tmp_path / name, None).load())
+    assert len(found[0]) == 15
+    assert found[0] == found[1]
+    assert len({p.name[:8] for p in (tmp_path / "two").glob("*.parquet")}) == 2

@@ -1,0 +1,55 @@
+"""Kept logits are the live ones, and a batch with unknown text is left to the live target."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from data.batches import Batches, collate
+from data.kept import KeptLogits
+from data.target import Target
+from tests.data.test_batches import make
+from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return Target.load(str(save_tiny(tmp_path_factory.mktemp("kept") / "t", "llama_padded")))
+
+
+def small(number: int):
+    trace = make(number)
+    ids = {name: [5 + i % 60 for i in getattr(trace, name)] for name in
+           ("prompt_ids", "response_ids", "fixed_ids")}  # fmt: skip
+    return dataclasses.replace(trace, **ids)
+
+
+TRACES = [small(i) for i in range(6)]
+
+
+def test_kept_logits_are_the_live_ones_at_supervised_positions(target):
+    batches = Batches(TRACES, {"target": 0.5, "fixed": 0.5}, 4, seed=0, per="example")
+    kept = KeptLogits(target, TRACES, ("target", "fixed"))
+    for index in range(6):
+        batch = batches.at(index)
+        ours = kept.outputs(batch).logits
+        live = target.outputs(batch.input_ids, batch.position_ids).logits[..., : target.vocab_size]
+        scored = batch.loss_mask[:, 1:]
+        torch.testing.assert_close(ours[:, :-1][scored], live[:, :-1][scored], rtol=0, atol=1e-4)
+
+
+def test_the_same_numbers_whatever_was_asked_first(target):
+    """A resumed run must see the bits of the straight one."""
+    batches = Batches(TRACES, {"target": 1.0}, 2, seed=0)
+    one, other = (KeptLogits(target, TRACES, ("target",)) for _ in range(2))
+    first = [one.outputs(batches.at(i)).logits for i in range(4)]
+    late = other.outputs(batches.at(3)).logits
+    assert torch.equal(first[3], late)
+
+
+def test_unknown_text_is_left_to_the_live_target(target):
+    kept = KeptLogits(target, TRACES, ("target",))
+    assert kept.outputs(collate([[7, 8]], [[9, 10]], ["draft"])) is None
+    assert KeptLogits(target, TRACES, ("draft",)).fits() is False
+    assert kept.fits() is True
+    assert kept.fits(limit_bytes=10) is False

@@ -1,0 +1,568 @@
+"""Readers, choice, split and rendering of prompts, and the sentence that answers each mistake."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+
+import datasets
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from data.prompts import (
+    Prompt,
+    fixed_response_ids,
+    load_prompts,
+    refuse_overlap,
+    render,
+    split_by_hash,
+    user_turns,
+    with_answers,
+)
+from trainer.config import UserError
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('system not first') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _everything_stays_here(tmp_path, monkeypatch):
+    """File names in messages are short, and `datasets` neither calls out nor fills a real cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def make_tokenizer(chat_template=None, adds_bos=True, eos="</s>"):
+    """Byte-level, no merges: what was encoded can be read back from the ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"])
+    if adds_bos:
+        bos = ("<s>", inner.token_to_id("<s>"))
+        inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[bos])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def base():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return make_tokenizer(CHAT_TEMPLATE)
+
+
+def write(tmp_path, name, content):
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return name
+
+
+def write_rows(tmp_path, rows, name="x.jsonl"):
+    return write(tmp_path, name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def shown(prompt):
+    return [(message["role"], message["content"]) for message in prompt.messages]
+
+
+def plain(text, **fields):
+    rest = {"response": None, "domain": "d", "source": "s", "conversation_id": text} | fields
+    return Prompt(text=text, messages=None, **rest)
+
+
+def conversation(*turns, **fields):
+    rest = {"response": None, "domain": "d", "source": "s", "conversation_id": "c"} | fields
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    return Prompt(text=None, messages=messages, **rest)
+
+
+def refused(call, *args, **kwargs):
+    """The one line a user reads."""
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+# --- readers -------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "one\u2028line", "answer": "1"}, {"prompt": 'two, "2"\nlines', "answer": "2"}]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_kind_of_file_gives_the_same_prompts(tmp_path, kind, suffix):
+    name = f"quiz{kind}"
+    if kind == ".jsonl":
+        write_rows(tmp_path, ROWS, name)
+    elif kind == ".json":
+        write(tmp_path, name, json.dumps(ROWS))
+    else:
+        table = datasets.Dataset.from_list(ROWS)
+        (table.to_csv if kind == ".csv" else table.to_parquet)(tmp_path / name)
+    if suffix:
+        write(tmp_path, name + suffix, (tmp_path / name).read_bytes())
+        (tmp_path / name).unlink()
+    prompts = load_prompts(name + suffix, count=9)
+    assert texts(prompts) == ["one\u2028line", 'two, "2"\nlines']
+    assert [prompt.response for prompt in prompts] == ["1", "2"]
+    assert {prompt.domain for prompt in prompts} == {"quiz"}
+    assert prompts[1].source == f"quiz{kind}{suffix} {'line' if kind == '.jsonl' else 'row'} 2"
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
+def test_text_file_is_one_prompt_a_line_without_blank_ones(tmp_path, name):
+    write(tmp_path, name, b"\xef\xbb\xbffirst\r\n\r\n  \nsecond \xe2\x80\xa8 still\n")
+    prompts = load_prompts(name, count=9)
+    assert texts(prompts) == ["first", "second \u2028 still"]
+    assert prompts[1].source == f"{name} line 4"
+
+
+def test_csv_takes_long_fields(tmp_path):
+    long = "word " * 40_000
+    write(tmp_path, "x.csv", f'prompt\n"{long}"\n')
+    assert texts(load_prompts("x.csv", count=1)) == [long]
+
+
+def test_folder_of_files_is_read_by_datasets_with_config_and_split(tmp_path):
+    (tmp_path / "set").mkdir()
+    write_rows(tmp_path / "set", [{"question": "Q?", "answer": "A"}], "train.jsonl")
+    write_rows(tmp_path / "set", [{"question": "T?", "answer": "B"}], "test.jsonl")
+    assert load_prompts("set", split="test", count=9) == [
+        plain("T?", response="B", domain="set", source="set test row 1",
+              conversation_id=plain("T?").hash),
+    ]  # fmt: skip
+    message = refused(load_prompts, "set", split="dev", count=9)
+    assert "config=None split=dev" in message
+    assert "check id, config and split" in message
+
+
+def test_hub_without_network_names_the_id_and_the_remedy():
+    message = refused(load_prompts, "nobody/nothing-here", count=1)
+    assert message.startswith("prompts 'nobody/nothing-here' are neither toy, nor a file (.jsonl")
+    assert message.endswith("check id, config and split, or download it and name the file")
+
+
+def test_usual_columns_are_found_in_their_order(tmp_path):
+    write_rows(tmp_path, [{"text": "t", "question": "q", "prompt": "p", "code": "c"}])
+    (prompt,) = load_prompts("x.jsonl", count=1)
+    assert (prompt.text, prompt.response) == ("p", "c")
+    (prompt,) = load_prompts("x.jsonl", count=1, column="text", response_column="question")
+    assert (prompt.text, prompt.response) == ("t", "q")
+
+
+def test_domain_comes_from_the_row_where_it_names_one(tmp_path):
+    write_rows(tmp_path, [{"text": "a", "category": "math"}, {"text": "b", "category": 7}])
+    assert [prompt.domain for prompt in load_prompts("x.jsonl", count=9)] == ["math", "x"]
+
+
+def test_alpaca_joins_instruction_and_input_by_a_blank_line(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        {"instruction": "Sing.", "input": "", "output": "La"},
+        {"instruction": "Hum.", "input": None, "output": " "},
+    ]
+    write(tmp_path, "alpaca.json", json.dumps(rows))
+    prompts = load_prompts("alpaca.json", count=9)
+    assert texts(prompts) == ["Add.\n\n1 and 2", "Sing.", "Hum."]
+    assert [prompt.response for prompt in prompts] == ["3", "La", None]
+
+
+def test_openai_messages_keep_the_answers_and_name_the_last_as_response(tmp_path):
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Ho"), ("user", "Why?"),
+             ("assistant", "So.")]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in turns]
+    write_rows(tmp_path, [{"messages": messages, "prompt": "Hi"}, {"messages": messages[:4]}])
+    whole, *rest = load_prompts("x.jsonl", count=9)
+    assert shown(whole) == turns
+    assert whole.response == "So."
+    assert rest == []  # the same user turns: the same prompt
+
+
+def test_sharegpt_conversations_are_translated(tmp_path):
+    turns = [("system", " "), ("human", "Hi"), ("gpt", "Ho"), ("human", "Why?")]
+    rows = [{"conversations": [{"from": role, "value": text} for role, text in turns]}]
+    write_rows(tmp_path, rows)
+    (prompt,) = load_prompts("x.jsonl", count=9)
+    assert shown(prompt) == [("user", "Hi"), ("assistant", "Ho"), ("user", "Why?")]
+    assert prompt.response is None
+
+
+def test_turns_of_mt_bench_are_user_messages(tmp_path):
+    write_rows(
+        tmp_path, [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}]
+    )
+    (prompt,) = load_prompts("x.jsonl", count=9)
+    assert shown(prompt) == [("user", "Write."), ("user", "Again.")]
+    assert prompt.domain == "writing"
+
+
+def test_prompt_column_may_hold_messages(tmp_path):
+    write_rows(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}], "completion": "Ho"}])
+    (prompt,) = load_prompts("x.jsonl", count=9)
+    assert shown(prompt) == [("user", "Hi")]
+    assert prompt.response == "Ho"
+
+
+def test_an_answer_column_that_is_no_text_counts_only_when_asked_for(tmp_path):
+    write_rows(tmp_path, [{"question": "Which?", "answer": 2}])
+    assert load_prompts("x.jsonl", count=1)[0].response is None
+    message = refused(load_prompts, "x.jsonl", count=1, response_column="answer")
+    assert message == "x.jsonl line 1: 'answer' must be text, got int 2"
+
+
+def test_duplicates_and_empty_prompts_are_dropped_and_counted(tmp_path, caplog):
+    write_rows(tmp_path, [{"prompt": p} for p in ("a", "b", " ", "a")] + [{"prompt": []}])
+    with caplog.at_level(logging.INFO):
+        assert texts(load_prompts("x.jsonl", count=9)) == ["a", "b"]
+    line = "x.jsonl: 2 prompts taken of 2; 1 duplicates and 2 empty ones dropped"
+    assert caplog.messages == [line]
+
+
+# --- the sentence for each mistake ---------------------------------------------------------------
+
+MESSAGE_RULE = "text, a list of user turns or a list of messages"
+ROW_MISTAKES = [
+    ({"prompt": None}, f"column 'prompt' must hold {MESSAGE_RULE}, got nothing"),
+    ({"prompt": 3}, f"column 'prompt' must hold {MESSAGE_RULE}, got int 3"),
+    ({"prompt": ["a", 3]}, f"column 'prompt' must hold {MESSAGE_RULE}, got list ['a', 3]"),
+    ({"text": "b"}, None),
+    ({"prompt": "\ud83d!"}, "'prompt' holds half of a surrogate pair at character 1; repair or"),
+    (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+        "message 2 has the unknown role 'tool'; known: system, user, assistant, human, gpt",
+    ),
+    ({"prompt": [{"speaker": "user"}]}, "message 1 has the unknown role None; known: system,"),
+    ({"prompt": [{"from": "bot", "value": "a"}]}, "message 1 has the unknown from 'bot'; known:"),
+    ({"prompt": [{"role": "user", "content": None}]}, "message 1: 'content' must be text, got no"),
+    ({"prompt": [{"from": "human", "value": 1}]}, "message 1: 'value' must be text, got int 1"),
+    (
+        {"prompt": [{"from": "gpt", "value": "Hi, I am"}, {"from": "human", "value": "Who?"}]},
+        "the first turn must be the user's, got 'gpt'; drop it",
+    ),
+    (
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "b"}]},
+        "the first turn must be the user's, got 'assistant'; drop it",
+    ),
+    ({"prompt": [{"role": "system", "content": "s"}]}, "the conversation has no user turn; drop"),
+    (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]},
+        "message 2 is a system message; only the first message may be one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "complaint"), ROW_MISTAKES)
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, complaint):
+    write_rows(tmp_path, [{"prompt": "fine"}, row])
+    message = refused(load_prompts, "x.jsonl", count=9)
+    if complaint is None:
+        assert message == "x.jsonl line 2 has no column 'prompt'; columns: text"
+    else:
+        assert message.startswith("x.jsonl line 2: " + complaint)
+
+
+def test_alpaca_input_of_the_wrong_type_is_named(tmp_path):
+    write_rows(tmp_path, [{"instruction": "Add.", "input": [1, 2]}])
+    message = refused(load_prompts, "x.jsonl", count=9)
+    assert message == "x.jsonl line 1: 'input' must be text, got list [1, 2]"
+
+
+FILE_MISTAKES = [
+    ("x.jsonl", '{"prompt": "a"}\n\n{prompt: "b"}\n', "x.jsonl line 3 is not JSON (Expecting prop"),
+    ("x.jsonl", '"a"\n', "x.jsonl line 1 must be an object with named columns, got str 'a'"),
+    ("x.jsonl", " \n\n", "prompts file x.jsonl is empty"),
+    ("x.jsonl", '{"prompt": ""}\n', "x.jsonl holds no prompt that is not empty; name another file"),
+    ("x.jsonl", b'{"prompt": "\xff"}', "prompts file x.jsonl is not UTF-8 ('utf-8' codec can't de"),
+    ("x.jsonl", '{"id": 1, "body": "a"}', "x.jsonl has none of the usual columns (messages, conv"),
+    ("x.json", '{"prompt": "a"}\n{"prompt": "b"}\n', "x.json is not JSON (Extra data: line 2); if"),
+    ("x.json", '{"prompt": "a"}', "x.json must hold one JSON list of objects, got dict {'prompt'"),
+    ("x.json", '[{"prompt": "a"}, "b"]', "x.json row 2 must be an object with named columns, got"),
+    ("x.csv", "prompt,answer\na,b,c\n", "x.csv row 1 has more fields than the header; quote fie"),
+    ("x.csv", 'prompt\n"a"b\n', "x.csv row 1 is not CSV ("),
+    ("x.csv", "answer,prompt\nonly\n", "x.csv row 1: column 'prompt' must hold text, a list of us"),
+    ("x.csv", "prompt\n", "x.csv holds no prompt that is not empty"),
+    ("x.parquet", "PAR?", "x.parquet is not a Parquet file ("),
+    ("x.md", "a", "prompts file x.md must end in one of .jsonl .json .parquet .csv .txt, or in"),
+    ("x.txt.gz", None, "prompts file x.txt.gz cannot be read (Not a gzipped file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), FILE_MISTAKES)
+def test_a_bad_file_is_named_with_the_rule(tmp_path, name, content, complaint):
+    if content is None:
+        (tmp_path / name).write_text("not packed")
+    else:
+        write(tmp_path, name, content)
+    assert refused(load_prompts, name, count=9).startswith(complaint)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.txt.gz", "some/where/else", "/x"])
+def test_a_missing_file_is_named(name):
+    assert refused(load_prompts, name, count=9) == f"prompts file {name} does not exist"
+
+
+def test_a_cut_off_gz_is_refused(tmp_path):
+    write(tmp_path, "x.txt.gz", "a line\n" * 99)
+    whole = (tmp_path / "x.txt.gz").read_bytes()
+    (tmp_path / "x.txt.gz").write_bytes(whole[:-12])
+    message = refused(load_prompts, "x.txt.gz", count=9)
+    assert message.startswith("prompts file x.txt.gz cannot be read (Compressed file ended")
+
+
+def test_a_misspelt_column_gets_the_list_and_a_suggestion(tmp_path):
+    write_rows(tmp_path, [{"body": "a", "reply": "b"}])
+    message = refused(load_prompts, "x.jsonl", count=9, column="bodi")
+    assert message == "x.jsonl has no column 'bodi'; columns: body, reply; did you mean 'body'?"
+    message = refused(load_prompts, "x.jsonl", count=9, column="body", response_column="code")
+    assert message == "x.jsonl has no column 'code'; columns: body, reply"
+    assert refused(load_prompts, "x.jsonl", count=9).endswith(
+        "text, turns); columns: body, reply; set prompts_column"
+    )
+
+
+# --- the toy -------------------------------------------------------------------------------------
+
+
+def test_toy_gives_its_domains_in_turn_with_their_continuations():
+    prompts = load_prompts("toy", count=6)
+    assert [prompt.domain for prompt in prompts] == ["code", "prose", "math"] * 2
+    assert all(prompt.response and prompt.messages is None for prompt in prompts)
+    assert prompts[2].source == "toy:math train row 3"
+    assert {
+        prompt.domain for prompt in load_prompts("toy:math+code", count=6, toy_split="eval")
+    } == {"code", "math"}
+    assert load_prompts("toy:math", count=3, seed=1) != load_prompts("toy:math", count=3, seed=2)
+
+
+def test_toy_evaluation_prompts_are_never_training_prompts():
+    train = load_prompts("toy", count=600)
+    refuse_overlap(train, load_prompts("toy", count=600, toy_split="eval"))
+
+
+def test_an_unknown_toy_domain_is_refused():
+    message = refused(load_prompts, "toy:code+maths", count=1)
+    assert message == "unknown toy domain 'maths' in 'toy:code+maths'; available: code, prose, math"
+
+
+def test_toy_prompts_go_as_they_are_to_a_target_without_template(base):
+    prompt = load_prompts("toy:code", count=1, toy_split="eval")[0]
+    assert base.decode(render(*user_turns(prompt), base)) == "<s>" + prompt.text
+
+
+# --- choice, split, overlap ----------------------------------------------------------------------
+
+
+def test_choice_is_fixed_by_the_seed_and_survives_new_rows(tmp_path):
+    rows = [{"prompt": f"prompt {i}"} for i in range(200)]
+    write_rows(tmp_path, rows)
+    write_rows(tmp_path, rows[::-1] + [{"prompt": f"new {i}"} for i in range(20)], "grown.jsonl")
+    chosen = texts(load_prompts("x.jsonl", count=50))
+    assert chosen == texts(load_prompts("x.jsonl", count=50))
+    assert chosen == [row["prompt"] for row in rows if row["prompt"] in chosen]
+    assert set(chosen) <= set(texts(load_prompts("x.jsonl", count=60)))
+    assert set(chosen) != set(texts(load_prompts("x.jsonl", count=50, seed=1)))
+    # of 220 rows 50 are taken: about 50 * 20 / 220 = 5 of the new ones push out old ones
+    assert len(set(chosen) & set(texts(load_prompts("grown.jsonl", count=50)))) >= 35
+
+
+def test_more_than_there_are_gives_all_there_are(tmp_path):
+    write(tmp_path, "x.txt", "b\na\n")
+    assert texts(load_prompts("x.txt", count=3)) == ["b", "a"]
+
+
+def test_hash_split_holds_out_the_share_and_ignores_order_and_neighbours():
+    prompts = [plain(f"prompt {i}") for i in range(2000)]
+    train, held_out = split_by_hash(prompts, 0.1)
+    assert 150 < len(held_out) < 250  # 200 +- 3.7 standard deviations
+    assert len(train) + len(held_out) == 2000
+    refuse_overlap(train, held_out)
+    again_train, again_held_out = split_by_hash(prompts[::-2], 0.1)
+    assert set(texts(again_held_out)) <= set(texts(held_out))
+    assert set(texts(again_train)) <= set(texts(train))
+    assert set(texts(split_by_hash(prompts, 0.1, seed=1)[1])) != set(texts(held_out))
+    # fixed for good: a change of the rule would move prompts of old runs to the other side
+    assert texts(held_out)[:3] == ["prompt 4", "prompt 8", "prompt 30"]
+
+
+def test_hash_split_keeps_a_conversation_on_one_side(tmp_path):
+    rows = [{"prompt": f"{i}", "conversation_id": i // 4} for i in range(400)]
+    write_rows(tmp_path, rows)
+    train, held_out = split_by_hash(load_prompts("x.jsonl", count=400), 0.2)
+    assert not {p.conversation_id for p in train} & {p.conversation_id for p in held_out}
+    assert len(held_out) % 4 == 0
+
+
+def test_hash_split_refuses_an_empty_side():
+    prompts = [plain("a"), plain("b")]
+    assert split_by_hash(prompts, 0.0) == (prompts, [])
+    message = refused(split_by_hash, prompts, 0.001)
+    assert message.startswith("data.eval_share=0.001 of 2 prompts leaves none for evaluation; give")
+    assert "leaves none for training" in refused(split_by_hash, prompts, 0.999)
+
+
+def test_overlap_is_refused_whatever_the_form_of_the_prompt():
+    train = [plain("What is\n2 + 2?", source="a.txt line 1"), plain("other")]
+    same = conversation(("user", "What is\n2 + 2?"), ("assistant", "4"), source="b.jsonl line 7")
+    message = refused(refuse_overlap, train, [plain("new"), same])
+    assert message == (
+        "DataLeakError: 1 evaluation prompts are also training prompts, first: 'What is 2 + 2?'"
+        " (b.jsonl line 7 and a.txt line 1); remove them from one side or name another eval.prompts"
+    )
+    refuse_overlap(train, [conversation(("system", "Be brief."), ("user", "What is\n2 + 2?"))])
+
+
+def test_hash_is_of_what_is_shown_alone():
+    assert plain("a").hash == plain("a", response="x", domain="e", source="t").hash
+    assert plain("a").hash != plain("b").hash
+    two = conversation(("user", "a"), ("user", "b"))
+    assert two.hash == conversation(("user", "a"), ("assistant", "x"), ("user", "b")).hash
+    assert two.hash != conversation(("user", "ab")).hash
+    assert re.fullmatch("[0-9a-f]{64}", two.hash)
+
+
+# --- turns and token ids -------------------------------------------------------------------------
+
+LONG = conversation(
+    ("system", "Be brief."), ("user", "u1"), ("assistant", "human 1"), ("user", "u2"),
+    ("assistant", "human 2"), ("user", "u3"),
+)  # fmt: skip
+
+
+def test_user_turns_leave_the_source_answers_out_and_grow_in_order():
+    turns = list(user_turns(LONG))
+    roles = [[(m["role"], m["content"]) for m in turn] for turn in turns]
+    system, *users = [("system", "Be brief."), ("user", "u1"), ("user", "u2"), ("user", "u3")]
+    assert roles == [[system, *users[:1]], [system, *users[:2]], [system, *users]]
+    assert list(user_turns(plain("text"))) == ["text"]
+    turns[2][1]["content"] = "changed"
+    assert LONG.messages[1]["content"] == "u1"
+
+
+def test_the_targets_answers_stand_between_the_user_turns(chat):
+    answers: list[str] = []
+    contexts = []
+    for turn in user_turns(LONG):
+        contexts.append(chat.decode(render(with_answers(turn, answers), chat)))
+        answers.append(f"own {len(answers) + 1}")
+    head = "<s><|system|>Be brief.</s><|user|>u1</s>"
+    second = f"{head}<|assistant|>own 1</s><|user|>u2</s>"
+    third = f"{second}<|assistant|>own 2</s><|user|>u3</s>"
+    assert contexts == [text + "<|assistant|>" for text in (head, second, third)]
+
+
+def test_answers_must_match_the_turns():
+    last = list(user_turns(LONG))[-1]
+    with pytest.raises(ValueError, match="one answer per user message but the last, got 1"):
+        with_answers(last, ["own 1"])
+    with pytest.raises(ValueError, match="plain text has no earlier turn"):
+        with_answers("text", ["own"])
+    assert with_answers("text", []) == "text"
+
+
+def test_plain_text_becomes_one_user_message_where_there_is_a_template(chat):
+    assert chat.decode(render("Hi", chat)) == "<s><|user|>Hi</s><|assistant|>"
+    with_system = chat.decode(render("Hi", chat, " Be kind.\n"))
+    assert with_system == "<s><|system|>Be kind.</s><|user|>Hi</s><|assistant|>"
+
+
+def test_rendered_ids_are_a_plain_list_with_one_bos(chat, base):
+    for ids in (render("Hi", chat), render("Hi", base), render("<s>Hi", base)):
+        assert type(ids) is list
+        assert all(type(i) is int for i in ids)
+        assert ids.count(chat.bos_token_id) == 1
+    assert chat("x").input_ids[0] == chat.bos_token_id  # this tokenizer would have added another
+
+
+def test_special_tokens_of_plain_text_are_the_tokenizers_own():
+    assert (
+        make_tokenizer(adds_bos=False).decode(render("Hi", make_tokenizer(adds_bos=False))) == "Hi"
+    )
+
+
+def test_system_message_of_the_conversation_wins(chat):
+    turn = next(user_turns(LONG))
+    assert render(turn, chat, "Be long.") == render(turn, chat)
+
+
+def test_template_arguments_change_the_prompt(chat):
+    ids = render("Hi", chat, None, {"enable_thinking": True})
+    assert chat.decode(ids).endswith("<|assistant|><think>")
+
+
+def test_a_template_argument_without_effect_is_refused(chat):
+    key = "data.chat_template_kwargs"
+    message = refused(render, "Hi", chat, None, {"enable_thinkin": True})
+    complaint = "is not read by the target's chat template; remove or correct it"
+    assert message == f"{key}: 'enable_thinkin' {complaint}"
+    for name in ("tokenize", "messages", "add_generation_prompt", "return_dict"):
+        message = refused(render, "Hi", chat, None, {name: True})
+        assert message == f"{key}: {name!r} is set by this program; remove or correct it"
+
+
+def test_a_target_without_template_refuses_what_would_do_nothing(base):
+    message = refused(render, next(user_turns(LONG)), base)
+    assert message == (
+        "the target has no chat template but the prompts are conversations; remedy: use an"
+        " instruction-tuned target, or a column of plain text (data.prompts_column)"
+    )
+    message = refused(render, "Hi", base, "Be brief.")
+    assert message == (
+        "data.system_prompt must be empty for a target without a chat template, got 'Be brief.';"
+        " remedy: remove it, or use an instruction-tuned target"
+    )
+    message = refused(render, "Hi", base, None, {"enable_thinking": False})
+    assert message.startswith("data.chat_template_kwargs must be empty for a target without")
+
+
+def test_a_template_that_refuses_or_drops_the_system_message_is_named():
+    refuses = make_tokenizer("{{ raise_exception('System role not supported') }}")
+    message = refused(render, "Hi", refuses, "Be brief.")
+    assert message == (
+        "the target's chat template refuses the conversation [system user] (System role not"
+        " supported); remedy: prompts or data.system_prompt that it accepts"
+    )
+    drops = make_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    assert drops.decode(render("Hi", drops)) == "Hi"
+    message = refused(render, "Hi", drops, "Be brief.")
+    assert message.startswith("the target's chat template drops the system message; remedy: rem")
+
+
+def test_fixed_response_ends_in_eos_and_has_no_bos(base):
+    ids = fixed_response_ids(plain("Q:", response=" yes"), base)
+    assert base.decode(ids) == " yes</s>"
+    assert ids[-1] == base.eos_token_id
+    assert ids.count(base.bos_token_id) == 0
+    assert fixed_response_ids(plain("Q:"), base) is None
+    single = conversation(("user", "u1"), ("assistant", "a1"), response="a1")
+    assert base.decode(fixed_response_ids(single, base)) == "a1</s>"
+    several = conversation(("user", "u1"), ("assistant", "a1"), ("user", "u2"), response="a2")
+    assert fixed_response_ids(several, base) is None
+
+
+def test_fixed_response_needs_an_eos():
+    message = refused(fixed_response_ids, plain("Q:", response="A"), make_tokenizer(eos=None))
+    assert message.startswith("the target's tokenizer has no EOS token, in which fixed responses")

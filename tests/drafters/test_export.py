@@ -1,0 +1,327 @@
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from drafters.export.hf import export, is_hub_id, model_card, pad_vocabulary, real_ids, reread
+from scripts.export import main
+from trainer.config import RunFault, UserError
+
+WORDS = 60
+CARD = "---\ntags: [draft-model]\n---\ntext\n"
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128,
+)  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {f"w{i}": i for i in range(WORDS - 2)} | {"<eos>": WORDS - 2, "<pad>": WORDS - 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+
+
+def llama(width=WORDS, tied=False, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=width, tie_word_embeddings=tied, **SHAPE)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    # rows around a common mean, so that many hidden states have only negative logits
+    torch.nn.init.normal_(model.get_output_embeddings().weight, mean=0.3, std=0.1)
+    return model
+
+
+def written(model, tokenizer, width, folder, **changes):
+    return export(
+        model, tokenizer, width, folder, **{"num_assistant_tokens": 4, "card": CARD, **changes}
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("own", "target"), [(WORDS, WORDS), (WORDS, 96), (80, 96), (96, 64), (64, 64)]
+)
+def test_padded_ids_are_never_the_argmax(tokenizer, tied, own, target):
+    model = llama(own, tied)
+    padded = pad_vocabulary(model, tokenizer, target)
+    assert padded.config.vocab_size == target
+    hidden = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(1)) * 10
+    logits = padded.get_output_embeddings()(hidden)
+    assert logits.shape[-1] == target
+    assert logits.argmax(-1).max() < WORDS
+    negative = logits[:, :WORDS].max(-1).values < 0
+    assert negative.any()  # where rows of zeros would have been drafted
+    torch.testing.assert_close(logits[:, :WORDS], model.get_output_embeddings()(hidden)[:, :WORDS])
+    assert (logits.softmax(-1)[:, WORDS:] < 1 / WORDS).all()
+
+
+def test_padded_ids_are_never_the_argmax_in_bfloat16_and_with_a_bias(tokenizer):
+    torch.manual_seed(0)
+    shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}
+    model = PhiForCausalLM(PhiConfig(vocab_size=WORDS, **shape)).eval()
+    torch.nn.init.normal_(model.lm_head.bias, mean=-2)
+    hidden = torch.randn(20_000, 32)
+    assert pad_vocabulary(model, tokenizer, 96).lm_head(hidden).argmax(-1).max() < WORDS
+    half = pad_vocabulary(llama(dtype=torch.bfloat16), tokenizer, 96)
+    assert half.dtype == torch.bfloat16
+    assert half.get_output_embeddings()(hidden.bfloat16()).float().argmax(-1).max() < WORDS
+
+
+def test_ids_missing_inside_the_tokenizer_are_padding_too(tokenizer):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    del state["model"]["vocab"]["w7"]
+    gapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<eos>", pad_token="<pad>"
+    )
+    assert 7 not in real_ids(gapped)
+    head = pad_vocabulary(llama(), gapped, WORDS).get_output_embeddings()
+    assert not (head(torch.randn(5000, 32)).argmax(-1) == 7).any()
+
+
+def test_padding_neither_changes_the_model_nor_the_random_state(tokenizer):
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    pad_vocabulary(model, tokenizer, 96)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert model.config.vocab_size == WORDS
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_export_loads_as_an_ordinary_folder(tokenizer, tmp_path, tied, dtype):
+    model = llama(tied=tied, dtype=dtype)
+    folder = written(model, tokenizer, 96, tmp_path / "deep" / "out", eos_ids=(WORDS - 2, 5))
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["out"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert loaded.dtype == dtype
+    assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == 96
+    assert loaded.config.use_cache
+    settings = loaded.generation_config
+    assert settings.num_assistant_tokens == 4
+    assert settings.num_assistant_tokens_schedule == "constant"
+    assert settings.assistant_confidence_threshold == 0.0
+    assert settings.eos_token_id == [WORDS - 2, 5]
+    assert settings.pad_token_id == WORDS - 1
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+    assert (folder / "README.md").read_text() == CARD
+    # all widths here give the same float32 logits; LOGITS_TOLERANCE is for other processors
+    assert reread(folder, model, real_ids(tokenizer)) <= 1e-6
+    same = written(model, tokenizer, WORDS, tmp_path / "same")
+    assert reread(same, model, real_ids(tokenizer)) == 0
+
+
+def test_assisted_generation_with_the_export_equals_plain_greedy(tokenizer, tmp_path):
+    target, drafter = llama(96, seed=1), llama(seed=2)
+    target = pad_vocabulary(target, tokenizer, 96)
+    drafter = AutoModelForCausalLM.from_pretrained(
+        written(drafter, tokenizer, 96, tmp_path / "out")
+    )
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=WORDS - 1)
+    plain = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assisted = target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, **options
+    )
+    assert torch.equal(plain, assisted)
+
+
+def damage(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda t: t.update({"model.extra.weight": torch.zeros(2)}),
+            "unexpected keys.*model.extra",
+        ),
+        (lambda t: t.pop("model.norm.weight"), "missing keys.*model.norm.weight"),
+        (lambda t: t["lm_head.weight"][3].add_(1e-3), "lm_head.weight.*differs"),
+        (lambda t: t["model.layers.0.mlp.up_proj.weight"].mul_(1.001), "up_proj.weight.*differs"),
+    ],
+)
+def test_reread_refuses_a_damaged_folder(tokenizer, tmp_path, change, complaint):
+    model = llama()
+    folder = written(model, tokenizer, 96, tmp_path / "out")
+    damage(folder, change)
+    with pytest.raises(RunFault, match=complaint):
+        reread(folder, model, real_ids(tokenizer))
+
+
+def test_reread_sees_a_wrong_configuration(tokenizer, tmp_path):
+    model = llama()
+    folder = written(model, tokenizer, 96, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    config["rms_norm_eps"] = 0.1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunFault, match="logits differ"):
+        reread(folder, model, real_ids(tokenizer))
+
+
+def test_a_model_cast_with_its_rotary_buffers_is_refused(tokenizer, tmp_path):
+    """`.to(bfloat16)` rounds the rotary frequencies, which loading does not: what was trained is
+    not what would be served."""
+    model = llama()
+    for layer in model.model.layers:  # make attention count
+        layer.self_attn.q_proj.weight.data *= 100
+        layer.self_attn.o_proj.weight.data *= 100
+    with pytest.raises(RunFault, match="logits differ"):
+        written(model.to(torch.bfloat16), tokenizer, 96, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_earlier_one(tokenizer, tmp_path, monkeypatch):
+    folder = written(llama(), tokenizer, 96, tmp_path / "out", card="first")
+
+    def fail(*_):
+        raise RunFault("damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("drafters.export.hf.reread", fail)
+        with pytest.raises(RunFault):
+            written(llama(seed=5), tokenizer, 96, folder, card="second")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (folder / "README.md").read_text() == "first"
+    written(llama(seed=5), tokenizer, 96, folder, card="second")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (folder / "README.md").read_text() == "second"
+
+
+def test_other_folders_and_small_vocabularies_are_refused(tokenizer, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.md").write_text("precious")
+    with pytest.raises(UserError, match="holds other files"):
+        written(llama(), tokenizer, 96, tmp_path / "thesis")
+    with pytest.raises(UserError, match="use the target's tokenizer"):
+        written(llama(), tokenizer, WORDS - 1, tmp_path / "out")
+    assert (tmp_path / "thesis" / "chapter1.md").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_card_front_matter_and_text():
+    report = {"run": {"command": "train.py recipe=distillspec", "commit": "abc"}}
+    card = model_card(
+        report,
+        target="org/model-8b",
+        recipe="distillspec",
+        num_assistant_tokens=6,
+        table="| a |\n| - |\n| 1 |",
+    )
+    _, front, body = card.split("---\n", 2)
+    front = yaml.safe_load(front)
+    assert front["base_model"] == "org/model-8b"
+    assert front["library_name"] == "transformers"
+    assert {"speculative-decoding", "draft-model"} <= set(front["tags"])
+    assert "license" not in front
+    assert "| a |\n| - |\n| 1 |" in body
+    assert "train.py recipe=distillspec" in body
+    assert "assistant_model=drafter" in body
+    line = next(line for line in body.splitlines() if line.startswith("vllm serve org/model-8b"))
+    settings = json.loads(line.split("'")[1])
+    assert settings == {"method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6}
+
+
+def test_model_card_of_a_local_target_names_no_base_model():
+    card = model_card(
+        None, target="assets/toy/target", recipe=None, num_assistant_tokens=4, license="apache-2.0"
+    )
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["license"] == "apache-2.0"
+    assert "base_model" not in front
+    assert "Not measured." in card
+
+
+def test_hub_ids():
+    assert is_hub_id("Qwen/Qwen3-8B")
+    for name in ("assets/toy/target", "/data/model", "model", "tests/drafters", "a b/c", ""):
+        assert not is_hub_id(name)
+
+
+@pytest.fixture
+def run(tokenizer, tmp_path):
+    run = tmp_path / "run"
+    llama().save_pretrained(run / "drafter")
+    tokenizer.save_pretrained(run / "drafter")
+    about = {"kind": "causal_lm", "vocab_size": WORDS, "target": {"vocab_size": 96, "eos_ids": [5]}}
+    (run / "drafter" / "drafter.json").write_text(json.dumps(about))
+    config = {"recipe": "distillspec", "model": {"target": "org/model-8b"}, "eval": {"K": 3}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return run
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_script_exports_with_the_settings_of_the_run(run, tmp_path, capsys, engine):
+    out = tmp_path / "out"
+    arguments = [f"script.drafter={run}/drafter", f"script.engine={engine}", f"script.out={out}"]
+    assert main(arguments) == 0
+    assert str(out) in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.vocab_size == 96
+    assert loaded.generation_config.num_assistant_tokens == 3
+    assert loaded.generation_config.eos_token_id == 5
+    assert "base_model: org/model-8b" in (out / "README.md").read_text()
+    assert not (out / "drafter.json").exists()
+    assert main([*arguments, "eval.K=7"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.num_assistant_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"script.drafter": None}, "script.drafter must be given"),
+        ({"script.drafter": "nowhere"}, "no drafter in 'nowhere'"),
+        (
+            {"script.engine": "sglang"},
+            "script.engine must be one of transformers, vllm, got 'sglang'",
+        ),
+        ({"script.ingine": "vllm"}, "unknown key 'script.ingine'; did you mean 'script.engine'?"),
+        ({"eval.K": "0"}, "eval.K must be a whole number >= 1, got 0"),
+    ],
+)
+def test_script_refuses_with_one_line(run, tmp_path, capsys, change, complaint):
+    given = {
+        "script.drafter": f"{run}/drafter",
+        "script.engine": "vllm",
+        "script.out": f"{tmp_path}/out",
+    } | change
+    assert main([f"{key}={value}" for key, value in given.items() if value]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert complaint in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_script_refuses_other_kinds_and_drafters_outside_a_run(run, tmp_path, capsys):
+    arguments = [
+        f"script.drafter={run}/drafter",
+        "script.engine=vllm",
+        f"script.out={tmp_path}/out",
+    ]
+    (run / "config.yaml").unlink()
+    assert main(arguments) == 2
+    assert "model.target=" in capsys.readouterr().err
+    (run / "drafter" / "drafter.json").write_text('{"kind": "medusa", "target": {}}')
+    assert main(arguments) == 2
+    assert "kind 'medusa'" in capsys.readouterr().err
+    (run / "drafter" / "drafter.json").write_text('{"kind": "causal_lm", "target": {}}')
+    assert main(arguments) == 2
+    assert "is damaged (KeyError('vocab_size'))" in capsys.readouterr().err

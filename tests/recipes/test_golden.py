@@ -1,0 +1,65 @@
+"""Loss and gradient norm of ten steps of every recipe, with a fixed seed on a tiny random model.
+
+Rewrite them, and say in the commit why a number moved:
+
+    OMP_NUM_THREADS=1 python -m tests.recipes.test_golden
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import train
+from recipes import base
+from tests.commands import command, read_jsonl
+from tests.tiny import save_tiny
+
+FOLDER = Path(__file__).parents[1] / "golden"
+TOLERANCE = 1e-5  # processors add in different orders
+
+
+def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list[float]]]:
+    """stage -> {"loss": [10], "grad_norm": [10]}"""
+    settings = (
+        f"recipe={recipe}", "trainer.max_steps=10", "trainer.log_every=1", "eval.temperatures=0",
+        "eval.num_prompts=1", "eval.timing_prompts=0",
+    )  # fmt: skip
+    words = command(folder, target, *settings)
+    if recipe != "distillspec":
+        words = [word for word in words if not word.startswith("method.")]
+    assert train.main(words) == 0
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in read_jsonl(folder / "run" / "metrics.jsonl"):
+        if "loss" in row:
+            stage = found.setdefault(row["stage"], {"loss": [], "grad_norm": []})
+            for name, values in stage.items():
+                values.append(row[name])
+    return found
+
+
+@pytest.mark.parametrize("recipe", base.names())
+def test_losses_and_gradients_are_the_golden_ones(tmp_path, tiny_folder, recipe):
+    expected = json.loads((FOLDER / f"{recipe}.json").read_text())
+    found = measure(recipe, tmp_path, tiny_folder("llama"))
+    assert found.keys() == expected.keys()
+    for stage, values in expected.items():
+        for name, numbers in values.items():
+            assert len(numbers) == 10
+            assert found[stage][name] == pytest.approx(numbers, rel=TOLERANCE), (stage, name)
+
+
+def test_there_is_a_golden_file_for_every_recipe_and_no_other():
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == base.names()
+
+
+if __name__ == "__main__":
+    for recipe in sys.argv[1:] or base.names():
+        with tempfile.TemporaryDirectory() as folder:
+            numbers = measure(recipe, Path(folder), save_tiny(Path(folder) / "llama", "llama"))
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{recipe}.json").write_text(json.dumps(numbers, indent=1) + "\n")

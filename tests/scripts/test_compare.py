@@ -1,0 +1,159 @@
+"""The leaderboard through its command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.metrics import HEADLINE
+from eval.report import COUNTING, ROW_KEYS
+from scripts.compare import leaderboard, parse, run_names
+from trainer.config import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def a_report(tokens_per_round, *, fingerprint="f1", **changes):
+    row = dict.fromkeys(ROW_KEYS) | {
+        "drafter": "after",
+        "prompts": {"name": "toy", "hash": "h1"},
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "verifier": "token",
+        "policy": "fixed",
+        "K": 4,
+        "counting": COUNTING,
+        "bonus_counted": True,
+        "lossless": True,
+        "measured_by": "decoding",
+        "num_prompts": 96,
+        "num_rounds": 1000,
+        "tokens_per_round": tokens_per_round,
+        "tokens_per_round_ci95": [tokens_per_round - 0.1, tokens_per_round + 0.1],
+    }
+    assert set(HEADLINE) <= set(row)
+    return {
+        "schema": 1,
+        "run": {},
+        "target": {"name": "toy", "fingerprint": fingerprint},
+        "drafter": {},
+        "results": [row | changes],
+        "comparisons": [],
+        "series": [],
+    }
+
+
+def write(folder, name, report):
+    (folder / name).mkdir()
+    path = folder / name / "report.json"
+    path.write_text(report if isinstance(report, str) else json.dumps(report))
+    return str(path)
+
+
+def run(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "scripts.compare", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def tables(markdown):
+    """First cells of each table's rows."""
+    found = []
+    for line in markdown.splitlines():
+        if line.startswith("| ---"):
+            found.append([])
+        elif line.startswith("| ") and "tokens per round" not in line:
+            found[-1].append(line.split(" | ")[0].strip("| "))
+    return found
+
+
+def test_comparable_reports_share_one_sorted_table(tmp_path):
+    paths = [write(tmp_path, n, a_report(t)) for n, t in (("a", 2.1), ("b", 2.9), ("<c>", 2.5))]
+    done = run(tmp_path, *paths)
+    assert done.returncode == 0, done.stderr
+    assert tables(done.stdout) == [["b: after", "&lt;c&gt;: after", "a: after"]]
+    assert "Warning" not in done.stdout
+    out = tmp_path / "runs" / "leaderboard"
+    assert (out / "leaderboard.md").read_text().strip() == done.stdout.strip()
+    page = (out / "leaderboard.html").read_text()
+    assert "2.90 [2.80, 3.00]" in page
+    assert "&lt;c&gt;: after" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": 1.0}, "temperature"),
+        ({"K": 8}, "K"),
+        ({"prompts": {"name": "toy", "hash": "h2"}}, "prompts hash"),
+        ({"measured_by": "offline"}, "measured by"),
+        ({"num_prompts": 12}, "number of prompts"),
+        ({"fingerprint": "f2"}, "target"),
+        ({"fingerprint": None}, "target"),
+    ],
+)
+def test_rows_measured_otherwise_stand_apart_with_a_warning(tmp_path, changes, named):
+    paths = [write(tmp_path, "a", a_report(2.1)), write(tmp_path, "b", a_report(2.9, **changes))]
+    done = run(tmp_path, *paths, "script.out=board")
+    assert done.returncode == 0, done.stderr
+    assert sorted(tables(done.stdout)) == [["a: after"], ["b: after"]]
+    warning = next(line for line in done.stdout.splitlines() if line.startswith("Warning"))
+    assert f"differ in {named}." in warning
+    assert (tmp_path / "board" / "leaderboard.html").exists()
+
+
+def test_another_counting_is_refused_with_the_schema(tmp_path):
+    path = write(tmp_path, "a", a_report(2.1, counting="accepted_only"))
+    assert_refused(tmp_path, path, "emitted_per_target_forward")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "damaged"),
+        ('{"schema": 7}', "schema must be 1, got 7"),
+        ("[]", "not a report"),
+        ('{"schema": 1, "run": {}}', "target must be a dict"),
+    ],
+)
+def test_unusable_reports_exit_2_with_one_line(tmp_path, content, message):
+    path = write(tmp_path, "a", content) if content else "runs/*/report.json"
+    assert_refused(tmp_path, path, message)
+
+
+def assert_refused(folder, path, message):
+    done = run(folder, path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
+def test_unknown_keys_are_refused_with_a_suggestion():
+    with pytest.raises(UserError, match=r"unknown key 'script.ou'; did you mean 'script.out'"):
+        parse(["a/report.json", "script.ou=x"])
+    with pytest.raises(UserError, match="at least one report"):
+        parse(["script.out=x"])
+    paths, out = parse(["runs/lr=1/report.json", "runs/lr=1/report.json", "script.out=x"])
+    assert (paths, out) == ([Path("runs/lr=1/report.json")], Path("x"))
+
+
+def test_run_folders_of_the_same_name_keep_their_paths():
+    assert run_names([Path("x/a/report.json"), Path("y/b/report.json")]) == ["a", "b"]
+    assert run_names([Path("x/a/report.json"), Path("y/a/report.json")]) == ["x/a", "y/a"]
+
+
+def test_reports_without_results_say_so():
+    empty = a_report(1.0) | {"results": []}
+    assert "no results" in leaderboard([("a", empty)])[-1].text
+
+
+def test_no_arguments_explain_the_command(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0
+    assert "python -m scripts.compare runs/*/report.json" in done.stdout

@@ -1,0 +1,216 @@
+"""The set-up scripts and the project file."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [".ci/run", "scripts/env.sh", "scripts/quickstart.sh", "scripts/test.sh"]
+ROOMS = ["scripts", "recipes", "eval", "drafters", "data", "trainer"]
+
+
+def bash(command, folder, **environment):
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_parse(script):
+    assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the files that setting up needs, without a .venv."""
+    copy = tmp_path / "copy"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "LICENSE", *SCRIPTS):
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def fake_python(path, version="3.12", log=None):
+    """An interpreter that claims a version and records its pip calls; PIP_FAILS makes pip fail."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"""#!/usr/bin/env bash
+case "$*" in
+    *version_info*) echo {version} ;;
+    *sha256*) exec {sys.executable} "$@" ;;
+    *"pip --version"*) ;;
+    *"pip install"*) echo "$*" >>{log}; [[ -z ${{PIP_FAILS:-}} ]] ;;
+esac
+""")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("python", "complaint"),
+    [
+        ("no-such-python", "no Python runs as 'no-such-python'"),
+        (None, "Python 3.10 or later is needed"),
+    ],
+)
+def test_missing_and_old_pythons_are_refused(copy, tmp_path, python, complaint):
+    python = python or str(fake_python(tmp_path / "bin" / "python3.9", version="3.9"))
+    done = bash("set -eu; source scripts/env.sh; set_up; echo unreached", copy, PYTHON=python)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "unreached" not in done.stdout
+    assert not (copy / ".venv").exists()
+
+
+def test_installs_only_what_changed_and_takes_up_an_interrupted_installation(copy, tmp_path):
+    log = tmp_path / "log"
+    fake_python(copy / ".venv" / "bin" / "python", log=log)
+
+    def calls(command, **environment):
+        log.write_text("")
+        done = bash(f"set -euo pipefail; source scripts/env.sh; {command}", copy, **environment)
+        return done, [line.rsplit("-e ")[1] for line in log.read_text().splitlines()]
+
+    done, installed = calls("set_up", PIP_FAILS="1")
+    assert done.returncode == 1
+    assert "installation:" not in done.stdout
+    assert installed == ["."]
+    done, installed = calls("set_up")  # the failure left no stamp
+    assert done.returncode == 0
+    assert re.search(r"^installation: \d+ s$", done.stdout, re.M)
+    assert installed == ["."]
+    assert calls("set_up")[1] == []
+    assert calls("set_up dev")[1] == [".[dev]"]
+    assert calls("set_up dev; set_up")[1] == []
+    with (copy / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    assert calls("set_up")[1] == ["."]
+    assert calls("set_up dev")[1] == [".[dev]"]
+
+
+def test_no_script_chooses_a_package_index():
+    for name in (*SCRIPTS, "pyproject.toml", "constraints.txt"):
+        text = (ROOT / name).read_text()
+        assert not re.search(r"--(extra-)?index-url|--find-links|https?://(?!www\.apache)", text), (
+            name
+        )
+
+
+def test_project_declares_no_packages_and_pins_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"] == {"packages": [], "py-modules": []}
+    pins = re.findall(
+        r"^([\w.-]+)==[\w.]+(?:; (.+))?$", (ROOT / "constraints.txt").read_text(), re.M
+    )
+    names = {name.lower().replace("_", "-") for name, _ in pins}
+    wanted = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["dev"]
+    for requirement in wanted:
+        assert re.match(r"[\w-]+", requirement).group().replace("_", "-") in names
+    lines = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#"
+    ]
+    assert len(lines) == len(pins)
+    markers = {marker for _, marker in pins}
+    assert markers == {"", 'python_version < "3.11"', 'python_version >= "3.11"'}
+
+
+def imports(folder, **files):
+    """lint-imports on a tree of the rooms, with one import placed in some of them."""
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for room in ROOMS:
+        (folder / room).mkdir()
+        (folder / room / "module.py").write_text(files.get(room, ""))
+    (folder / "train.py").write_text("import recipes.module\n")
+    tool = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run([tool, "--no-cache"], cwd=folder, capture_output=True, text=True)
+
+
+def test_arrows_may_run_down(tmp_path):
+    done = imports(
+        tmp_path,
+        scripts="import recipes.module",
+        eval="import data.module",
+        data="import trainer.module",
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("trainer", "import data.module"),
+        ("data", "from drafters import module"),
+        ("drafters", "import eval.module"),
+        ("eval", "def f():\n    import recipes.module"),
+        ("recipes", "import scripts.module"),
+        ("recipes", "import train"),
+    ],
+)
+def test_an_arrow_that_runs_back_is_refused(tmp_path, room, line):
+    done = imports(tmp_path, **{room: line})
+    assert done.returncode == 1
+    assert (
+        f"{room} is not allowed to import {line.split()[1] if line == 'import train' else ''}"
+        in done.stdout
+    )
+
+
+FAKE_TRAIN = """import os, pathlib, sys
+print("arguments", sys.argv[1:], "threads", os.environ.get("OMP_NUM_THREADS"))
+folder = pathlib.Path("runs/distillspec-0123456789")
+folder.mkdir(parents=True)
+(folder / "report.html").write_text("")
+"""
+
+
+def test_quickstart_launches_the_main_job_without_warnings(copy, tmp_path):
+    """With this environment in place of a fresh one, which the slow test makes."""
+    (copy / ".venv" / "bin").mkdir(parents=True)
+    here = Path(sys.executable).parent
+    for name in ("python", "accelerate"):
+        (copy / ".venv" / "bin" / name).write_text(
+            f'#!/usr/bin/env bash\nexec {here}/{name} "$@"\n'
+        )
+        (copy / ".venv" / "bin" / name).chmod(0o755)
+    pins = (copy / "pyproject.toml").read_bytes() + (copy / "constraints.txt").read_bytes()
+    digest = hashlib.sha256(pins).hexdigest()
+    (copy / ".venv" / ".set-up").write_text(f"base {digest}\n")
+    (copy / "train.py").write_text(FAKE_TRAIN)
+    environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = bash("bash scripts/quickstart.sh trainer.max_steps=2", copy, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "arguments ['recipe=distillspec', 'trainer.max_steps=2'] threads 1" in done.stdout
+    assert re.search(r"^installation: \d+ s$", done.stdout, re.M)
+    assert re.search(r"^main job: \d+ s$", done.stdout, re.M)
+    assert done.stderr == ""
+    (copy / "train.py").write_text("import sys; sys.exit(3)")
+    done = bash("bash scripts/quickstart.sh", copy, **environment)
+    assert done.returncode != 0
+    assert "main job" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_works(copy):
+    """Needs a package index, as pip is set up on this machine."""
+    done = bash("set -euo pipefail; source scripts/env.sh; set_up dev", copy, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    check = "import accelerate, datasets, omegaconf, peft, torch, transformers, wandb"
+    assert bash(f"cd / && {copy}/.venv/bin/python -c '{check}'", copy).returncode == 0
+    for tool in ("ruff", "pyright", "lint-imports", "pytest"):
+        assert bash(f".venv/bin/{tool} --help", copy).returncode == 0

@@ -1,0 +1,326 @@
+"""What users get wrong: one line on standard error with key, value and remedy, exit code 2, and
+nothing half-written where it can be known before. Faults while running: exit code 3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from scripts import evaluate, generate
+from tests.commands import command, only, training_stores, write_jsonl
+from tests.tiny import save_tiny
+from trainer.config import UserError
+
+
+@pytest.fixture
+def refused(tmp_path, tiny_folder, capsys):
+    """refused(*words, target=..., says=[...]): the command line, given on top of a tiny one, ends
+    with the exit code and one line that says all of this."""
+
+    def call(*words, says, target=None, code=2, written=False, main=train.main, sections=None):
+        arguments = command(tmp_path, target or tiny_folder("llama"), *words)
+        capsys.readouterr()
+        assert main(only(arguments, *sections) if sections else arguments) == code
+        err = capsys.readouterr().err.splitlines()
+        assert [line for line in err if line.startswith("error:")] == err[-1:], err
+        for text in [says] if isinstance(says, str) else says:
+            assert text in err[-1]
+        assert (tmp_path / "run").exists() == written
+        return err[-1]
+
+    return call
+
+
+# the command line
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("recipe=destilspec", ["unknown recipe 'destilspec'", "did you mean 'distillspec'?"]),
+        ("trainer.max_step=3", ["'trainer.max_step'", "did you mean 'trainer.max_steps'?"]),
+        ("method.betta=3", ["'method.betta'", "did you mean 'method.beta'?"]),
+        ("data=3", "unknown key 'data'"),
+        ("trainer.max_steps=many", ["trainer.max_steps", "'many'"]),
+        ("trainer.max_steps=1.5", ["trainer.max_steps", "1.5"]),
+        ("trainer.lr=[1]", ["trainer.lr", "[1]"]),
+        ("trainer.lr=0", "trainer.lr must be > 0 and finite, got 0.0"),
+        ("trainer.lr={a", "trainer.lr: '{a' is not a YAML value"),
+        ("data.temperature=[]", "data.temperature must name at least one"),
+        ("data.temperature=-1", "data.temperature must be >= 0"),
+        ("data.temperature=warm", "data.temperature"),
+        ("data.engine=vlm", "data.engine must be one of hf, got 'vlm'"),
+        ("data.chat_template_kwargs=yes", "data.chat_template_kwargs must be a mapping"),
+        ("eval.K=0", "eval.K must be >= 1, got 0"),
+        ("eval.policy=confidence:2", "eval.policy must be confidence:<number in [0, 1]>"),
+        ("eval.policy=confidence:high", "eval.policy must be confidence:<number in [0, 1]>"),
+        ("run.stage=align", "run.stage must be one of control, distill, got 'align'"),
+        ("method.divergence=kl", ["unknown method.divergence 'kl'", "fkl"]),
+        ("method.beta=1.3", "method.beta must lie in [0, 1], got 1.3"),
+        ("method.algorithm=kd", ["unknown method.algorithm 'kd'", "on_policy_gkd"]),
+        ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),
+        ("method.data_mix={target: 1.5, draft: -0.5}", ["method.data_mix", ">= 0", "-0.5"]),
+        ("method.data_mix={human: 1}", ["fixed, target, draft", "'human'"]),
+        ("method.data_mix={target: all}", ["method.data_mix", "'all'"]),
+        ("method.data_mix={}", "method.data_mix"),
+        ("method.draft_hidden_size=17", ["method.draft_hidden_size", "17"]),
+        ("method.draft_layers=0", "method.draft_layers must be >= 1, got 0"),
+        ("data.prompts=nothing.jsonl", "prompts file nothing.jsonl does not exist"),
+        ("data.prompts=toy:cod", ["'cod'", "available: code, prose, math"]),
+        ("model.target=no/such/model", ["model.target", "'no/such/model'"]),
+        ("data.max_new_tokens=256", ["max_new_tokens=256", "context of 256"]),
+        ("data.max_prompt_tokens=5", ["13 tokens", "the limit is 5", "data.long_prompts=drop"]),
+        ("data.system_prompt=Be brief.", ["data.system_prompt", "without a chat template"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_named(refused, tmp_path, word, says):
+    refused(word, says=says)
+    assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["data.num_prompts=3"], "name one recipe as recipe=<name>; available: distillspec"),
+        (["recipe=distillspec", "trainer.lr"], "arguments have the form key=value"),
+        (["recipe=distillspec", "run.seed=1", "run.seed=2"], "'run.seed' is given twice"),
+        (["recipe=distillspec", "--help"], "key=value"),
+    ],
+)
+def test_a_malformed_command_is_one_line(capsys, arguments, says):
+    assert train.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_divergence_that_is_not_linear_needs_full_logits(refused):
+    words = ("method.teacher=compressed", "method.data_mix={target: 1}", "data.teacher_top_k=4")
+    refused(*words, says=["CompressedTeacherError", "jsd", "method.approx=bucket"])
+
+
+def test_draft_text_needs_a_live_teacher(refused):
+    words = ("method.teacher=compressed", "method.divergence=fkl", "data.teacher_samples=4")
+    draft = "method.data_mix={draft: 1}"
+    refused(*words, draft, says=["on-policy data needs a live teacher", "method.teacher=live"])
+    mix = "method.data_mix={fixed: 0.5, target: 0.5}"
+    refused(*words, mix, says=["stored for target text only", "method.teacher=live"])
+
+
+def test_a_compressed_teacher_that_is_not_stored_is_asked_for(refused):
+    words = ("method.teacher=compressed", "method.data_mix={target: 1}", "method.divergence=fkl")
+    refused(*words, says=["data.teacher_top_k", "data.teacher_samples"])
+
+
+def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
+    words = ("method.teacher=compressed", "method.data_mix={target: 1}", "method.divergence=fkl")
+    says = ["CompressedTeacherError: top-k alone leaves out", "store data.teacher_samples"]
+    refused(*words, "data.teacher_top_k=4", "method.control=false", says=says, written=True)
+
+
+# prompts
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        ("", [], "own.jsonl is empty"),
+        ('{"prompt": "a"}\n{"prompt": \n', [], ["own.jsonl line 2 is not JSON"]),
+        ('{"prompt": "a"}\n[1]\n', [], ["own.jsonl line 2 must be an object", "list"]),
+        ('{"prom": "a"}\n', [], ["none of the usual columns", "columns: prom"]),
+        ('{"ask": "a"}\n', ["data.prompts_column=as"], ["'as'", "did you mean 'ask'?"]),
+        ('{"prompt": 3}\n', [], ["line 1", "'prompt' must hold text"]),
+        ('{"prompt": "  "}\n', [], "holds no prompt that is not empty"),
+        ('{"prompt": "a"}\n', ["data.response_column=b"], "no column 'b'"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["method.data_mix={fixed: 1}"],
+         ["2 of 2 prompts have none", "data.response_column"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', [],
+         ["no chat template", "conversations", "data.prompts_column"]),
+        ('{"messages": [{"role": "robot", "content": "a"}]}\n', [], ["line 1", "'robot'"]),
+        ('{"prompt": "%s"}\n' % ("long " * 60), [],
+         ["line 1", "the prompt has 300 tokens", "limit is 248", "data.long_prompts=drop"]),
+        ('{"prompt": "What is 1 times 3? "}\n', [],
+         ["DataLeakError: 1 evaluation prompts", "eval.prompts"]),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_used(refused, tmp_path, content, words, says):
+    (tmp_path / "own.jsonl").write_text(content)
+    refused(f"data.prompts={tmp_path / 'own.jsonl'}", *words, says=says)
+    assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+def test_long_prompts_are_dropped_where_asked(tmp_path, tiny_folder, capsys):
+    rows = [{"prompt": text} for text in ("short one", "another", "long " * 60)]
+    prompts = write_jsonl(tmp_path / "own.jsonl", rows)
+    words = (f"data.prompts={prompts}", "data.long_prompts=drop", "trainer.max_steps=1")
+    assert train.main(command(tmp_path, tiny_folder("llama"), *words)) == 0
+    assert "1 prompts or later turns over 248 tokens left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("side", ["data", "eval"])
+def test_when_every_prompt_is_dropped_nothing_is_supervised(refused, tmp_path, side):
+    prompts = write_jsonl(tmp_path / "own.jsonl", [{"prompt": f"{i} long " * 60} for i in range(3)])
+    says = "no prompt is left: all 3 are too long"
+    refused(f"{side}.prompts={prompts}", "data.long_prompts=drop", says=says)
+
+
+def test_a_long_evaluation_prompt_is_known_before_training(refused, tmp_path):
+    prompts = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "long " * 60}])
+    refused(f"eval.prompts={prompts}", says=["the prompt has 300 tokens", "long_prompts=drop"])
+
+
+def test_a_share_that_holds_nothing_out_is_named(refused):
+    refused("eval.prompts=null", "data.eval_share=0", says=["data.eval_share", "eval.prompts"])
+
+
+# models
+
+
+def test_the_toys_drafter_serves_no_other_target(refused):
+    words = ("model.drafter=assets/toy/draft",)
+    refused(*words, says=["belongs to assets/toy/target", "model.drafter=null"])
+    refused(*words, "dry_run=true", says="belongs to assets/toy/target")
+
+
+def test_a_drafter_with_another_id_to_token_map(refused, tmp_path, tiny_folder):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder("llama"), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    says = ["CompatibilityError", "2 ids", "'b'", "'a'", "drafter with the target's tokenizer"]
+    refused(f"model.drafter={other}", says=says)
+    assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+def test_a_drafter_that_scores_too_few_ids(refused, tmp_path):
+    narrow = save_tiny(tmp_path / "narrow", "llama", vocab_size=90)
+    says = ["CompatibilityError", "scores 90 ids", "100", "target's tokenizer"]
+    refused(f"model.drafter={narrow}", says=says)
+
+
+@pytest.mark.parametrize("key", ["model.target", "model.drafter"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "no weights", "cut weights", "bad config", "no tokenizer"]
+)
+def test_a_model_that_cannot_be_loaded_is_named(refused, tmp_path, key, damage):
+    folder = save_tiny(tmp_path / "broken", "llama")
+    if damage == "missing":
+        shutil.rmtree(folder)
+    elif damage == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif damage == "cut weights":
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    elif damage == "bad config":
+        (folder / "config.json").write_text("{")
+    else:
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    refused(f"{key}={folder}", says=[key, str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [((2,), "0..1"), ((-1,), "0..1"), (("norm",), "final_norm"), ((0, 0), "distinct")],
+)
+def test_layer_ids_out_of_range_or_twice(tiny_target, layers, says):
+    with pytest.raises(UserError, match=says):
+        tiny_target("llama").outputs(torch.zeros(1, 3, dtype=torch.long), layers=layers)
+
+
+# what an earlier command left
+
+
+def test_a_trace_store_of_another_target_or_sampling(refused, tmp_path, tiny_folder):
+    words = (f"data.traces={tmp_path / 'own'}", "eval.prompts=toy")
+    arguments = command(tmp_path, tiny_folder("llama"), *words)
+    assert generate.main(only(arguments, "model", "data", "eval")) == 0
+    says = ["made with", "use another data.traces or delete it"]
+    refused(*words, says=[*says, "target.weights"], target=tiny_folder("llama", seed=1))
+    refused(*words, "data.temperature=0.7", says=[*says, "temperatures [1.0] (wanted: [0.7])"])
+    refused(*words, "data.top_k=5", says=[*says, "top_k 0 (wanted: 5)"])
+    refused(*words, "data.num_prompts=7", says=[*says, "prompts_hash"])
+    refused(*words, "run.seed=1", says=[*says, "seed 0 (wanted: 1)"])
+
+
+def test_a_damaged_shard_is_named_and_its_removal_heals(refused, tmp_path, tiny_folder):
+    arguments = command(tmp_path, tiny_folder("llama"))
+    assert train.main(arguments) == 0
+    shutil.rmtree(tmp_path / "run")
+    (store,) = training_stores(tmp_path / "cache")
+    (shard,) = store.glob("*.parquet")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused(says=[f"{shard} is damaged", "delete this file and start the same command again"])
+    shard.unlink()
+    assert train.main(arguments) == 0
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_folder_of_another_configuration(refused, tmp_path, tiny_folder, finished):
+    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
+    if not finished:
+        (tmp_path / "run" / "report.json").unlink()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    says = ["holds a run of another configuration", "trainer.lr", "choose another run.dir"]
+    refused("trainer.lr=0.5", says=says, written=True)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+# the other commands
+
+
+@pytest.mark.parametrize("main", [generate.main, evaluate.main])
+def test_the_scripts_complain_in_the_same_way(refused, main):
+    sections = ("model", "data", "eval")
+    extra = ("eval.drafter=nowhere",)
+    refused(*extra, "data.num_prompt=3", main=main, sections=sections,
+            says=["'data.num_prompt'", "did you mean 'data.num_prompts'?"])  # fmt: skip
+    refused(*extra, "model.target=nowhere", main=main, sections=sections,
+            says=["model.target", "'nowhere'"])  # fmt: skip
+
+
+def test_evaluate_needs_a_drafter_that_loads(refused):
+    sections = ("model", "data", "eval")
+    refused(main=evaluate.main, sections=sections, says="eval.drafter must name a drafter")
+    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections, says="'nowhere'")
+
+
+def test_evaluate_names_its_own_key(refused):
+    sections = ("model", "data", "eval")
+    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections,
+            says=["eval.drafter", "'nowhere'"])  # fmt: skip
+
+
+# faults while running
+
+
+def test_weights_that_are_not_numbers_stop_the_run(refused, tmp_path):
+    broken = save_tiny(tmp_path / "broken", "llama", layers=1, width=16)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    refused(f"model.drafter={broken}", says="nan", code=3, written=True)
+    assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path):
+    """One prompt: nothing is held out, so that training sees the NaN before any evaluation."""
+    broken = save_tiny(tmp_path / "broken", "llama", layers=1, width=16)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    words = (f"model.drafter={broken}", "data.num_prompts=1", "trainer.batch_size=1")
+    refused(*words, says="NaN", code=3, written=True)
+    saved = load_file(next((tmp_path / "run").rglob("nan_batch.safetensors")))
+    assert saved["input_ids"].shape == saved["loss_mask"].shape
+    assert saved["loss_mask"].any()

@@ -1,0 +1,240 @@
+"""The main command, end to end on tiny random models: what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from recipes import base
+from tests.commands import (
+    TWO,
+    command,
+    finish,
+    read_jsonl,
+    start,
+    stored_traces,
+    training_stores,
+    write_jsonl,
+)
+from tests.tiny import ARCHITECTURES
+
+ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
+K = 4
+CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
+
+
+def run(*words):
+    assert train.main(list(words)) == 0
+
+
+def check_run_folder(folder):
+    """All that design.md promises; returns the report."""
+    names = (
+        "config.yaml run.json metrics.jsonl drafter/drafter.json rounds.jsonl report.json report.md"
+    )
+    for name in (*names.split(), "report.html", "export/transformers/model.safetensors"):
+        assert (folder / name).stat().st_size, name
+    assert not [p for p in folder.rglob("*") if p.name.endswith((".part", ".tmp"))]
+    for row in read_jsonl(folder / "metrics.jsonl"):
+        assert {"stage", "step"} < row.keys()
+        assert "eval" in row or {"loss", "num_tokens", "lr", "grad_norm"} < row.keys()
+    report = json.loads((folder / "report.json").read_text())
+    for temperature in (0.0, 1.0):
+        rows = [r for r in report["results"] if r["temperature"] == temperature]
+        assert {r["drafter"] for r in rows} == ROWS
+        (target,) = [r for r in rows if r["drafter"] == "target"]
+        assert target["alpha"] == pytest.approx(1, abs=1e-6)
+        assert target["alpha_pos"] == pytest.approx([1] * K, abs=1e-6)
+        if not target["truncated_rounds"]:
+            assert target["tokens_per_round"] == pytest.approx(K + 1)
+        decoded = [r for r in rows if r["measured_by"] == "decoding"]
+        assert [r["drafter"] for r in decoded] == ["after"]
+        if temperature == 0:
+            assert decoded[0]["identical_to_plain"] == 1
+            (after,) = [r for r in rows if r["drafter"] == "after" and r not in decoded]
+            assert after["replay_differs_from_decoding"] == 0
+    return report
+
+
+def check_export(folder, target_folder):
+    """The exported drafter works in transformers' own assisted generation and changes nothing."""
+    target = AutoModelForCausalLM.from_pretrained(target_folder).eval()
+    drafter = AutoModelForCausalLM.from_pretrained(folder / "export" / "transformers").eval()
+    ids = AutoTokenizer.from_pretrained(folder / "export" / "transformers")(
+        "What is 2 times 3? ", return_tensors="pt"
+    ).input_ids
+    options = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids)}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), CASES, ids=[n + "-sharded" * bool(o) for n, o in CASES]
+)
+def test_every_architecture_trains_reports_and_exports(tmp_path, tiny_folder, name, options):
+    target = tiny_folder(name, **options)
+    if options:
+        assert len(list(target.glob("*.safetensors"))) > 1
+    run(*command(tmp_path, target))
+    check_export(tmp_path / "run", target)
+    check_run_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize("recipe", base.names())
+def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, recipe):
+    words = command(tmp_path, tiny_folder("llama", layers=8), f"recipe={recipe}")
+    if recipe != "distillspec":
+        words = [word for word in words if not word.startswith("method.")]
+    run(*words)
+    check_run_folder(tmp_path / "run")
+
+
+def test_the_same_command_again_reports_and_changes_nothing(tmp_path, tiny_folder, capsys):
+    words = command(tmp_path, tiny_folder("llama"))
+    run(*words)
+    first = capsys.readouterr().out
+    files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    began = time.monotonic()
+    run(*words)
+    assert time.monotonic() - began < 1
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert capsys.readouterr().out.startswith(report)
+    assert report in first
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
+
+
+def test_a_report_cut_short_by_a_kill_is_written_again(tmp_path, tiny_folder):
+    words = command(tmp_path, tiny_folder("llama"))
+    run(*words)
+    (tmp_path / "run" / "report.json").unlink()  # the last file of a run
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run(*words)
+    check_run_folder(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_default_run_folder_is_named_by_the_configuration(tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [w for w in command(tmp_path, tiny_folder("llama")) if not w.startswith("run.dir=")]
+    config, _ = train.resolve(words)
+    run(*words)
+    assert (tmp_path / "runs" / f"distillspec-{config.hash()}" / "report.json").exists()
+
+
+def test_config_yaml_runs_the_same_thing_again(tmp_path, tiny_folder):
+    words = command(tmp_path, tiny_folder("llama"))
+    run(*words)
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    again = [f"recipe={stored.pop('recipe')}"]
+    stored["run"]["dir"] = str(tmp_path / "again")
+    for section, values in stored.items():
+        again += [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    run(*again)
+    losses = [
+        [row.get("loss") for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        for name in ("run", "again")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_one_stage_alone_is_trained_and_not_reported(tmp_path, tiny_folder):
+    run(*command(tmp_path, tiny_folder("llama"), "run.stage=control"))
+    assert {r["stage"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")} == {"control"}
+    assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_without_control_the_table_has_no_such_row(tmp_path, tiny_folder):
+    run(*command(tmp_path, tiny_folder("llama"), "method.control=false", "eval.temperatures=0"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {r["drafter"] for r in report["results"]} == ROWS - {"control"}
+    assert {(c["a"], c["b"]) for c in report["comparisons"]} == {("after", "before")}
+
+
+def test_a_drafter_starts_where_model_drafter_says(tmp_path, tiny_folder):
+    target, drafter = tiny_folder("llama"), tiny_folder("llama", seed=1, layers=1, width=16)
+    words = (f"model.drafter={drafter}", "trainer.lr=1e-12", "eval.temperatures=0")
+    run(*command(tmp_path, target, *words))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter")
+    for name, weight in AutoModelForCausalLM.from_pretrained(drafter).named_parameters():
+        torch.testing.assert_close(trained.get_parameter(name).detach(), weight.detach())
+
+
+def test_evaluation_prompts_are_held_out_by_hash_where_none_are_named(tmp_path, tiny_folder):
+    rows = [{"prompt": f"Number {i}: "} for i in range(40)]
+    prompts = write_jsonl(tmp_path / "many.jsonl", rows)
+    words = (f"data.prompts={prompts}", "eval.prompts=null", "data.num_prompts=30")
+    run(*command(tmp_path, tiny_folder("llama"), *words, "data.eval_share=0.3"))
+    (store,) = training_stores(tmp_path / "cache")
+    report = check_run_folder(tmp_path / "run")
+    trained = {t.prompt_hash for t in stored_traces(store)}
+    measured = {r["prompt_hash"] for r in read_jsonl(tmp_path / "run" / "rounds.jsonl")}
+    assert trained
+    assert measured
+    assert not trained & measured
+    assert report["results"][0]["prompts"]["name"] == f"held out from {prompts}"
+
+
+def test_conversations_train_a_chat_target(tmp_path, tiny_folder):
+    ask = [{"role": "user", "content": f"Hello {i}"} for i in range(4)]
+    more = {"role": "user", "content": "And now?"}
+    between = {"role": "assistant", "content": "not the target's own"}
+    prompts = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [a, between, more]} for a in ask])
+    held_out = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "Plain text is one user turn"}])
+    words = (f"data.prompts={prompts}", f"eval.prompts={held_out}", "data.system_prompt=Be brief.")
+    run(*command(tmp_path, tiny_folder("llama", chat_template=True), *words))
+    check_run_folder(tmp_path / "run")
+    (store,) = training_stores(tmp_path / "cache")
+    assert sorted(t.turn for t in stored_traces(store)) == [0] * 4 + [1] * 4
+
+
+def test_no_argument_lists_the_recipes(capsys):
+    assert train.main([]) == 0
+    out = capsys.readouterr().out
+    for name in base.names():
+        (line,) = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
+        assert len(line) > 40
+
+
+def test_dry_run_prints_sizes_and_writes_nothing(tmp_path, tiny_folder, capsys):
+    words = command(tmp_path, tiny_folder("llama"), "dry_run=true")
+    files = sorted(tmp_path.rglob("*"))
+    run(*words)
+    out = capsys.readouterr().out
+    assert "max_new_tokens: 8" in out
+    assert f"run folder: {tmp_path / 'run'}" in out
+    assert "8 for training, 4 for evaluation" in out
+    assert "traces: 8 rows, about 0.0 MB" in out
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.slow
+def test_accelerate_launch_runs_the_main_command(tmp_path, tiny_folder):
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py")
+    code, out, err = finish(start(*launch, *command(tmp_path, tiny_folder("qwen3"))))
+    assert code == 0, err
+    assert out.strip().endswith(str(tmp_path / "run" / "report.html"))
+    check_run_folder(tmp_path / "run")
+    check_export(tmp_path / "run", tiny_folder("qwen3"))
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_report(tmp_path, tiny_folder):
+    words = command(tmp_path, tiny_folder("llama"), "trainer.batch_size=2")
+    code, _, err = finish(start(*TWO, "train.py", *words))
+    assert code == 0, err
+    check_run_folder(tmp_path / "run")
+    # the same prompts in the same global batches: the hard labels of the control see no difference
+    alone = command(tmp_path, tiny_folder("llama"), f"run.dir={tmp_path / 'alone'}")
+    run(*alone)
+    losses = [
+        [r["loss"] for r in read_jsonl(tmp_path / name / "metrics.jsonl")
+         if r["stage"] == "control" and "loss" in r]
+        for name in ("run", "alone")
+    ]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

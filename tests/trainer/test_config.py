@@ -1,0 +1,241 @@
+"""The configuration: the order of its layers, its types, and that what is written is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+
+from recipes import base
+from tests.commands import ROOT
+from trainer.config import (
+    DataConfig,
+    EvalConfig,
+    TrainerConfig,
+    UserError,
+    compose,
+    known_keys,
+    parse_overrides,
+    save_yaml,
+)
+
+
+@dataclass
+class Method:
+    beta: float = 0.5
+    steps: int = 3
+    name: str = "a"
+    width: int | None = None
+    on: bool = True
+    data_mix: dict[str, float] = field(default_factory=lambda: {"target": 0.5, "draft": 0.5})
+
+
+def made(*words, layer=None, tmp_path=None, method=Method, recipe="test", **options):
+    path = None
+    if layer is not None:
+        path = tmp_path / "layer.yaml"
+        path.write_text(layer)
+    return compose(recipe, method, path, list(words), **options)
+
+
+# layers
+
+
+def test_defaults_then_the_yaml_then_the_command_line(tmp_path):
+    layer = "trainer: {lr: 0.5, max_steps: 7}\nmethod: {beta: 0.1}\n"
+    config = made("trainer.lr=0.25", layer=layer, tmp_path=tmp_path)
+    assert config.trainer.batch_size == TrainerConfig().batch_size  # nobody said otherwise
+    assert config.trainer.max_steps == 7
+    assert config.method.beta == 0.1
+    assert config.trainer.lr == 0.25
+
+
+def test_sections_are_plain_dataclasses():
+    config = made()
+    assert type(config.data) is DataConfig
+    assert type(config.method) is Method
+    assert type(config.data.temperature) is list
+    assert type(config.method.data_mix) is dict
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_mappings_are_replaced_as_a_whole(tmp_path):
+    layer = "method: {data_mix: {fixed: 0.2, target: 0.8}}\n"
+    assert made(layer=layer, tmp_path=tmp_path).method.data_mix == {"fixed": 0.2, "target": 0.8}
+    config = made("method.data_mix={draft: 1}", layer=layer, tmp_path=tmp_path)
+    assert config.method.data_mix == {"draft": 1}
+    options = made("data.chat_template_kwargs={enable_thinking: false, effort: low}")
+    assert options.data.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
+
+
+def test_an_unknown_key_of_a_yaml_names_the_file(tmp_path):
+    with pytest.raises(UserError, match=r"layer.yaml: unknown key 'trainer.lrr'; did you mean"):
+        made(layer="trainer: {lrr: 1}", tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(("content", "says"), [("a: [", "is not YAML"), (None, "does not exist")])
+def test_a_yaml_that_cannot_be_read_is_named(tmp_path, content, says):
+    path = tmp_path / "layer.yaml"
+    if content:
+        path.write_text(content)
+    with pytest.raises(UserError, match=says):
+        compose("test", Method, path, [])
+
+
+# values
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("trainer.lr=1e-4", "trainer.lr", 1e-4),
+        ("trainer.lr=1E-4", "trainer.lr", 1e-4),
+        ("trainer.lr=1", "trainer.lr", 1.0),
+        ("method.beta=5.0e-1", "method.beta", 0.5),
+        ("method.width=null", "method.width", None),
+        ("method.width=", "method.width", None),
+        ("method.width=24", "method.width", 24),
+        ("method.on=false", "method.on", False),
+        ("method.on=no", "method.on", False),
+        ("data.temperature=0.7", "data.temperature", [0.7]),
+        ("data.temperature=1e-1", "data.temperature", [0.1]),
+        ("data.temperature=[0, 0.7, 1]", "data.temperature", [0.0, 0.7, 1.0]),
+        ("eval.temperatures=1", "eval.temperatures", [1.0]),
+        ("data.stop_strings=['\\n\\n', '###']", "data.stop_strings", ["\\n\\n", "###"]),
+        ('data.stop_strings=["\\n"]', "data.stop_strings", ["\n"]),
+        ("data.prompts=a=b.jsonl", "data.prompts", "a=b.jsonl"),
+        ("model.target=Qwen/Qwen3-8B", "model.target", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_values_are_read_by_the_type_of_their_key(word, key, value):
+    section, name = key.split(".")
+    found = getattr(getattr(made(word), section), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("layer", ["trainer: {lr: 1e-4}", "eval: {temperatures: 1}"])
+def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
+    (word,) = [f"{s}.{k}={v}" for s, kv in yaml.safe_load(layer).items() for k, v in kv.items()]
+    assert made(layer=layer, tmp_path=tmp_path) == made(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("method.steps=2.5", "method.steps: cannot take 2.5"),
+        ("method.steps=two", "method.steps: cannot take 'two'"),
+        ("method.on=perhaps", "method.on: cannot take 'perhaps'"),
+        ("trainer.lr=fast", "trainer.lr: cannot take 'fast'"),
+        ("trainer.max_steps=null", "trainer.max_steps"),
+        ("dry_run=flase", "dry_run"),
+        ("run.seed=-1", "run.seed must be >= 0, got -1"),
+        ("method.data_mix=0.5", "method.data_mix must be a mapping"),
+        ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
+        ("trainer.precision=fp16", "trainer.precision must be one of fp32, bf16"),
+        ("eval.tree=[2]", "eval.tree"),
+        ("data.top_p=0", r"data.top_p must lie in \(0, 1\], got 0"),
+        ("data.eval_share=1", r"data.eval_share must lie in \[0, 1\)"),
+        ("recipe", "arguments have the form key=value, got 'recipe'"),
+        ("trainer.lr=1 trainer.lr=2", "key 'trainer.lr' is given twice"),
+        ("script.out=x", "unknown key 'script.out'"),
+    ],
+)
+def test_a_wrong_value_is_said_with_its_key(word, says):
+    with pytest.raises(UserError, match=says) as error:
+        made(*word.split(" "))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("section", [DataConfig, TrainerConfig, EvalConfig])
+def test_every_count_refuses_zero(section):
+    counts = [
+        "num_prompts",
+        "max_new_tokens",
+        "batch_size",
+        "max_steps",
+        "K",
+        "save_every",
+        "log_every",
+    ]
+    names = {f.name for f in dataclasses.fields(section)} & set(counts)
+    assert len(names) >= 2
+    for name in names:
+        with pytest.raises(UserError, match=f"{name} must be >= 1, got 0"):
+            section(**{name: 0})
+
+
+def test_scripts_have_keys_of_their_own():
+    config = made("script.out=x", script_keys=("out", "engine"))
+    assert config.script == {"out": "x", "engine": None}
+
+
+def test_overrides_know_their_keys():
+    assert parse_overrides(["run.seed=3"], known_keys(Method)) == {"run.seed": 3}
+    with pytest.raises(UserError, match=r"'method.beat'; did you mean 'method.beta'"):
+        parse_overrides(["method.beat=3"], known_keys(Method))
+
+
+# written and read back
+
+
+@pytest.mark.parametrize("name", base.names())
+def test_config_yaml_composes_to_the_same_configuration(tmp_path, name):
+    module, path = base.load(name)
+    words = [
+        "trainer.lr=3e-5", "data.temperature=[0, 1]", "data.stop_strings=['a: b', '\\n']",
+        "data.chat_template_kwargs={a: {b: 1}}", "run.dir=x", "eval.policy=confidence:0.5",
+    ]  # fmt: skip
+    config = compose(name, module.Config, path, words)
+    save_yaml(config, tmp_path / "config.yaml")
+    again = compose(name, module.Config, tmp_path / "config.yaml", [])
+    assert again == config
+    assert again.hash() == config.hash()
+
+
+@pytest.mark.parametrize("name", base.names())
+def test_every_recipe_says_in_its_yaml_only_what_differs(name):
+    module, path = base.load(name)
+    if path is not None:
+        assert compose(name, module.Config, path, []) != compose(name, module.Config, None, [])
+        assert path.parent == ROOT / "recipes"
+
+
+def test_the_hash_is_of_what_can_change_a_number(tmp_path):
+    config = made()
+    for word in ("run.dir=elsewhere", "dry_run=true"):
+        assert made(word).hash() == config.hash()
+    assert made("script.out=x", script_keys=("out",)).hash() == config.hash()
+    words = ["run.seed=1", "trainer.lr=0.5", "method.beta=0.6", "data.top_k=1", "eval.K=3",
+             "model.target=x", "method.data_mix={target: 1.0}"]  # fmt: skip
+    assert len({config.hash(), *(made(word).hash() for word in words)}) == len(words) + 1
+    assert made(recipe="other").hash() != config.hash()
+
+
+def test_the_run_folder_is_named_by_recipe_and_hash():
+    config = made()
+    assert str(config.run_dir) == f"runs/test-{config.hash()}"
+    assert str(made("run.dir=here/there").run_dir) == "here/there"
+
+
+@pytest.mark.parametrize("text", ["Note: be brief", "# hi", "yes", "off", "[a]", "1e-4"])
+def test_text_is_taken_as_it_stands(text):
+    config = compose("distillspec", Method, None, [f"data.system_prompt={text}"])
+    assert config.data.system_prompt == text
+
+
+def test_quotes_around_text_are_dropped_and_null_is_none():
+    given = ['data.system_prompt="a: b"', "model.drafter=null", "trainer.wandb=off"]
+    config = compose("distillspec", Method, None, given)
+    assert (config.data.system_prompt, config.model.drafter) == ("a: b", None)
+    assert config.trainer.wandb == "off"
+
+
+def test_how_often_a_run_saves_is_no_part_of_its_identity():
+    one = compose("distillspec", Method, None, [])
+    free = ["trainer.save_every=7", "trainer.wandb=offline", "run.stage=x", "run.dir=y"]
+    assert compose("distillspec", Method, None, free).hash() == one.hash()
+    assert compose("distillspec", Method, None, ["trainer.lr=7"]).hash() != one.hash()

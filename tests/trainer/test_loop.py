@@ -1,0 +1,686 @@
+"""The loop on a tiny language model: what it computes, and that stopping it changes nothing.
+
+Long, because everything here shares one small model, its batches and its way to start. Run as a
+program this file trains in the folder named on the command line; the tests below start it to kill
+it, or twice to join two processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.loop import fit, learning_rate, make_accelerator
+from trainer.losses import LossOutput
+from trainer.tracking import Tracker
+
+V, LENGTH = 13, 9
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass
+class Batch:
+    input_ids: Tensor  # [B, L] long
+    loss_mask: Tensor  # [B, L] bool
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+@dataclass
+class Batches:
+    """Sequence `n` of an endless stream depends on `n` alone; lengths differ a lot."""
+
+    batch_size: int
+    rank: int = 0
+    world: int = 1
+    empty: frozenset[int] = frozenset()  # sequences without a supervised token
+
+    def at(self, index: int) -> Batch:
+        first = (index * self.world + self.rank) * self.batch_size
+        rows = [self.sequence(n) for n in range(first, first + self.batch_size)]
+        ids, masks = zip(*rows, strict=True)
+        return Batch(torch.stack(ids), torch.stack(masks))
+
+    def sequence(self, n: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(n)
+        start, step = torch.randint(V, (2,), generator=generator).tolist()
+        ids = (start + (1 + step % 3) * torch.arange(LENGTH)) % V
+        num_supervised = int(torch.randint(1, LENGTH, (), generator=generator))
+        if n in self.empty:
+            num_supervised = 0
+        mask = torch.zeros(LENGTH, dtype=torch.bool)
+        mask[1 : 1 + num_supervised] = True
+        return ids, mask
+
+
+class TinyLM(nn.Module):
+    """Predicts token t from token t - 1."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, 8)
+        self.norm = nn.LayerNorm(8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, V)
+        self.gradient_checkpointing = False
+        self.num_recomputed = 0
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.gradient_checkpointing = True
+
+    def block(self, x: Tensor) -> Tensor:
+        self.num_recomputed += int(self.gradient_checkpointing)
+        return self.dropout(torch.tanh(self.norm(x)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.gradient_checkpointing and self.training:
+            return self.head(recompute(self.block, x, use_reentrant=False))
+        return self.head(self.block(x))
+
+
+class PlainLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(V, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+class Recipe:
+    """Cross-entropy; remembers the losses it gave."""
+
+    def __init__(self) -> None:
+        self.drafter: nn.Module | None = None
+
+    def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+        logits = self.drafter(batch.input_ids)[:, :-1].float()
+        labels = batch.input_ids[:, 1:]
+        mask = batch.loss_mask[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        right = (logits.argmax(-1) == labels) & mask
+        count = mask.sum()
+        return LossOutput([((losses * mask).sum(), count, 1.0)], {"accuracy": (right.sum(), count)})
+
+
+class CountingRecipe(Recipe):
+    """With a state of its own: how many losses it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros((), dtype=torch.long)
+
+    def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+        self.calls += 1
+        output = super().loss(batch, target_outputs, step)
+        output.metrics["calls"] = (self.calls.clone(), 1)
+        return output
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+
+def accuracy(drafter: nn.Module, step: int) -> dict[str, float]:
+    batch = Batches(64).at(1000)
+    with torch.no_grad():
+        right = drafter(batch.input_ids)[:, :-1].argmax(-1) == batch.input_ids[:, 1:]
+    torch.rand(step % 7)  # an evaluation may draw numbers; training must not notice
+    return {"select": right.float().mean().item()}
+
+
+def train(folder: Path, recipe: Recipe | None = None, drafter: nn.Module | None = None, **given):
+    """-> result, drafter, rows of metrics.jsonl. Keys of TrainerConfig and arguments of `fit`."""
+    names = {field.name for field in fields(TrainerConfig)}
+    settings = {"max_steps": 12, "log_every": 1, "eval_every": 5, "save_every": 4, "lr": 1e-2}
+    settings |= {key: value for key, value in given.items() if key in names}
+    config = TrainerConfig(**settings)
+    AcceleratorState._reset_state(reset_partial_state="LOCAL_RANK" not in os.environ)
+    accelerator = make_accelerator(config, cpu=True)
+    if drafter is None:
+        torch.manual_seed(0)
+        drafter = TinyLM(dropout=given.get("dropout", 0.1))
+    arguments = {
+        "recipe": recipe or CountingRecipe(),
+        "drafter": drafter,
+        "batches": Batches(2, accelerator.process_index, accelerator.num_processes),
+        "evaluate": accuracy,
+        "outputs": lambda batch, step: None,
+        "config": config,
+        "folder": folder,
+        "seed": 1,
+        "accelerator": accelerator,
+        "tracker": Tracker(config, folder, "test", {}, accelerator.is_main_process),
+    }
+    arguments |= {key: value for key, value in given.items() if key not in {*names, "dropout"}}
+    result = fit(**arguments)
+    return result, drafter, rows_of(folder)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("tokens_per_s", None)  # the one field that is a timing
+    return rows
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def losses_of(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+class Stopped(Exception):
+    pass
+
+
+class StoppingBatches(Batches):
+    """Raises when the batch of this index is asked for."""
+
+    stop_at = -1
+
+    def at(self, index: int) -> Batch:
+        if index == self.stop_at:
+            raise Stopped
+        return super().at(index)
+
+
+# What is computed
+
+
+def test_training_lowers_the_loss_and_raises_the_measured_metric(tmp_path):
+    result, _, rows = train(tmp_path, max_steps=60, lr=3e-2)
+    assert result.steps == 60
+    assert losses_of(rows)[-1] < 0.7 * losses_of(rows)[0]
+    assert result.best_metric > result.series[0]["select"]
+    assert [row["step"] for row in result.series] == [0, *range(5, 61, 5)]
+
+
+@pytest.mark.parametrize("num_micro", [2, 4])
+def test_accumulation_equals_one_large_batch_with_unequal_token_counts(tmp_path, num_micro):
+    settings = {"evaluate": None, "dropout": 0.0, "max_steps": 6}
+    _, large, rows = train(tmp_path / "a", batches=Batches(4), **settings)
+    _, small, micro_rows = train(
+        tmp_path / "b",
+        batches=Batches(4 // num_micro),
+        gradient_accumulation_steps=num_micro,
+        **settings,
+    )
+    # the same numbers summed in another order: float32 rounding, magnified a little by Adam
+    torch.testing.assert_close(losses_of(micro_rows), losses_of(rows), rtol=1e-5, atol=0)
+    for a, b in zip(large.parameters(), small.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert [row["num_tokens"] for row in rows] == [row["num_tokens"] for row in micro_rows]
+
+
+def test_logged_loss_is_the_mean_over_the_steps_since_the_last_row(tmp_path):
+    _, _, every = train(tmp_path / "a", evaluate=None)
+    _, _, fourth = train(tmp_path / "b", evaluate=None, log_every=4)
+    expected = [sum(losses_of(every)[i : i + 4]) / 4 for i in (0, 4, 8)]
+    torch.testing.assert_close(losses_of(fourth), expected, rtol=1e-12, atol=0)
+
+
+def test_how_often_one_evaluates_or_saves_changes_no_loss(tmp_path):
+    _, _, seldom = train(tmp_path / "a", eval_every=12, save_every=12)
+    _, _, often = train(tmp_path / "b", eval_every=1, save_every=1)
+    assert losses_of(seldom) == losses_of(often)
+
+
+def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
+    class TwoTerms(Recipe):
+        def denominators(self, batch: Batch, step: int) -> list[float]:
+            return [float(batch.num_supervised), float(len(batch.input_ids))]
+
+        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+            ((total, count, _),) = super().loss(batch, target_outputs, step).terms
+            return LossOutput([(total, count, 1.0), (total, len(batch.input_ids), 0.25)])
+
+    settings = {"evaluate": None, "dropout": 0.0, "max_steps": 1}
+    _, _, plain = train(tmp_path / "a", Recipe(), **settings)
+    _, _, rows = train(tmp_path / "b", TwoTerms(), **settings)
+    num_tokens = plain[0]["num_tokens"]
+    expected = plain[0]["loss"] * (1 + 0.25 * num_tokens / 2)
+    assert rows[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_divides_by_something_unannounced_is_refused(tmp_path):
+    class Wrong(Recipe):
+        def denominators(self, batch: Batch, step: int) -> list[float]:
+            return [float(len(batch.input_ids))]
+
+    with pytest.raises(RunFault, match=r"Wrong: loss\(\) returned the denominator"):
+        train(tmp_path, Wrong())
+
+
+def test_batches_without_supervised_tokens_are_skipped_and_counted(tmp_path):
+    empty = frozenset({2, 3, 8, 9, 10, 11})  # batch 1; batches 4 and 5: all of step 2
+    result, _, rows = train(
+        tmp_path, batches=Batches(2, empty=empty), gradient_accumulation_steps=2, evaluate=None
+    )
+    assert result.skipped_batches == 3
+    assert rows[2]["loss"] is None
+    assert rows[2]["num_tokens"] == rows[1]["num_tokens"]
+
+
+def test_a_skipped_step_leaves_the_weights_alone(tmp_path):
+    torch.manual_seed(0)
+    untouched = TinyLM()
+    settings = {"evaluate": None, "weight_decay": 0.5, "max_steps": 3}
+    _, drafter, _ = train(tmp_path, batches=Batches(2, empty=frozenset(range(6))), **settings)
+    assert same_weights(drafter, untouched)
+
+
+def test_refresh_replaces_batches_and_may_give_none(tmp_path):
+    class Online(Recipe):
+        def refresh(self, step: int, context: tuple[int, Batch]) -> Batch | None:
+            own_step, batch = context
+            assert own_step == step
+            return None if step == 1 else replace(batch, input_ids=(batch.input_ids * 0))
+
+    result, _, rows = train(
+        tmp_path, Online(), evaluate=None, max_steps=30, lr=0.1,
+        context=lambda step, batch: (step, batch),
+    )  # fmt: skip
+    assert result.skipped_batches == 1
+    assert rows[1]["loss"] is None
+    assert losses_of(rows)[-1] < 0.1  # token 0 follows token 0: only refreshed batches say so
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+        ("hold_cosine", [0.5, 1.0, 1.0, 1.0, 0.775, 0.325]),
+    ],
+)
+def test_schedules(schedule, expected):
+    config = TrainerConfig(
+        max_steps=6, lr=1.0, lr_schedule=schedule, lr_warmup_steps=2, lr_min_ratio=0.1
+    )
+    assert [learning_rate(step, config) for step in range(6)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_schedule_reaches_the_optimiser(tmp_path):
+    settings = {"evaluate": None, "lr_warmup_steps": 4, "max_steps": 4}
+    _, slow, rows = train(tmp_path / "a", **settings)
+    _, fast, _ = train(tmp_path / "b", evaluate=None, max_steps=4)
+    assert [row["lr"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert not same_weights(slow, fast)
+
+
+def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_path):
+    class Still(Recipe):
+        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+            ((total, count, weight),) = super().loss(batch, target_outputs, step).terms
+            return LossOutput([(0.0 * total, count, weight)])
+
+    torch.manual_seed(0)
+    before = TinyLM()
+    _, after, _ = train(
+        tmp_path, Still(), evaluate=None, max_steps=1, weight_decay=0.5, lr=0.1,
+        lr_schedule="constant",
+    )  # fmt: skip
+    torch.testing.assert_close(after.head.weight, before.head.weight * (1 - 0.1 * 0.5))
+    assert torch.equal(after.head.bias, before.head.bias)
+
+
+@pytest.mark.parametrize(
+    "option", [{"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"max_grad_norm": 0.01}]
+)
+def test_optimiser_options_change_the_weights(tmp_path, option):
+    _, plain, _ = train(tmp_path / "a", evaluate=None)
+    _, changed, _ = train(tmp_path / "b", evaluate=None, **option)
+    assert not same_weights(plain, changed)
+
+
+def test_gradient_checkpointing_is_on_and_changes_no_loss(tmp_path):
+    _, _, plain = train(tmp_path / "a", evaluate=None)
+    _, drafter, rows = train(tmp_path / "b", evaluate=None, gradient_checkpointing=True)
+    assert drafter.gradient_checkpointing
+    assert drafter.num_recomputed == 2 * 12  # the block runs again in each backward pass
+    assert losses_of(rows) == losses_of(plain)
+
+
+def test_gradient_checkpointing_is_refused_where_the_drafter_has_none(tmp_path):
+    with pytest.raises(UserError, match=r"trainer\.gradient_checkpointing"):
+        train(tmp_path, drafter=PlainLM(), gradient_checkpointing=True)
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path):
+    seen = []
+
+    class Looking(Recipe):
+        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+            seen.append((self.drafter.head.weight @ self.drafter.head.weight.T).dtype)
+            return super().loss(batch, target_outputs, step)
+
+    _, drafter, rows = train(tmp_path / "a", Looking(), evaluate=None, precision="bf16")
+    _, _, exact = train(tmp_path / "b", Looking(), evaluate=None)
+    assert seen == 12 * [torch.bfloat16] + 12 * [torch.float32]
+    assert drafter.head.weight.dtype == torch.float32
+    assert losses_of(rows) != losses_of(exact)
+    # 8 bits of mantissa
+    torch.testing.assert_close(losses_of(rows), losses_of(exact), rtol=2e-2, atol=0)
+    assert drafter(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float32
+    assert drafter.head.weight.dtype == (drafter.head.weight @ drafter.head.weight.T).dtype
+
+
+def test_bfloat16_weights_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"must be float32, got torch\.bfloat16"):
+        train(tmp_path, drafter=PlainLM().bfloat16())
+
+
+def test_a_frozen_drafter_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no trainable parameter"):
+        train(tmp_path, drafter=PlainLM().requires_grad_(False))
+
+
+def test_the_preview_is_printed_once_before_training(tmp_path, capsys):
+    train(tmp_path, describe=lambda batch: f"supervised: {batch.num_supervised}")
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if line.startswith("supervised: ")]) == 1
+    assert lines[1].startswith("supervised: ")  # after the evaluation at step 0
+
+
+# Faults
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
+    class Broken(Recipe):
+        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+            output = super().loss(batch, target_outputs, step)
+            ((total, count, weight),) = output.terms
+            if step == 6 and where == "loss":
+                total = total * torch.nan
+            elif step == 6:  # the derivative of sqrt at 0 is infinite, its value is not
+                total = total + torch.sqrt(0 * total)
+            return LossOutput([(total, count, weight)])
+
+    with pytest.raises(RunFault, match=r"step 7.*nan_batch\.safetensors"):
+        train(tmp_path, Broken())
+    path = tmp_path / "nan_batch.safetensors"
+    assert torch.equal(load_file(path)["input_ids"], Batches(2).at(6).input_ids)
+    assert torch.equal(load_file(path)["loss_mask"], Batches(2).at(6).loss_mask)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["step"] == "7"
+    result, _, rows = train(tmp_path, Recipe())  # the state of step 4 was saved and is sound
+    assert result.steps == 12
+    assert all(loss > 0 for loss in losses_of(rows))
+
+
+# Stopping and going on
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
+    straight, expected, rows = train(tmp_path / "a", log_every=3)
+    for stop_at in (3, 7, 10):  # before the first checkpoint, after it, after the second
+        batches = StoppingBatches(2)
+        batches.stop_at = stop_at
+        with pytest.raises(Stopped):
+            train(tmp_path / "b", batches=batches, log_every=3)
+    result, drafter, resumed_rows = train(tmp_path / "b", log_every=3)
+    assert result == straight
+    assert resumed_rows == rows  # the recipe's counter among them: it is in the checkpoint
+    assert same_weights(drafter, expected)
+
+
+def test_a_finished_run_returns_at_once_with_the_same_weights(tmp_path):
+    first, drafter, _ = train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    batches = StoppingBatches(2)
+    batches.stop_at = 0
+    again, fresh, _ = train(tmp_path, batches=batches, drafter=TinyLM(0.1))
+    assert again == first
+    assert same_weights(drafter, fresh)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_never_begins_again(tmp_path):
+    first, drafter, rows = train(tmp_path)
+    again, other, again_rows = train(tmp_path, resume="never")
+    assert again == first
+    assert again_rows == rows
+    assert same_weights(drafter, other)
+
+
+def test_going_on_with_another_setting_is_refused(tmp_path):
+    batches = StoppingBatches(2)
+    batches.stop_at = 6
+    with pytest.raises(Stopped):
+        train(tmp_path, batches=batches)
+    with pytest.raises(UserError, match=r"trainer\.lr was 0\.01 .* now 0\.5"):
+        train(tmp_path, lr=0.5)
+
+
+def test_the_best_weights_by_evaluation_are_kept(tmp_path):
+    weights = {}
+
+    def judge(drafter: nn.Module, step: int) -> dict[str, float]:
+        weights[step] = {name: value.clone() for name, value in drafter.state_dict().items()}
+        return {"select": -abs(step - 5)}
+
+    result, drafter, rows = train(tmp_path, evaluate=judge)
+    assert (result.best_step, result.best_metric) == (5, 0)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(value, weights[5][name])
+    assert not drafter.training
+    assert {"step": 5, "eval": {"select": 0}} in rows
+    assert [p.name for p in (tmp_path / "checkpoints/best").iterdir()] == ["step-000005"]
+
+
+def test_an_evaluation_without_a_number_stops_the_run(tmp_path):
+    with pytest.raises(RunFault, match="evaluation at step 0 gave nan"):
+        train(tmp_path, evaluate=lambda drafter, step: {"select": float("nan")})
+
+
+def test_without_evaluation_the_last_weights_are_kept(tmp_path):
+    result, drafter, _ = train(tmp_path, evaluate=None)
+    last = load_file(tmp_path / "checkpoints/step-000012/drafter.safetensors")
+    assert result.best_step is None
+    assert all(torch.equal(value, last[name]) for name, value in drafter.state_dict().items())
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys):
+    straight, expected, rows = train(tmp_path / "a", keep_checkpoints=2)
+    batches = StoppingBatches(2)
+    batches.stop_at = 11
+    with pytest.raises(Stopped):
+        train(tmp_path / "b", keep_checkpoints=2, batches=batches)
+    damaged = tmp_path / "b/checkpoints/step-000008/state.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (tmp_path / "b/checkpoints/.tmp-step-000009").mkdir()
+    (tmp_path / "b/checkpoints/.tmp-step-000009/drafter.safetensors").write_bytes(b"half")
+    capsys.readouterr()
+    result, drafter, resumed_rows = train(tmp_path / "b", keep_checkpoints=2)
+    assert capsys.readouterr().out.count("step-000008 is damaged (state.pt") == 1
+    assert (result, resumed_rows) == (straight, rows)
+    assert same_weights(drafter, expected)
+    assert not list((tmp_path / "b/checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path, number):
+    straight, expected, rows = train(tmp_path / "a")
+
+    class Signalling(Batches):
+        def at(self, index: int) -> Batch:
+            if index == 5:
+                os.kill(os.getpid(), number)
+            return super().at(index)
+
+    former = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path / "b", batches=Signalling(2))
+    assert stopped.value.code == 75
+    assert signal.getsignal(number) is former
+    assert (tmp_path / "b/checkpoints/step-000006").is_dir()
+    result, drafter, resumed_rows = train(tmp_path / "b")
+    assert (result, resumed_rows) == (straight, rows)
+    assert same_weights(drafter, expected)
+
+
+# In processes of their own
+
+
+def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder), *words],
+        env=variables,
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
+    settings = {"max_steps": 150, "save_every": 7, "eval_every": 10, "log_every": 3}
+    straight, expected, rows = train(tmp_path / "a", **settings)
+    process = start(tmp_path / "b", "crash")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    num_kills = int(errors.split("kills: ")[1].split()[0])
+    assert num_kills >= 3
+    # the drafter is loaded from the finished run: nothing is trained here
+    result, drafter, killed_rows = train(tmp_path / "b", **settings)
+    assert result == straight
+    assert killed_rows == rows
+    assert same_weights(drafter, expected)
+
+
+JOINT = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_every": 4, "dropout": 0.0}
+# step s reads the sequences 8 s to 8 s + 7, rank 1 every other two of them. Rank 1 has nothing in
+# step 1, nobody has in step 2, rank 0 lacks one of two batches in step 3
+EMPTY = frozenset({10, 11, 14, 15, *range(16, 24), 24, 25})
+
+
+def start_two(folder: Path, mode: str) -> list[tuple[int, str]]:
+    """Exit status and standard error of two processes joined by gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(folder, mode, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    return [(process.returncode, text) for process, text in zip(ranks, errors, strict=True)]
+
+
+def assert_equal_up_to_summation(one: list[dict], two: list[dict]) -> None:
+    """The same numbers added in another order: float32 rounding."""
+    assert [row.keys() for row in one] == [row.keys() for row in two]
+    for a, b in zip(one, two, strict=True):
+        assert (a["step"], a.get("num_tokens")) == (b["step"], b.get("num_tokens"))
+        for name in ("loss", "accuracy"):
+            if a.get(name) is None:  # an evaluation, or a step that nobody could make
+                assert b.get(name) is None
+            else:
+                assert b[name] == pytest.approx(a[name], rel=1e-6)
+
+
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
+    one, drafter, rows = train(tmp_path / "a", Recipe(), batches=Batches(4, empty=EMPTY), **JOINT)
+    for status, errors in start_two(tmp_path / "b", "join"):
+        assert status == 0, errors
+    assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
+    weights = load_file(tmp_path / "b/result.safetensors")
+    for name, value in drafter.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+    two = json.loads((tmp_path / "b/result.json").read_text())
+    assert one.skipped_batches == 2  # batches of four sequences
+    assert two["skipped_batches"] == 7  # batches of two
+    assert two["best_step"] == one.best_step
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path):
+    assert [status for status, _ in start_two(tmp_path / "a", "join")] == [0, 0]
+    assert [status for status, _ in start_two(tmp_path / "b", "signal")] == [75, 75]
+    assert (tmp_path / "b/checkpoints/step-000006").is_dir()
+    assert [status for status, _ in start_two(tmp_path / "b", "join")] == [0, 0]
+    assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")
+    first, second = (load_file(tmp_path / name / "result.safetensors") for name in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def crash(folder: Path) -> None:
+    """Train in children that are killed after a random while, until one comes through."""
+    generator, num_kills = random.Random(0), 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            train(folder, max_steps=150, save_every=7, eval_every=10, log_every=3)
+            os._exit(0)
+        deadline = time.monotonic() + generator.uniform(0.1, 0.9)
+        if num_kills >= 6:
+            deadline += 60
+        while time.monotonic() < deadline:
+            finished, status = os.waitpid(child, os.WNOHANG)
+            if finished:
+                assert status == 0
+                print(f"kills: {num_kills}", file=sys.stderr)
+                return
+            time.sleep(0.002)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        num_kills += 1
+
+
+class SignalledBatches(Batches):
+    def at(self, index: int) -> Batch:
+        if index == 10 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().at(index)
+
+
+def join(folder: Path, kind: type[Batches] = Batches) -> None:
+    rank = int(os.environ["RANK"])
+    try:
+        result, drafter, _ = train(folder, Recipe(), batches=kind(2, rank, 2, EMPTY), **JOINT)
+        if rank == 0:
+            save_file(drafter.state_dict(), folder / "result.safetensors")
+            (folder / "result.json").write_text(json.dumps(vars(result)))
+    finally:  # gloo aborts a process that leaves without a word
+        Accelerator().end_training()
+
+
+if __name__ == "__main__":
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    if mode == "crash":
+        crash(folder)
+    else:
+        join(folder, SignalledBatches if mode == "signal" else Batches)

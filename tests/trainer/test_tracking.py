@@ -1,0 +1,170 @@
+"""Rows reach their places, and a file that was cut short is read all the same."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import struct
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from trainer.config import RunFault, TrainerConfig
+from trainer.losses import LossOutput
+from trainer.tracking import Progress, StepRecord, Tracker, Window
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tracker_in(folder, **options):
+    return Tracker(TrainerConfig(), folder, "name", {}, **options)
+
+
+def test_rows_are_on_disk_when_log_returns(tmp_path):
+    tracker = tracker_in(tmp_path / "new")
+    tracker.log({"step": 1, "loss": 0.1 + 0.2})
+    tracker.log({"step": 2, "eval": {"select": 1}})
+    assert rows(tmp_path / "new") == [
+        {"step": 1, "loss": 0.1 + 0.2},
+        {"step": 2, "eval": {"select": 1}},
+    ]
+
+
+def test_truncate_keeps_rows_up_to_the_step_and_drops_a_torn_line(tmp_path):
+    tracker = tracker_in(tmp_path)
+    for step in range(5):
+        tracker.log({"step": step})
+    with tracker.path.open("a") as file:
+        file.write('{"step": 5, "lo')
+    tracker.truncate(3)
+    tracker.log({"step": 4, "again": True})
+    assert rows(tmp_path) == [*({"step": step} for step in range(4)), {"step": 4, "again": True}]
+    tracker.truncate(-1)
+    assert rows(tmp_path) == []
+
+
+def test_truncate_leaves_other_stages_alone(tmp_path):
+    first, second = tracker_in(tmp_path, stage="base"), tracker_in(tmp_path, stage="align")
+    for tracker in (first, second):
+        for step in (1, 2):
+            tracker.log({"step": step})
+    second.truncate(-1)
+    assert rows(tmp_path) == [{"stage": "base", "step": step} for step in (1, 2)]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    tracker = tracker_in(tmp_path / "other", is_main=False)
+    tracker.log({"step": 1})
+    tracker.truncate(0)
+    tracker.finish()
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunFault, match=r"metrics\.jsonl"):
+        tracker_in(tmp_path).log({"step": 1})
+
+
+def report(progress, step):
+    progress.report({"step": step, "loss": 1.5, "lr": 0.001, "tokens_per_s": 1234.4})
+
+
+def test_piped_progress_is_plain_lines_with_rate_and_time_left():
+    stream = io.StringIO()
+    progress = Progress(total=300, start=10, stream=stream)
+    progress._began = time.perf_counter() - 100  # ten steps took 100 s
+    progress.advance()
+    report(progress, 20)
+    progress.close()
+    assert stream.getvalue() == (
+        "step 20/300  loss 1.5000  lr 1.00e-03  1234 tokens/s  0:46:40 left\n"
+    )
+
+
+def test_on_a_terminal_there_is_a_bar():
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        progress = Progress(total=4, stream=stream)
+        progress.advance()
+        progress.note("a note")
+        report(progress, 1)
+        progress.close()
+        stream.flush()
+        shown = ""  # a terminal hands over its output in pieces
+        while "1234 tokens/s" not in shown:
+            shown += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "1/4" in shown
+    assert "a note" in shown
+    assert "1234 tokens/s" in shown
+
+
+def test_other_processes_show_nothing():
+    stream = io.StringIO()
+    progress = Progress(total=4, enabled=False, stream=stream)
+    progress.advance()
+    progress.note("hidden")
+    report(progress, 1)
+    assert stream.getvalue() == ""
+
+
+def add(window, step, loss, count=2.0):
+    batch = SimpleNamespace(input_ids=torch.tensor([[step]]), loss_mask=torch.ones(1, 1))
+    record = StepRecord(step, [batch], [torch.tensor(loss)])
+    output = LossOutput([(torch.tensor(loss), count, 1.0)], {"seen": (torch.tensor(3.0), count)})
+    record.add(output, [2.0])
+    window.add(record, torch.tensor(1.0))
+
+
+def test_a_window_gives_means_over_its_steps_and_begins_anew(tmp_path):
+    window = Window(Accelerator(cpu=True), tmp_path, object())
+    add(window, 0, 1.0)
+    add(window, 1, 2.0)
+    row = window.row(2, 40, 0.1)
+    assert (row["loss"], row["seen"], row["num_tokens"], row["lr"]) == (1.5, 1.5, 40, 0.1)
+    add(window, 2, 5.0)
+    assert window.row(3, 60, 0.1)["loss"] == 5.0
+    assert window.row(4, 60, 0.1)["loss"] is None
+
+
+def test_a_window_looked_at_late_names_the_first_step_that_broke(tmp_path):
+    """On a GPU the numbers are read when a row is due, several steps after they went wrong."""
+    folder = tmp_path / "not yet there"
+    window = Window(Accelerator(cpu=True), folder, object())
+    for step, loss in enumerate([1.0, 2.0, float("inf"), float("nan")]):
+        add(window, step, loss)
+    with pytest.raises(RunFault, match=r"loss inf, gradient norm 1\.0 at step 3"):
+        window.settle()
+    assert load_file(folder / "nan_batch.safetensors")["input_ids"].item() == 2
+
+
+def test_denominators_other_than_announced_are_a_fault(tmp_path):
+    window = Window(Accelerator(cpu=True), tmp_path, object())
+    add(window, 0, 1.0, count=torch.tensor(3))
+    with pytest.raises(RunFault, match=r"returned the denominator 3\.0 at step 1, .* 2\.0"):
+        window.settle()
+
+
+def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
+    config = TrainerConfig(wandb="offline")
+    for step in (1, 2):  # the second time as a resumed run
+        tracker = Tracker(config, tmp_path, "a run", {"trainer": {"lr": 0.1}})
+        tracker.log({"step": step, "loss": 1.0, "eval": {"alpha": 0.5}})
+        tracker.finish()
+    folders = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert folders
+    run_id = (tmp_path / "wandb_id").read_text()
+    assert all(folder.name.endswith(run_id) for folder in folders)
+    assert any(path.stat().st_size > 0 for path in (tmp_path / "wandb").rglob("*.wandb"))

@@ -1,0 +1,76 @@
+"""Train a drafter and report what it gains.
+
+    accelerate launch train.py recipe=distillspec
+    accelerate launch train.py recipe=distillspec model.target=Qwen/Qwen3-8B \\
+        model.drafter=Qwen/Qwen3-0.6B data.prompts=HuggingFaceH4/ultrachat_200k \\
+        data.prompts_split=train_sft
+
+`python train.py` alone lists the recipes. Phases: generate, train, export, report; what is finished
+is skipped, what was killed goes on with the same command. `dry_run=true` prints what would be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import yaml
+
+from trainer.config import Config, RunFault, UserError, compose
+
+
+def resolve(arguments: list[str]) -> tuple[Config, Any]:
+    """The configuration and the recipe's module."""
+    from recipes import base
+
+    names = [word.partition("=")[2] for word in arguments if word.startswith("recipe=")]
+    if len(names) != 1:
+        raise UserError(f"name one recipe as recipe=<name>; available: {', '.join(base.names())}")
+    module, recipe_yaml = base.load(names[0])
+    return compose(names[0], module.Config, recipe_yaml, arguments), module
+
+
+def main(arguments: list[str]) -> int:
+    from recipes import base
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for noisy in ("httpx", "accelerate", "datasets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not arguments:
+        print(__doc__)
+        print(base.listing())
+        return 0
+    from recipes.phases import generate, report, run, train
+
+    try:
+        config, module = resolve(arguments)
+        if config.dry_run:
+            print(yaml.safe_dump(config.to_dict(), sort_keys=False))
+            generate.describe(config)
+            return 0
+        run.stop_softly()
+        run.check_folder(config)
+        written = config.run_dir / "report.json"  # written last
+        if not written.exists():
+            train_prompts, eval_prompts = generate.choose_prompts(config)
+            this = run.Run.open(config)
+            recipe = module.Recipe(config.method, this.target)
+            start = train.prepare(this, recipe, train_prompts)
+            traces = generate.all_traces(this, train_prompts, eval_prompts)
+            run.claim(this, ["train.py", *arguments], generate.contents(this, start, traces))
+            trained, results = train.train_stages(this, recipe, start, traces)
+            if config.run.stage is None and this.accelerator.is_main_process:
+                report.finish(this, start, trained, results, eval_prompts)
+        if written.exists():
+            print(written.with_suffix(".md").read_text())
+            print(f"report: {written.resolve().with_suffix('.html')}")
+    except (UserError, RunFault) as error:
+        return run.fail(error)
+    finally:
+        run.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,424 @@
+"""The one schema of every command, its defaults, and the errors a user can make.
+
+Order: the defaults below, then `recipes/<name>.yaml`, then `section.key=value` from the command
+line. OmegaConf is used only here; everybody else receives plain dataclasses. `method.*` is typed
+by the recipe's own `Config`, handed in by the caller, so that this room knows no method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class UserError(ValueError):
+    """A user's mistake: one readable line with key, value, rule and remedy. Exit code 2."""
+
+
+class RunFault(RuntimeError):
+    """A fault while running (NaN, damaged device, full disk): cause named, state saved. Exit 3."""
+
+
+def require(condition: bool, key: str, rule: str, value: object) -> None:
+    """Raise the uniform one-line complaint unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{key} must {rule}, got {value!r}")
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    require(value in allowed, key, f"be one of {', '.join(allowed)}", value)
+
+
+# trainer.* that may change between the parts of a run: they change no number it computes
+FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")
+
+
+@dataclass
+class RunConfig:
+    dir: str | None = None  # default: runs/<recipe>-<hash of the resolved configuration>
+    seed: int = 0
+    stage: str | None = None  # only this stage of the recipe
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "run.seed", "be >= 0", self.seed)
+
+
+@dataclass
+class ModelConfig:
+    target: str = "assets/toy/target"
+    target_revision: str | None = None
+    drafter: str | None = None  # where the drafter starts; null: the recipe builds a fresh one
+    drafter_revision: str | None = None
+    dtype: str = "auto"  # of the target; auto: float32 on CPU, the checkpoint's own elsewhere
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass
+class DataConfig:
+    prompts: str = "toy"  # toy, toy:<domain>+<domain>, a file, or a Hub data set id
+    prompts_config: str | None = None
+    prompts_split: str = "train"
+    prompts_column: str | None = None  # default: the first of the usual names that is there
+    response_column: str | None = None  # fixed responses, for the data source `fixed`
+    num_prompts: int = 768
+    eval_share: float = 0.1  # held out by hash when eval.prompts is null
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    engine: str = "hf"
+    features: str = "live"
+    traces: str | None = None  # use this trace store; default: one below data.cache_dir
+    cache_dir: str = "runs/cache"
+    max_prompt_tokens: int | None = None  # default: the target's context less max_new_tokens
+    long_prompts: str = "refuse"  # or `drop`, counted
+    max_new_tokens: int = 96
+    temperature: list[float] = field(default_factory=lambda: [1.0])
+    top_k: int = 0
+    top_p: float = 1.0
+    samples_per_prompt: int = 1
+    stop_strings: list[str] = field(default_factory=list)
+    batch_size: int = 32  # rows decoded side by side
+    rows_per_shard: int = 256
+    teacher_top_k: int = 0  # compressed teacher in the traces: exact head, 0 for none
+    teacher_samples: int = 0  # and samples of the tail
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.temperature, list):
+            self.temperature = [self.temperature]
+        self.temperature = [float(t) for t in self.temperature]
+        require(
+            bool(self.temperature),
+            "data.temperature",
+            "name at least one temperature",
+            self.temperature,
+        )
+        require(min(self.temperature) >= 0, "data.temperature", "be >= 0", self.temperature)
+        require(self.top_k >= 0, "data.top_k", "be >= 0 (0: off)", self.top_k)
+        require(0 < self.top_p <= 1, "data.top_p", "lie in (0, 1]", self.top_p)
+        if self.max_prompt_tokens is not None:
+            limit = self.max_prompt_tokens
+            require(limit >= 1, "data.max_prompt_tokens", "be null or >= 1", limit)
+        require(0 <= self.eval_share < 1, "data.eval_share", "lie in [0, 1)", self.eval_share)
+        for key in (
+            "num_prompts",
+            "max_new_tokens",
+            "samples_per_prompt",
+            "batch_size",
+            "rows_per_shard",
+        ):
+            require(getattr(self, key) >= 1, f"data.{key}", "be >= 1", getattr(self, key))
+        for key in ("teacher_top_k", "teacher_samples"):
+            require(getattr(self, key) >= 0, f"data.{key}", "be >= 0", getattr(self, key))
+        _one_of("data.engine", self.engine, ("hf",))
+        _one_of("data.features", self.features, ("live",))
+        _one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = 300
+    batch_size: int = 32  # sequences per process per micro-step
+    gradient_accumulation_steps: int = 1
+    lr: float = 1e-3
+    lr_schedule: str = "hold_cosine"
+    lr_warmup_steps: int = 0
+    lr_hold_share: float = 0.5  # of max_steps, for hold_cosine
+    lr_min_ratio: float = 0.1
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    precision: str = "fp32"
+    gradient_checkpointing: bool = False
+    resume: str = "auto"
+    eval_every: int = 100
+    save_every: int = 100
+    log_every: int = 10
+    keep_checkpoints: int = 2  # besides the best; serves where the newest is damaged
+    wandb: str = "off"
+    wandb_project: str = "draftsmith"
+
+    def __post_init__(self) -> None:
+        _one_of(
+            "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
+        )
+        _one_of("trainer.precision", self.precision, ("fp32", "bf16"))
+        _one_of("trainer.resume", self.resume, ("auto", "never"))
+        _one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
+        counts = ("max_steps", "batch_size", "gradient_accumulation_steps", "eval_every",
+                  "save_every", "log_every", "keep_checkpoints")  # fmt: skip
+        for key in counts:
+            require(getattr(self, key) >= 1, f"trainer.{key}", "be >= 1", getattr(self, key))
+        require(0 < self.lr < math.inf, "trainer.lr", "be > 0 and finite", self.lr)
+        require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
+        for key in ("adam_beta1", "adam_beta2"):
+            require(
+                0 <= getattr(self, key) < 1, f"trainer.{key}", "lie in [0, 1)", getattr(self, key)
+            )
+        require(
+            self.lr_warmup_steps >= 0, "trainer.lr_warmup_steps", "be >= 0", self.lr_warmup_steps
+        )
+        for key in ("lr_hold_share", "lr_min_ratio"):
+            require(
+                0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
+            )
+        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
+
+
+@dataclass
+class EvalConfig:
+    drafter: str | None = None  # what is measured; default: the run's own drafter
+    prompts: str | None = None  # default: held out from data.prompts by hash (toy: other modules)
+    prompts_config: str | None = None
+    prompts_split: str = "test"
+    prompts_column: str | None = None
+    num_prompts: int = 96
+    max_new_tokens: int = 96
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_k: int = 0
+    top_p: float = 1.0
+    K: int = 4
+    tree: str | None = None
+    verifier: str = "token"
+    policy: str = "fixed"  # or confidence:<threshold>
+    engine: str = "own"
+    batch_size: int = 8
+    timing_prompts: int = 12  # decoded one by one for tokens/s, after a warm-up
+    bootstrap_draws: int = 1000
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        self.temperatures = [float(t) for t in self.temperatures]
+        require(
+            bool(self.temperatures),
+            "eval.temperatures",
+            "name at least one temperature",
+            self.temperatures,
+        )
+        require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
+        require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
+        require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
+        for key in ("num_prompts", "max_new_tokens", "K", "batch_size", "bootstrap_draws"):
+            require(getattr(self, key) >= 1, f"eval.{key}", "be >= 1", getattr(self, key))
+        require(self.seed >= 0, "eval.seed", "be >= 0", self.seed)
+        require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
+        _one_of("eval.verifier", self.verifier, ("token",))
+        _one_of("eval.engine", self.engine, ("own",))
+        require(self.tree is None, "eval.tree", "be null for chain drafters", self.tree)
+        name, _, threshold = self.policy.partition(":")
+        _one_of("eval.policy", name, ("fixed", "confidence"))
+        if name == "confidence":
+            try:
+                require(
+                    0 <= float(threshold) <= 1,
+                    "eval.policy",
+                    "be confidence:<number in [0, 1]>",
+                    self.policy,
+                )
+            except ValueError as error:
+                raise UserError(
+                    f"eval.policy must be confidence:<number in [0, 1]>, got {self.policy!r}"
+                ) from error
+
+
+@dataclass
+class Config:
+    """The resolved configuration of one command. `method` is the recipe's own dataclass."""
+
+    recipe: str
+    method: Any
+    dry_run: bool = False
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    script: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """All that can change a number: not where the run lies, nor how often it saves."""
+        kept = json.loads(json.dumps(self.to_dict()))
+        for key in ("dry_run", "script"):
+            kept.pop(key)
+        for key in ("dir", "stage"):
+            kept["run"].pop(key)
+        for key in FREE_SETTINGS:
+            kept["trainer"].pop(key)
+        return kept
+
+    def hash(self) -> str:
+        kept = self.identity()
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) if self.run.dir else Path("runs") / f"{self.recipe}-{self.hash()}"
+
+
+_SECTIONS = {
+    "run": RunConfig,
+    "model": ModelConfig,
+    "data": DataConfig,
+    "trainer": TrainerConfig,
+    "eval": EvalConfig,
+}
+
+
+MAPPINGS = ("data.chat_template_kwargs", "method.data_mix")  # keys whose value is a mapping
+
+
+def suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def known_keys(method: type, script_keys: tuple[str, ...] = ()) -> list[str]:
+    keys = ["recipe", "dry_run"]
+    for name, section in {**_SECTIONS, "method": method}.items():
+        keys += [f"{name}.{f.name}" for f in dataclasses.fields(section)]
+    return keys + [f"script.{key}" for key in script_keys]
+
+
+def text_keys(method: type) -> set[str]:
+    """Keys whose value is text, to be taken literally."""
+    sections = {**_SECTIONS, "method": method}
+    return {
+        f"{name}.{f.name}"
+        for name, section in sections.items()
+        for f in dataclasses.fields(section)
+        if f.type in ("str", "str | None")
+    }
+
+
+def parse_overrides(
+    arguments: list[str], known: list[str], texts: Collection[str] = ()
+) -> dict[str, Any]:
+    """`key=value` words to a flat dict of YAML-typed values; unknown keys are refused. `texts`:
+    keys whose value is taken literally."""
+    flat: dict[str, Any] = {}
+    for word in arguments:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(
+                f"arguments have the form key=value, got {word!r}{suggest(word, known)}"
+            )
+        if key not in known:
+            raise UserError(f"unknown key {key!r}{suggest(key, known)}")
+        if key in flat:
+            raise UserError(f"key {key!r} is given twice")
+        if key in texts:  # as it stands: YAML would make `off` a boolean and `a: b` a mapping
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            flat[key] = None if value in ("", "null") else value[1:-1] if quoted else value
+            continue
+        try:
+            flat[key] = yaml.safe_load(value) if value else None
+        except yaml.YAMLError as error:
+            raise UserError(
+                f"{key}: {value!r} is not a YAML value ({str(error).splitlines()[0]})"
+            ) from error
+        if isinstance(flat[key], str):
+            with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4 as text
+                flat[key] = float(flat[key])
+    return flat
+
+
+def compose(
+    recipe: str,
+    method: type,
+    recipe_yaml: Path | None,
+    arguments: list[str],
+    script_keys: tuple[str, ...] = (),
+) -> Config:
+    """Defaults, the recipe's YAML, then `arguments`; every check that needs no model is done."""
+    known = known_keys(method, script_keys)
+    schema = {
+        name: OmegaConf.structured(section)
+        for name, section in {**_SECTIONS, "method": method}.items()
+    }
+    tree = OmegaConf.create(
+        {"recipe": recipe, "dry_run": False, "script": dict.fromkeys(script_keys), **schema}
+    )
+    OmegaConf.set_struct(tree, True)
+    layers = []
+    if recipe_yaml is not None:
+        layers.append((str(recipe_yaml), _flatten(load_yaml(recipe_yaml))))
+    layers.append(
+        (
+            "command line",
+            parse_overrides(
+                [a for a in arguments if not a.startswith("recipe=")], known, text_keys(method)
+            ),
+        )
+    )
+    mappings: dict[str, dict[str, Any]] = {}
+    for source, flat in layers:
+        for key, value in flat.items():
+            if key not in known:
+                raise UserError(f"{source}: unknown key {key!r}{suggest(key, known)}")
+            if key in MAPPINGS:  # replaced as a whole: shares of another mix must not linger
+                if not isinstance(value, dict):
+                    raise UserError(f"{key} must be a mapping like {{a: 1}}, got {value!r}")
+                mappings[key] = value
+                continue
+            if key in ("data.temperature", "eval.temperatures") and not isinstance(value, list):
+                value = [value]
+            try:
+                OmegaConf.update(tree, key, value)
+            except (OmegaConfBaseException, ValueError, TypeError) as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{key}: cannot take {value!r} ({reason})") from error
+    plain: Any = OmegaConf.to_container(tree, resolve=True)
+    for key, mapping in mappings.items():
+        section, _, name = key.partition(".")
+        plain[section][name] = mapping
+    sections = {
+        name: section(**plain[name]) for name, section in {**_SECTIONS, "method": method}.items()
+    }
+    require(isinstance(plain["dry_run"], bool), "dry_run", "be true or false", plain["dry_run"])
+    return Config(recipe=recipe, dry_run=plain["dry_run"], script=plain["script"], **sections)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"configuration file {path} does not exist") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
+    return loaded or {}
+
+
+def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in MAPPINGS:
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def save_yaml(config: Config, path: Path) -> None:
+    """Write the resolved configuration; `compose` reads it back to the same configuration."""
+    tree = config.to_dict()
+    for key in ("dry_run", "script"):
+        tree.pop(key)
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))

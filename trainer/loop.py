@@ -1,0 +1,255 @@
+"""The one training loop: fetch, loss, backward, clip, step, log, evaluate, save.
+
+- `batches.at(index) -> Batch` is stateless, shards by rank inside; `index` = step * accumulation +
+  micro-step. A Batch is a dataclass: `input_ids`, `loss_mask`, `num_supervised`, `to(device)`.
+- `recipe.loss(batch, target_outputs, step) -> LossOutput`. `recipe.drafter` is set to the prepared
+  drafter, perhaps wrapped: a recipe calls it and does not read its attributes.
+- `recipe.denominators(batch, step) -> list[float]`, one per term, known before the forward pass;
+  without it `[batch.num_supervised]`. Summed over ranks and accumulation they divide the loss, so
+  batch 1 x 4 steps = 4 x 1 whatever the lengths. Where one rank alone has nothing to train on, it
+  runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
+- optional: `recipe.refresh(step, context(step, batch)) -> Batch | None`, `recipe.state_dict()` and
+  `load_state_dict()` (equal on all ranks; tensors and plain containers).
+- `outputs(batch, step)`: what the frozen target says, or None.
+- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised. The random state is put back.
+
+One process waits for its device only to log, evaluate and save; several also agree on the
+denominators once per step. Precision, devices and sharding are the accelerator's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object, set_seed
+from torch import nn
+
+from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
+from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.losses import LossOutput
+from trainer.tracking import Progress, StepRecord, Tracker, Window
+
+
+def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
+    """`cpu`: stay on the CPU although there is a GPU."""
+    # naming a backend makes accelerate expect a process group, which one process does not have
+    gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and (cpu or not torch.cuda.is_available())
+    # Apple's GPUs have no float64, which exact sampling needs
+    apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
+    return Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        cpu=bool(cpu) or gloo or apple,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
+    )
+
+
+def learning_rate(step: int, config: TrainerConfig) -> float:
+    """Of the update that `step` (from 0) makes; arrives at lr * lr_min_ratio at `max_steps`."""
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    hold = config.lr_hold_share if config.lr_schedule == "hold_cosine" else 0.0
+    start = max(config.lr_warmup_steps, hold * config.max_steps)
+    if config.lr_schedule == "constant" or step <= start:
+        return config.lr
+    share = (step - start) / (config.max_steps - start)
+    fall = share if config.lr_schedule == "linear" else (1 - math.cos(math.pi * share)) / 2
+    return config.lr * (1 - (1 - config.lr_min_ratio) * fall)
+
+
+def make_optimizer(drafter: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over what requires a gradient; norms and biases (1-D) are not decayed."""
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UserError("the drafter has no trainable parameter: nothing to fit")
+    for name, p in trained.items():
+        if p.dtype != torch.float32:  # bfloat16 weights lose small updates
+            remedy = "build the drafter in float32 and set trainer.precision=bf16"
+            raise UserError(f"trained parameter {name!r} must be float32, got {p.dtype}: {remedy}")
+    decayed = {"params": [p for p in trained.values() if p.ndim > 1]}
+    others = {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0}
+    betas, decay = (config.adam_beta1, config.adam_beta2), config.weight_decay
+    return torch.optim.AdamW([decayed, others], lr=config.lr, betas=betas, weight_decay=decay)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fit:
+    recipe: Any
+    drafter: nn.Module
+    batches: Any
+    evaluate: Callable[[nn.Module, int], dict[str, Any]] | None
+    outputs: Callable[[Any, int], Any]
+    config: TrainerConfig
+    folder: Path
+    seed: int
+    accelerator: Accelerator
+    tracker: Tracker
+    context: Callable[[int, Any], Any] | None = None
+    describe: Callable[[Any], str] | None = None  # shown once, before step 1
+
+    def __post_init__(self) -> None:
+        assert self.accelerator.gradient_accumulation_steps == 1, "this loop accumulates by itself"
+        self.alone = self.accelerator.num_processes == 1
+        self.store = Store(Path(self.folder), self.accelerator, self.config, self.seed)
+
+    def prepare(self) -> None:
+        """Model and optimiser, from the newest whole checkpoint if there is one."""
+        if self.config.gradient_checkpointing:
+            drafter: Any = self.drafter
+            if not hasattr(drafter, "gradient_checkpointing_enable"):
+                raise UserError("trainer.gradient_checkpointing must be false for this drafter")
+            drafter.gradient_checkpointing_enable()
+        optimizer = make_optimizer(self.drafter, self.config)
+        found, self.counters = self.store.find(resume=self.config.resume == "auto")
+        if found is not None:
+            load_weights(found, self.drafter)
+        self.tracker.truncate(-1 if found is None else self.counters.step)
+        self.model, self.optimizer = self.accelerator.prepare(self.drafter, optimizer)
+        self.recipe.drafter = self.model
+        self.window = Window(self.accelerator, Path(self.folder), self.recipe)
+        if found is None:
+            set_seed(self.seed, device_specific=True)
+        else:
+            self.window.sums = self.store.load(found, self.optimizer, self.recipe)
+            self.describe = None
+
+    def train(self) -> None:
+        config, counters = self.config, self.counters
+        self.model.train()
+        self.progress = Progress(config.max_steps, counters.step, self.accelerator.is_main_process)
+        with Interrupt() as self.interrupt, closing(self.progress):
+            if counters.step == 0:
+                self.evaluate_drafter()
+            self.window.start(counters.num_tokens)
+            while counters.step < config.max_steps:
+                batches, denominators = self.fetch()
+                if batches:
+                    self.update(batches, denominators)
+                counters.step += 1
+                self.progress.advance()
+                stop = self.stop_agreed or (self.alone and self.interrupt.requested)
+                if self.due(config.log_every):
+                    lr = learning_rate(counters.step - 1, config)
+                    row = self.window.row(counters.step, counters.num_tokens, lr)
+                    self.tracker.log(row)
+                    self.progress.report(row)
+                if self.due(config.eval_every):
+                    self.evaluate_drafter()
+                if stop or self.due(config.save_every):
+                    with self.window.paused() as sums:
+                        self.store.save(counters, self.model, self.optimizer, self.recipe, sums)
+                if stop and counters.step < config.max_steps:
+                    self.progress.note(f"stopped and saved at step {counters.step}")
+                    raise SystemExit(75)
+
+    def due(self, every: int) -> bool:
+        return self.counters.step % every == 0 or self.counters.step == self.config.max_steps
+
+    def fetch(self) -> tuple[list[tuple[Any, list[float]]], list[float]]:
+        """This rank's batches of the step, each with the denominators the recipe announces, and
+        their sums over all ranks and micro-steps. No batches: no rank has a supervised token."""
+        step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
+        refresh = getattr(self.recipe, "refresh", None)
+        announce = getattr(self.recipe, "denominators", lambda batch, _: [batch.num_supervised])
+        batches: list[Any] = []
+        for index in range(step * num_micro, (step + 1) * num_micro):
+            batch = self.batches.at(index)
+            if refresh and self.context:
+                batch = refresh(step, self.context(step, batch))
+            if batch is not None and batch.num_supervised > 0:
+                batches.append(batch)
+        skipped = num_micro - len(batches)
+        if not batches and not self.alone:  # gradients are averaged: each rank owes one backward
+            raw = self.batches.at(step * num_micro)
+            batches = [dataclasses.replace(raw, loss_mask=torch.zeros_like(raw.loss_mask))]
+        announced = [[float(value) for value in announce(batch, step)] for batch in batches]
+        num_tokens = sum(int(batch.num_supervised) for batch in batches)
+        sums = [sum(column) for column in zip(*announced, strict=True)]
+        sums += [num_tokens, skipped, self.interrupt.requested]
+        where = "cpu" if self.alone else self.accelerator.device  # alone: nothing to wait for
+        local = torch.tensor(sums, dtype=torch.float64, device=where)
+        total: Any = self.accelerator.reduce(local, reduction="sum")
+        *denominators, num_tokens, skipped, stop = total.tolist()
+        self.counters.num_tokens += int(num_tokens)
+        self.counters.skipped_batches += int(skipped)
+        self.stop_agreed = bool(stop)  # so that every rank ends after the same step
+        if num_tokens == 0:
+            return [], []
+        if self.describe:
+            self.progress.note(self.describe(batches[0]))
+            self.describe = None
+        return list(zip(batches, announced, strict=True)), denominators
+
+    def update(self, batches: list[tuple[Any, list[float]]], denominators: list[float]) -> None:
+        """One optimiser step on weight * sum / denominator, summed over terms, batches, ranks."""
+        accelerator, step = self.accelerator, self.counters.step
+        record = StepRecord(step, [batch for batch, _ in batches])
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config)
+        for i, (batch, announced) in enumerate(batches, start=1):
+            last = i == len(batches)
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                batch = batch.to(accelerator.device)
+                target_outputs = self.outputs(batch, step)
+                try:
+                    with accelerator.autocast():
+                        output: LossOutput = self.recipe.loss(batch, target_outputs, step)
+                except RunFault as fault:
+                    path = self.window.save([batch], step)
+                    raise RunFault(f"step {step + 1}: {fault}; its batch is in {path}") from fault
+                record.add(output, announced)
+                terms = zip(output.terms, denominators, strict=True)
+                # a denominator of 0 belongs to a term that nobody has: its sum is 0
+                loss: Any = sum(weight * total / (n or 1) for (total, _, weight), n in terms)
+                loss = loss * accelerator.num_processes  # gradients are averaged over the ranks
+                accelerator.backward(loss)
+            record.losses.append(loss.detach())
+        norm: Any = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.window.add(record, norm)
+        if self.alone and accelerator.device.type == "cpu":  # where looking costs nothing
+            self.window.settle()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate_drafter(self) -> None:
+        if self.evaluate is None:
+            return
+        counters = self.counters
+        with self.window.paused():
+            random_state = rng_state()
+            drafter = self.accelerator.unwrap_model(self.model).eval()
+            metrics = gather_object([self.evaluate(drafter, counters.step)])[0]
+            self.model.train()
+            set_rng_state(random_state)
+            self.tracker.log({"step": counters.step, "eval": metrics})
+            self.progress.note(f"step {counters.step}  evaluation {metrics['select']:.4f}")
+            if counters.improved_by(metrics):
+                self.store.save_best(counters.step, self.model, metrics)
+
+
+def fit(**arguments: Any) -> FitResult:
+    """Train `drafter` in place; it ends with its best weights by `evaluate`, else its last.
+
+    The arguments are the fields of `Fit`. Run again on the same `folder` it goes on from the newest
+    checkpoint, or returns at once where training is over. SIGTERM or Ctrl-C saves and raises
+    SystemExit(75). Whoever made the tracker closes it."""
+    run = Fit(**arguments)
+    done = run.store.finished() if run.config.resume == "auto" else None
+    if done is None:
+        run.prepare()
+        run.train()
+        done = run.counters
+        run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+        run.recipe.drafter = run.drafter
+        run.accelerator.free_memory()
+        run.store.finish(done)
+    run.store.load_final(done, run.drafter)
+    run.drafter.to(run.accelerator.device).eval()
+    return done.result()

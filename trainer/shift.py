@@ -1,0 +1,90 @@
+"""The one place that aligns logits, labels and mask: logits at index i score token i + 1.
+
+Everything behind this file works on the N supervised positions only, in a fixed order: sequence by
+sequence, left to right. Whatever is stored per response token (a compressed teacher, hidden
+states) lines up with it by plain concatenation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.config import UserError, require
+
+
+@dataclass
+class Aligned:
+    """The supervised positions of a batch; N may be 0."""
+
+    draft: Tensor  # [N, V] float, carries the gradient
+    teacher: Tensor | None  # [N, V] float, detached
+    labels: Tensor  # [N] int64, the token that the logits score
+    rows: Tensor  # [N] int64 in 0..B-1, the sequence each position belongs to
+
+
+def response_mask(
+    lengths_prompt: Tensor | list[int], lengths_total: Tensor | list[int], length: int
+) -> Tensor:
+    """[B, length] bool: the response tokens of right-padded rows, the terminating EOS included.
+
+    lengths_prompt, lengths_total: [B] int, prompt <= total <= length; the total counts prompt and
+    response with its EOS. Built from lengths and never from `ids != pad`: where the pad token is
+    also the EOS, that test drops the EOS from training.
+    """
+    start = torch.as_tensor(lengths_prompt)
+    end = torch.as_tensor(lengths_total, device=start.device)
+    valid = ((start >= 0) & (start <= end) & (end <= length)).all()
+    rule = f"lie between the prompt's length and the padded length {length}"
+    require(bool(valid), "lengths_total", rule, end.tolist())
+    index = torch.arange(length, device=start.device)
+    return (index >= start[:, None]) & (index < end[:, None])
+
+
+def supervised(loss_mask: Tensor) -> Tensor:
+    """[B, L-1] bool: the trained logit indices, i.e. those whose next token is in the mask.
+
+    loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
+    """
+    assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
+    return loss_mask[:, 1:]
+
+
+def align(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    draft_logits: Tensor,
+    teacher_logits: Tensor | None,
+    vocab_size: int | None = None,
+) -> Aligned:
+    """Gather the supervised positions, so that nothing is computed anywhere else.
+
+    input_ids: [B, L] int64; loss_mask: [B, L] bool over tokens; draft_logits: [B, L, V'] and
+    teacher_logits: [B, L, V''] float. Heads padded beyond `vocab_size` are cut to it before any
+    softmax, so pad rows hold no probability. Selecting by mask costs one host synchronisation.
+    """
+    widths = [t.shape[-1] for t in (draft_logits, teacher_logits) if t is not None]
+    if vocab_size is None:
+        vocab_size = widths[0]
+        if widths[-1] != vocab_size:
+            raise UserError(
+                f"logits of the draft are {widths[0]} wide, of the target {widths[-1]}: "
+                "pass the true vocab_size if one is padded, else the vocabularies differ"
+            )
+    require(
+        0 < vocab_size <= min(widths),
+        "vocab_size",
+        f"lie in 1..{min(widths)}, the narrower head",
+        vocab_size,
+    )
+    rows, index = supervised(loss_mask).nonzero(as_tuple=True)
+    return Aligned(
+        draft=draft_logits[rows, index, :vocab_size],
+        teacher=None
+        if teacher_logits is None
+        else teacher_logits.detach()[rows, index, :vocab_size],
+        labels=input_ids[rows, index + 1],
+        rows=rows,
+    )
