@@ -58,10 +58,13 @@ def main(arguments: list[str]) -> int:
             recipe = module.Recipe(config.method, this.target)
             start = train.prepare(this, recipe, train_prompts)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
+            start = start or train.build(this, recipe, traces)
+            report.check_drafter(start, config.eval)
             run.claim(this, ["train.py", *arguments], generate.contents(this, start, traces))
             trained, results = train.train_stages(this, recipe, start, traces)
             if config.run.stage is None and this.accelerator.is_main_process:
-                report.finish(this, start, trained, results, eval_prompts)
+                dev = train.split_dev(traces, config.run.seed)[1]
+                report.finish(this, start, trained, results, eval_prompts, dev)
         if written.exists():
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")

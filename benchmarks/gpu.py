@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> None:
     def step() -> None:
         outputs = target.outputs(batch.input_ids, batch.position_ids)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = drafter(batch.input_ids, batch.position_ids)
+            logits = drafter.draft_logits(batch.input_ids)
         aligned = align(batch.input_ids, batch.loss_mask, logits, outputs.logits, target.vocab_size)
         divergence("fkl", aligned.draft, aligned.teacher).mean().backward()
         optimizer.step()

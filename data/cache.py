@@ -73,6 +73,76 @@ class _SlotLayer(CacheLayerMixin):
         return self.capacity
 
 
+@dataclass
+class PlacedNodes:
+    """Where the tree nodes of one forward lie and what they may see. slots, positions [B, T];
+    first [B]: slots below it hold committed text, visible to all; ancestors [B, T, M]: of the M
+    nodes fed so far, in slots first, first + 1, ...; depths [B, M]: from 1."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    first: torch.Tensor
+    ancestors: torch.Tensor
+    depths: torch.Tensor
+
+    def visible(self, used: int, window: int | None = None) -> torch.Tensor:
+        """[B, T, used] bool; with `window`, only keys whose position is less than that far back."""
+        batch, count, size = self.ancestors.shape
+        slots = torch.arange(used, device=self.first.device)
+        allowed = (slots < self.first.unsqueeze(1)).unsqueeze(1).repeat(1, count, 1)
+        nodes = self.first.unsqueeze(1) + torch.arange(size, device=self.first.device)
+        allowed.scatter_(2, nodes.unsqueeze(1).expand(-1, count, -1), self.ancestors)
+        if window is not None:
+            keys = slots.expand(batch, -1).clone()
+            keys.scatter_(1, nodes, self.first.unsqueeze(1) + self.depths - 1)
+            allowed &= keys.unsqueeze(1) > self.positions.unsqueeze(-1) - window
+        return allowed
+
+
+class TreeSlots:
+    """The nodes of one round, placed in consecutive slots from `first` [B] on in the order in which
+    they are fed; their positions are those of their depth."""
+
+    def __init__(self, first: torch.Tensor):
+        self.first, self.count = first, 0
+        batch, device = len(first), first.device
+        self.ancestors = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
+        self.depths = torch.zeros(batch, 0, dtype=torch.long, device=device)
+
+    def add(self, parents: torch.Tensor, depth: int) -> PlacedNodes:
+        """parents [B, n]: among the nodes added before, -1 for none; all of them `depth` deep."""
+        batch, new = parents.shape
+        old, size = self.count, self.count + new
+        rows = torch.arange(batch, device=parents.device).unsqueeze(1)
+        grown = torch.zeros(batch, size, size, dtype=torch.bool, device=parents.device)
+        grown[:, :old, :old] = self.ancestors
+        if old:
+            above = self.ancestors[rows, parents.clamp(min=0)]
+            grown[:, old:, :old] = above & (parents >= 0).unsqueeze(-1)
+        grown[:, old:, old:] = torch.eye(new, dtype=torch.bool, device=parents.device)
+        self.ancestors = grown
+        self.depths = torch.cat([self.depths, torch.full_like(parents, depth)], 1)
+        self.count = size
+        slots = self.first.unsqueeze(1) + torch.arange(old, size, device=parents.device)
+        positions = (self.first + (depth - 1)).unsqueeze(1).expand(-1, new)
+        return PlacedNodes(slots, positions, self.first, grown[:, old:], self.depths)
+
+
+def place_tree(lengths: torch.Tensor, ancestors: torch.Tensor, depths: torch.Tensor) -> PlacedNodes:
+    """The last committed token and behind it a whole tree, for its verification. lengths [B];
+    ancestors [B, N, N], depths [B, N] of the nodes."""
+    first = lengths.unsqueeze(1)
+    nodes = torch.arange(-1, depths.shape[1], device=lengths.device)
+    none = torch.zeros_like(ancestors[:, :1])
+    return PlacedNodes(
+        first + nodes,
+        first - 1 + torch.nn.functional.pad(depths, (1, 0)),
+        lengths,
+        torch.cat([none, ancestors], 1),
+        depths,
+    )
+
+
 class CachedModel:
     """A causal LM with a slot cache: `forward` takes token ids and their positions (slot = position
     unless slots are given) for all rows of the batch or for some of them."""
@@ -149,33 +219,51 @@ class CachedModel:
         rows: torch.Tensor | None = None,
         first: int | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        tree: PlacedNodes | None = None,
     ) -> torch.Tensor:
         """ids, positions [R, T]; `used`: one past the largest slot visible; `rows` [R] or None for
-        all; `first`: given when every row writes slots first..first+T-1. Returns logits [R, T',
-        V]."""
+        all; `first`: given when every row writes slots first..first+T-1; `tree`: the tokens are
+        nodes of a tree, with slots of their own. Returns logits [R, T', V]."""
         assert self.cache is not None
         used = min(
             self.capacity, -(-used // 16) * 16
         )  # few shapes: kernels and allocations are reused
         place = self.placement
         place.slots, place.first, place.rows, place.used = positions, first, rows, used
+        if tree is not None:
+            place.slots = tree.slots
         return self.model(
             input_ids=ids,
-            attention_mask=self._mask(positions, used),
+            attention_mask=self._mask(positions, used, tree),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
         ).logits
 
-    def _mask(self, positions: torch.Tensor, used: int) -> Any:
+    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy what lies in the slots `source` [B, D] to the slots `destination` [B, D]: an
+        accepted path of a tree goes behind the committed text."""
+        assert self.cache is not None
+        for layer in self.cache.layers:
+            for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
+                assert buffer is not None
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                taken = buffer.gather(2, source[:, None, :, None].expand(shape))
+                buffer.scatter_(2, destination[:, None, :, None].expand(shape), taken)
+
+    def _mask(self, positions: torch.Tensor, used: int, tree: PlacedNodes | None) -> Any:
         slots = torch.arange(used, device=positions.device)
         query = positions.unsqueeze(-1)
         masks: dict[str, torch.Tensor] = {}
         for kind in self.mask_types:
-            allowed = slots <= query
-            if kind == "sliding_attention":
-                allowed &= slots > query - self.window  # type: ignore[operator]
+            window = self.window if kind == "sliding_attention" else None
+            if tree is not None:
+                allowed = tree.visible(used, window)
+            else:
+                allowed = slots <= query
+                if window is not None:
+                    allowed &= slots > query - window
             allowed = allowed.unsqueeze(1)  # [R, 1, T, S]
             if self.eager:  # eager attention adds its mask
                 dtype = self.model.dtype

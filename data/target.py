@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from trainer.chunked import OutputHead
 from trainer.config import UserError
 
 if not sys.stderr.isatty():
@@ -81,6 +83,24 @@ class Target:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
+
+    @cached_property
+    def head(self) -> OutputHead:
+        """From final-normed states to logits of the true vocabulary."""
+        return output_head(self.model, self.vocab_size)
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """The module, not its weight: some models scale what they look up."""
+        return self.model.get_input_embeddings()
+
     @torch.no_grad()
     def outputs(
         self,
@@ -92,9 +112,9 @@ class Target:
     ) -> TargetOutputs:
         """One parallel pass over right-padded rows. input_ids [B, L]. Right padding needs no mask:
         under causal attention nothing real looks at it."""
-        wanted = check_layers(layers, self.model.config.get_text_config().num_hidden_layers)
+        wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
-        with _captured(self.model, wanted, found):
+        with captured(self.model, wanted, found):
             result = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -125,9 +145,11 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 
 @contextmanager
-def _captured(
-    model: Any, layers: tuple[LayerId, ...], found: dict[LayerId, torch.Tensor]
+def captured(
+    model: Any, layers: Sequence[LayerId], found: dict[LayerId, torch.Tensor]
 ) -> Iterator[None]:
+    """Keep the outputs of these layers of the forward passes made inside, in `found`."""
+
     def keep(layer: LayerId):
         def hook(module, inputs, output):
             if layer == "final_norm":
@@ -146,6 +168,39 @@ def _captured(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def output_head(model: Any, vocab_size: int) -> OutputHead:
+    """The model's own way from final-normed states to logits, checked on a few tokens."""
+    config = model.config.get_text_config()
+    projection = model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+    # Cohere multiplies the logits, Granite divides them
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    head = OutputHead(
+        projection.weight,
+        getattr(projection, "bias", None),
+        transform=None if cap is None and scale == 1 else transform,
+        vocab_size=vocab_size,
+    )
+    ids = (torch.arange(4, device=projection.weight.device) % vocab_size).unsqueeze(0)
+    found: dict[LayerId, torch.Tensor] = {}
+    with torch.no_grad(), captured(model, ("final_norm",), found):
+        logits = model(input_ids=ids, use_cache=False).logits[..., :vocab_size].float()
+    mine = head.logits(found["final_norm"]).float()
+    if not torch.allclose(mine, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
+        raise UserError(
+            f"{type(model).__name__} makes logits from its last state in a way unknown here: heads "
+            "and distillation cannot be trained with it"
+        )
+    return head
 
 
 def load_causal_lm(

@@ -7,25 +7,27 @@
 - `keep(rows)`: only these batch rows go on, in this order;
 - `propose(state, budget) -> TokenTree`: draft; commits and rolls back its own slots.
 
-Trained drafters are `nn.Module`s that also offer
-- `draft_logits(ids, target_outputs, depth) -> [B, L, V]`: the teacher-forced law at depth j for
-  all positions at once: the training unroll, the loss and acceptance without decoding use this one
-  method, so they cannot drift apart;
-- `save_pretrained(folder)`: the project's own format.
-Training-free drafters offer `continuation(context, count)` instead: what they copy after a context.
+Trained drafters (`TrainedDrafter`) build chains and trees from two steps of their own, `start` and
+`extend`, and offer one teacher-forced unroll, `states`, that training, loss and acceptance without
+decoding share, so they cannot drift apart. Training-free drafters offer
+`continuation(context, count)` instead: what they copy after a context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from data.sampling import Sampling
 from data.target import LayerId, TargetOutputs
-from drafters.tree import TokenTree
+from drafters.tree import TokenTree, TreeShape
+from trainer.chunked import OutputHead
+from trainer.config import UserError
 
 
 class RandomSource(Protocol):
@@ -41,12 +43,23 @@ class RandomSource(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to draft this round. `stop(probs, chosen, depth) -> bool [B]`, made by
-    `eval.policies`, sees the drafter's law [B, V] at temperature 1 or the sampling's, the token
-    just drafted [B] and its depth from 1; a row it stops keeps that token and drafts no further."""
+    """How much to draft this round: a chain of `max_tokens`, or a tree of that depth.
+
+    `stop(probs, chosen, depth) -> bool [B]`, made by `eval.policies`, sees the drafter's law [B, V]
+    at temperature 1 or the sampling's, the token just drafted [B] and its depth from 1; a row it
+    stops keeps that token and drafts no further. `tree`: its shape, None for a chain;
+    `sample_children`: under sampling, draw the children of a static tree from the drafter's law
+    without replacement instead of taking the most likely ones.
+    """
 
     max_tokens: int
     stop: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
+    tree: TreeShape | None = None
+    sample_children: bool = False
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tree.num_nodes if self.tree else self.max_tokens
 
 
 @dataclass
@@ -55,7 +68,9 @@ class DraftState:
 
     ids: [B, S] int64 committed tokens, right-padded; lengths: [B] int64 how many are committed,
     always at least two (a prompt and the token of its prefill); max_length: their maximum, known
-    on the host; `sampling`: of the drafter; `outputs`: the target outputs it asked for, or None.
+    on the host; `sampling`: of the drafter; `outputs`: the target's states it asked for,
+    hidden[layer] [B, S, H], valid at the positions 0..lengths-2 (the last committed token has not
+    been through the target).
     """
 
     ids: torch.Tensor
@@ -85,3 +100,147 @@ class Drafter(Protocol):
     def keep(self, rows: torch.Tensor) -> None: ...
 
     def propose(self, state: DraftState, budget: Budget) -> TokenTree: ...
+
+
+class TrainedDrafter(torch.nn.Module):
+    """A network that drafts. `vocab_size`: the target's true vocabulary; `fingerprint`: of the
+    target it was made for; `start_width`: tokens that `start` feeds."""
+
+    kind: ClassVar[str]
+    target_layers: tuple[LayerId, ...] = ()
+    start_width: int = 1
+    max_depth: int | None = None  # of what it can draft; None: no limit
+    vocab_size: int
+    fingerprint: dict[str, Any]
+    tokenizer: Any
+    # [depth][rank]: how often that token is the target's on held-out text, for calibrated trees
+    rank_accuracy: list[list[float]] | None = None
+
+    # --- teacher-forced --------------------------------------------------------------------------
+
+    def states(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """For the depths 1..depth in turn: [B, L, d], what `output_head` of that depth projects.
+
+        ids [B, L] right-padded. Index i holds what scores token i + 1 when it is the depth-th of
+        its round and the tokens before it are the given ones; 0 where the round would have begun
+        before the text. A drafter whose law is the same at every depth yields one object again
+        and again. `columns` [B, L] bool: the target's positions that rounds may begin from, where
+        nothing else is asked for; a drafter may leave the rest at 0, or ignore it.
+        """
+        raise NotImplementedError
+
+    def output_head(self, depth: int) -> OutputHead:
+        raise NotImplementedError
+
+    def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """[..., d] -> float logits [..., vocab_size], -inf outside a reduced draft vocabulary."""
+        head = self.output_head(depth)
+        logits = head.logits(states)
+        if head.kept is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., head.kept] = logits
+        return full
+
+    def draft_logits(
+        self, ids: torch.Tensor, target_outputs: TargetOutputs | None = None, depth: int = 1
+    ) -> torch.Tensor:
+        """The teacher-forced law [B, L, vocab_size] at one depth, for all positions at once."""
+        *_, last = self.states(ids, target_outputs, depth)
+        return self.project(last, depth)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        score: Callable[[int, torch.Tensor], Any],
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> list[Any]:
+        """[score(depth, states) for each depth]: the loss is formed in here, so that wrappers which
+        gather sharded weights around `forward` have them in place for the output head too."""
+        unrolled = self.states(ids, outputs, depth, position_ids, columns)
+        return [score(number, states) for number, states in enumerate(unrolled, start=1)]
+
+    # --- proposing -------------------------------------------------------------------------------
+
+    def begin(self, rows: int, capacity: int) -> None: ...
+
+    def keep(self, rows: torch.Tensor) -> None: ...
+
+    def prefill(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        outputs: TargetOutputs | None = None,
+    ) -> None: ...
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Begin a round: logits [B, vocab_size] of the token after the last committed one."""
+        raise NotImplementedError
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        """Feed drafted nodes of one depth: tokens [B, n], parents [B, n] (index among the nodes fed
+        so far in this round, -1: children of the last committed token) -> logits
+        [B, n, vocab_size] of their children."""
+        raise NotImplementedError
+
+    def propose(self, state: DraftState, budget: Budget) -> TokenTree:
+        from drafters.draft import draft
+
+        return draft(self, state, budget)
+
+    # --- own format ------------------------------------------------------------------------------
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """How many different tokens it can draft."""
+        kept = self.output_head(1).kept
+        return self.vocab_size if kept is None else len(kept)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def fresh(self) -> TrainedDrafter:
+        """The same shape with untrained weights."""
+        raise NotImplementedError
+
+    def about(self) -> dict[str, Any]:
+        """What drafter.json says beside kind, vocabulary and target: the constructor's settings."""
+        return {}
+
+    def save_weights(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """The project's own format: weights, tokenizer, and drafter.json."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_weights(folder)
+        self.tokenizer.save_pretrained(folder)
+        about = {"kind": self.kind, "vocab_size": self.vocab_size, "target": self.fingerprint}
+        about["rank_accuracy"] = self.rank_accuracy
+        (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
+
+
+FINGERPRINT_MUST_AGREE = ("tokenizer", "weights", "vocab_size")
+
+
+def check_fingerprint(stored: dict[str, Any], target: dict[str, Any], name: str) -> None:
+    """A head reads the hidden states of one target: another one's are noise to it."""
+    differing = [key for key in FINGERPRINT_MUST_AGREE if stored.get(key) != target.get(key)]
+    if differing:
+        raise UserError(
+            f"CompatibilityError: drafter {name!r} was made for another target "
+            f"({', '.join(differing)} differ): name its own target as model.target"
+        )

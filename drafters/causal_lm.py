@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,34 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.cache import CachedModel
-from data.sampling import warp
-from data.target import LayerId, Target, TargetOutputs, check_same_vocabulary, load_causal_lm
-from drafters.base import Budget, DraftState
-from drafters.tree import TokenTree
+from data.cache import CachedModel, TreeSlots
+from data.target import (
+    Target,
+    TargetOutputs,
+    check_same_vocabulary,
+    load_causal_lm,
+    output_head,
+)
+from drafters.base import Budget, DraftState, TrainedDrafter
+from trainer.chunked import OutputHead
 from trainer.config import UserError
 
 KIND = "causal_lm"
 
 
-class CausalLMDrafter(torch.nn.Module):
+class CausalLMDrafter(TrainedDrafter):
     """`model`: any Hugging Face causal LM; `vocab_size`: the true vocabulary shared with the
     target. Logits past it are padding and are never drafted."""
 
-    target_layers: tuple[LayerId, ...] = ()
+    kind = KIND
+    start_width = 2
 
     def __init__(self, model: Any, tokenizer: Any, vocab_size: int, fingerprint: dict[str, Any]):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.fingerprint = vocab_size, fingerprint
         self._cached: CachedModel | None = None
+        self._head: OutputHead | None = None
 
     @classmethod
     def from_pretrained(
@@ -116,27 +124,37 @@ class CausalLMDrafter(torch.nn.Module):
             )
         return cls(model, target.tokenizer, target.vocab_size, target.fingerprint)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """input_ids [B, L] right-padded -> logits [B, L, vocab_size]"""
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        return logits[..., : self.vocab_size]
-
-    def draft_logits(
-        self, ids: torch.Tensor, target_outputs: TargetOutputs | None = None, depth: int = 1
-    ) -> torch.Tensor:
+    def states(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
         """The same for every depth: once drafted tokens are accepted, the cache holds target
         text."""
-        return self(ids)
+        hidden = self.model.base_model(
+            input_ids=ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        for _ in range(depth):
+            yield hidden
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        if self._head is None:
+            self._head = output_head(self.model, self.vocab_size)
+        return self._head
 
     def gradient_checkpointing_enable(self) -> None:
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+
+    def fresh(self) -> CausalLMDrafter:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config)).float()
+        device = next(self.model.parameters()).device
+        return CausalLMDrafter(
+            model.to(device).eval(), self.tokenizer, self.vocab_size, self.fingerprint
         )
 
     # --- proposing -------------------------------------------------------------------------------
@@ -170,63 +188,37 @@ class CausalLMDrafter(torch.nn.Module):
             logits_to_keep=1,
         )
 
-    def propose(self, state: DraftState, budget: Budget) -> TokenTree:
-        """A chain of `budget.max_tokens`. The first step feeds the last two committed tokens: after
-        a fully accepted round both are new to the cache, otherwise one is written again
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Feeds the committed tokens that may be new to the cache: two after a fully accepted
+        chain, a tree's depth and one more, whose nodes lay elsewhere. The others are written again
         unchanged."""
-        cached = self.cached()
-        batch = len(state.lengths)
-        single = batch == 1
-        positions = state.lengths.unsqueeze(1) + torch.tensor([-2, -1], device=state.ids.device)
-        ids = state.ids.gather(1, positions)
-        tokens, laws, stopped, lengths = [], [], None, None
-        greedy = state.sampling.temperature == 0
-        for depth in range(1, budget.max_tokens + 1):
-            used = state.max_length + depth - 1
-            logits = cached.forward(
-                ids,
-                positions,
-                used=used,
-                first=used - ids.shape[1] if single else None,
-                logits_to_keep=1,
-            )[:, -1, : self.vocab_size]
-            if greedy:
-                chosen = logits.argmax(-1)
-            else:
-                law = warp(logits, state.sampling)
-                chosen = state.random.choice(law, state.lengths + (depth - 1), "draft")
-                laws.append(law)
-            tokens.append(chosen)
-            if budget.stop is not None:
-                seen = logits.float().softmax(-1) if greedy else laws[-1]
-                now = budget.stop(seen, chosen, depth)
-                stopped = now if stopped is None else stopped | now
-                grown = (~stopped).long()
-                lengths = (torch.ones_like(grown) if lengths is None else lengths) + grown
-                if depth == budget.max_tokens or bool(stopped.all()):
-                    break
-            ids, positions = chosen.unsqueeze(1), (state.lengths + (depth - 1)).unsqueeze(1)
-        drafted = len(tokens)
-        if lengths is None:
-            lengths = torch.full_like(state.lengths, drafted)
-        return TokenTree.chain(
-            torch.stack(tokens, 1),
-            torch.stack(laws, 1) if laws else None,
-            lengths.clamp(max=drafted),
-            draft_forwards=drafted,
-            draft_tokens=drafted + 1,
-        )
+        self._round = state
+        self._nodes = TreeSlots(state.lengths) if budget.tree is not None else None
+        self.start_width = budget.max_tokens + 1 if budget.tree is not None else 2
+        back = torch.arange(-self.start_width, 0, device=state.ids.device)
+        positions = (state.lengths.unsqueeze(1) + back).clamp(min=0)
+        return self._forward(state.ids.gather(1, positions), positions, state.max_length)[:, -1]
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        lengths = self._round.lengths
+        if self._nodes is None:
+            positions = (lengths + (depth - 1)).unsqueeze(1)
+            return self._forward(tokens, positions, self._round.max_length + depth)
+        placed = self._nodes.add(parents, depth)
+        return self.cached().forward(
+            tokens,
+            placed.positions,
+            used=self._round.max_length + self._nodes.count,
+            tree=placed,
+        )[..., : self.vocab_size]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, used: int) -> torch.Tensor:
+        first = used - ids.shape[1] if len(ids) == 1 and used >= ids.shape[1] else None
+        logits = self.cached().forward(ids, positions, used=used, first=first, logits_to_keep=1)
+        return logits[..., : self.vocab_size]
 
     # --- own format ------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """A Hugging Face folder plus drafter.json (kind, the target's fingerprint)."""
-        folder = Path(folder)
+    def save_weights(self, folder: Path) -> None:
+        """An ordinary Hugging Face folder."""
         self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        (folder / "drafter.json").write_text(
-            json.dumps(
-                {"kind": KIND, "vocab_size": self.vocab_size, "target": self.fingerprint}, indent=1
-            )
-            + "\n"
-        )

@@ -1,9 +1,9 @@
 """Exact speculative decoding, batched: rows accept different lengths and are refilled as they end.
 
-The first token comes out of the prefill and belongs to no round. A round drafts K tokens, verifies
-them in one target forward and emits the accepted ones and one more. Rounds run to their full K past
-EOS and past the length limit, as engines do: `engine_accepted` counts that, everything else is
-counted after cutting the output.
+The first token comes out of the prefill and belongs to no round. A round drafts a chain of K tokens
+or a tree, verifies it in one target forward and emits the accepted tokens and one more. Rounds run
+to their full K past EOS and past the length limit, as engines do: `engine_accepted` counts that,
+everything else is counted after cutting the output.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.cache import CachedModel
+from data.cache import CachedModel, place_tree
 from data.decode import Request
 from data.sampling import KeyedRandom, Sampling, warp
+from data.target import LayerId, TargetOutputs, captured
 from drafters.base import Budget, Drafter, DraftState
+from drafters.tree import TokenTree
 from eval.metrics import Round
-from eval.verify import verify_chain
+from eval.verify import Typical, Verdict, verify_chain, verify_tree
 
 
 @dataclass
@@ -42,7 +44,7 @@ class _Row:
 class SpeculativeDecoder:
     """`sampling`: of the target, all requests alike; `draft_sampling`: of the drafter, the same
     unless given; `vocab_size`: the target's logits past it are padding and no law has mass there;
-    `timed`: synchronise and record seconds per round."""
+    `timed`: synchronise and record seconds per round; `typical`: Medusa's lossy rule for trees."""
 
     def __init__(
         self,
@@ -57,7 +59,9 @@ class SpeculativeDecoder:
         draft_sampling: Sampling | None = None,
         vocab_size: int | None = None,
         timed: bool = False,
+        typical: Typical | None = None,
     ):
+        self.typical = typical
         self.target, self.drafter, self.sampling, self.budget = target, drafter, sampling, budget
         self.draft_sampling = draft_sampling or sampling
         self.eos, self.max_new_tokens = set(eos_ids), max_new_tokens
@@ -74,7 +78,10 @@ class SpeculativeDecoder:
         self.waiting = waiting
         size = min(self.batch_size, len(waiting))
         depth = self.budget.max_tokens
-        capacity = len(waiting[-1].prompt_ids) + self.max_new_tokens + 2 * depth + 2
+        # the last round may begin one token before the limit and lie on a row's last nodes
+        capacity = len(waiting[-1].prompt_ids) + self.max_new_tokens + depth + 2
+        capacity += self.budget.max_nodes
+        self.capacity = capacity
         device = self.target.device
         self.target.begin(size, capacity)
         self.drafter.begin(size, capacity)
@@ -83,6 +90,7 @@ class SpeculativeDecoder:
         self.lengths = torch.full((size,), 2, dtype=torch.long, device=device)
         self.keys = torch.zeros(size, dtype=torch.long, device=device)
         self.offsets = torch.arange(-1, depth, device=device)
+        self.hidden: dict[LayerId, torch.Tensor] = {}
         yield from self._fill()
         while self.waiting or any(self.rows):
             if any(
@@ -108,17 +116,24 @@ class SpeculativeDecoder:
         rows = torch.tensor(free, device=device)
         ends = torch.tensor(lengths, device=device)
         kept = sorted(set(lengths))
-        logits = self.target.forward(
-            ids,
-            torch.arange(ids.shape[1], device=device).expand_as(ids),
-            used=ids.shape[1],
-            rows=None if len(taken) == len(self.rows) else rows,
-            first=0,
-            logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
-        )
+        found: dict[LayerId, torch.Tensor] = {}
+        with captured(self.target.model, self.drafter.target_layers, found):
+            logits = self.target.forward(
+                ids,
+                torch.arange(ids.shape[1], device=device).expand_as(ids),
+                used=ids.shape[1],
+                rows=None if len(taken) == len(self.rows) else rows,
+                first=0,
+                logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
+            )
         last = logits[torch.arange(len(taken)), torch.tensor([kept.index(n) for n in lengths])]
         last = last[:, : self.vocab_size]
-        self.drafter.prefill(rows, ids, ends, None)
+        for layer, states in found.items():
+            if layer not in self.hidden:
+                shape = (len(self.rows), self.capacity, states.shape[-1])
+                self.hidden[layer] = states.new_zeros(shape)
+            self.hidden[layer][rows, : ids.shape[1]] = states
+        self.drafter.prefill(rows, ids, ends, TargetOutputs(found) if found else None)
         self.keys[rows] = torch.tensor([r.key for r in taken], device=device)
         if self.sampling.temperature == 0:
             chosen = last.argmax(-1)
@@ -137,43 +152,35 @@ class SpeculativeDecoder:
         random = KeyedRandom(self.keys)
         active = torch.tensor([row is not None for row in self.rows], device=self.ids.device)
         began = self._clock()
+        outputs = TargetOutputs(self.hidden) if self.hidden else None
         tree = self.drafter.propose(
-            DraftState(self.ids, self.lengths, longest, self.draft_sampling, random), self.budget
+            DraftState(self.ids, self.lengths, longest, self.draft_sampling, random, outputs),
+            self.budget,
         )
         drafted = self._clock()
-        depth = tree.tokens.shape[1]
-        first = self.lengths.unsqueeze(1)
-        positions = first + self.offsets[: depth + 1]
-        feed = torch.cat([self.ids.gather(1, first - 1), tree.tokens], 1)
-        logits = self.target.forward(
-            feed,
-            positions,
-            used=longest + depth,
-            first=longest - 1 if len(self.rows) == 1 else None,
-        )
-        logits = logits[..., : self.vocab_size]
-        verdict = verify_chain(tree, logits, self.sampling, random, self.lengths, active)
+        found: dict[LayerId, torch.Tensor] = {}
+        with captured(self.target.model, self.drafter.target_layers, found):
+            verdict = self._verify(tree, longest, random, active)
         verified = self._clock()
-        # commit: drafts, then the emitted token over the first one not accepted; what lies beyond
-        # the new length is never read
-        self.ids.scatter_(1, positions[:, 1:], tree.tokens)
-        self.ids.scatter_(1, first + verdict.accepted.unsqueeze(1), verdict.emitted.unsqueeze(1))
+        accepted_tokens = self._commit(tree, verdict, found)
         self.lengths += (verdict.accepted + 1) * active
         host = torch.cat(
             [
                 verdict.accepted.unsqueeze(1),
                 verdict.emitted.unsqueeze(1),
                 tree.lengths.unsqueeze(1),
-                tree.tokens,
+                self._rejected(tree, verdict).unsqueeze(1),
+                accepted_tokens,
             ],
             1,
         ).tolist()
-        overlaps = verdict.overlap.tolist()
+        overlaps = [[]] * len(host) if verdict.overlap is None else verdict.overlap.tolist()
+        depth = 0 if tree.is_chain else int(tree.depths.max())
         spent = (drafted - began, verified - drafted, self._clock() - verified)
         for index, row in enumerate(self.rows):
             if row is None:
                 continue
-            accepted, emitted, submitted, *tokens = host[index]
+            accepted, emitted, submitted, rejected, *tokens = host[index]
             new = [*tokens[:accepted], emitted]
             kept = next((i + 1 for i, token in enumerate(new) if token in self.eos), len(new))
             kept = min(kept, self.max_new_tokens - len(row.tokens))
@@ -181,10 +188,10 @@ class SpeculativeDecoder:
                 Round(
                     prompt_hash=row.request.tag,
                     submitted=submitted,
-                    depth=submitted,
+                    depth=depth or submitted,
                     accepted=min(accepted, kept),
                     emitted=kept,
-                    first_reject_pos=accepted + 1 if accepted < min(submitted, kept) else None,
+                    first_reject_pos=accepted + 1 if rejected and accepted < kept else None,
                     draft_forwards=tree.draft_forwards,
                     draft_tokens=tree.draft_tokens,
                     t_draft=spent[0],
@@ -199,6 +206,69 @@ class SpeculativeDecoder:
             row.tokens += new[:kept]
             if row.tokens[-1] in self.eos or len(row.tokens) >= self.max_new_tokens:
                 yield self._finish(index)
+
+    def _verify(
+        self, tree: TokenTree, longest: int, random: KeyedRandom, active: torch.Tensor
+    ) -> Verdict:
+        """One target forward on the last committed token and what was drafted behind it."""
+        nodes = tree.tokens.shape[1]
+        first = self.lengths.unsqueeze(1)
+        feed = torch.cat([self.ids.gather(1, first - 1), tree.tokens], 1)
+        if tree.is_chain:
+            place, positions = None, first + self.offsets[: nodes + 1]
+        else:
+            place = place_tree(self.lengths, tree.ancestors, tree.depths)
+            positions = place.positions
+        logits = self.target.forward(
+            feed,
+            positions,
+            used=longest + nodes,
+            first=longest - 1 if len(self.rows) == 1 and place is None else None,
+            tree=place,
+        )[..., : self.vocab_size]
+        if tree.is_chain:
+            return verify_chain(tree, logits, self.sampling, random, self.lengths, active)
+        return verify_tree(tree, logits, self.sampling, random, self.lengths, self.typical)
+
+    def _commit(
+        self, tree: TokenTree, verdict: Verdict, found: dict[LayerId, torch.Tensor]
+    ) -> torch.Tensor:
+        """Write the accepted tokens, the emitted one over the first not accepted, and the target's
+        states of what is committed now; what lies beyond the new length is never read. Returns
+        [B, D] tokens of which the first `accepted` count."""
+        first = self.lengths.unsqueeze(1)
+        if verdict.path is None:
+            tokens = tree.tokens
+            states_of = positions = first + self.offsets[: tokens.shape[1] + 1]
+            for layer, states in found.items():
+                index = states_of.unsqueeze(-1).expand_as(states)
+                self.hidden[layer].scatter_(1, index, states)
+        else:
+            path = verdict.path
+            taken = path >= 0
+            tokens = tree.tokens.gather(1, path.clamp(min=0))
+            depth = torch.arange(path.shape[1], device=path.device)
+            # nodes that are not on the path stand for the last committed token, moved onto itself
+            source = torch.where(taken, first + path, first - 1)
+            destination = torch.where(taken, first + depth, first - 1)
+            self.target.move(source, destination)
+            positions = first + self.offsets[: path.shape[1] + 1]
+            at = torch.cat([first - 1, destination], 1)
+            node = torch.cat([torch.zeros_like(first), torch.where(taken, path + 1, 0)], 1)
+            for layer, states in found.items():
+                size = states.shape[-1]
+                chosen = states.gather(1, node.unsqueeze(-1).expand(-1, -1, size))
+                self.hidden[layer].scatter_(1, at.unsqueeze(-1).expand(-1, -1, size), chosen)
+        self.ids.scatter_(1, positions[:, 1:], tokens)
+        emitted_at = first + verdict.accepted.unsqueeze(1)
+        self.ids.scatter_(1, emitted_at, verdict.emitted.unsqueeze(1))
+        return tokens
+
+    @staticmethod
+    def _rejected(tree: TokenTree, verdict: Verdict) -> torch.Tensor:
+        if verdict.rejected is not None:
+            return verdict.rejected.long()
+        return (verdict.accepted < tree.lengths).long()
 
     def _finish(self, index: int) -> Speculated:
         row = self.rows[index]
@@ -217,6 +287,7 @@ class SpeculativeDecoder:
         self.drafter.keep(index)
         self.rows = [self.rows[i] for i in live]
         self.ids, self.lengths, self.keys = self.ids[index], self.lengths[index], self.keys[index]
+        self.hidden = {layer: states[index] for layer, states in self.hidden.items()}
 
     def _clock(self) -> float:
         if self.timed and self.ids.is_cuda:

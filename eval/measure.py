@@ -11,10 +11,11 @@ import torch
 
 from data.cache import CachedModel
 from data.decode import Request
-from data.sampling import Sampling, row_key
-from data.target import Target
+from data.sampling import KeyedRandom, Sampling, row_key
+from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import Drafter
+from drafters.base import Budget, Drafter, DraftState, TrainedDrafter
+from drafters.causal_lm import CausalLMDrafter
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import (
     PromptCounters,
@@ -26,8 +27,10 @@ from eval.metrics import (
 )
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
+from eval.replay import TreeReplay
 from eval.report import COUNTING
-from eval.speed_model import expected_tokens_iid, mbsu, modelled_speedup
+from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
+from eval.verify import Typical
 from trainer.config import EvalConfig
 
 NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
@@ -44,13 +47,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a drafter against the target: seconds of one step, bytes and parameters read per step;
-    `verify`: seconds of the target's forward on K+1 tokens against one token."""
+    """Of a drafter against the target. `round_time`: drafting of one round over one target forward
+    on one token; `verify`: the target's forward on what is verified over that on one token;
+    bytes and parameters: of a round's drafting over a step of the target."""
 
-    time_ratio: float
+    round_time: float
     verify: float
-    byte_ratio: float
-    parameter_ratio: float
+    round_bytes: float
+    round_parameters: float
 
 
 def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
@@ -61,6 +65,21 @@ def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
         skipped = None
     kept = [p for p in model.parameters() if p is not skipped]
     return sum(p.numel() * p.element_size() for p in kept), sum(p.numel() for p in kept)
+
+
+def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
+    """(bytes, parameters) that a round of so many draft forwards reads, the target's head where the
+    drafter uses it included. A drafter with one head per depth reads each head once."""
+    if isinstance(drafter, CausalLMDrafter):
+        step = read_per_step(drafter.model)
+        return step[0] * forwards, step[1] * forwards
+    own = list(drafter.parameters())
+    head = drafter.output_head(1).weight
+    shared = [] if any(p is head for p in own) else [head]
+    share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
+    counts = [sum(p.numel() for p in group) for group in (own, shared)]
+    sizes = [sum(p.numel() * p.element_size() for p in group) for group in (own, shared)]
+    return sizes[0] * share + sizes[1] * forwards, counts[0] * share + counts[1] * forwards
 
 
 @torch.inference_mode()
@@ -82,21 +101,41 @@ def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> 
     return sorted(spent[3:])[7]
 
 
-def cost_of(drafter: Any, target: Target, K: int) -> Cost:
+@torch.inference_mode()
+def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64):
+    """Median seconds of drafting one round at batch 1."""
+    device = target.device
+    ids = torch.ones(1, context, dtype=torch.long, device=device)
+    capacity = context + budget.max_tokens + budget.max_nodes + 2
+    hidden = target.outputs(ids, layers=drafter.target_layers, logits=False).hidden
+    lengths = torch.tensor([context - 1], device=device)
+    state = DraftState(
+        ids, lengths, context - 1, Sampling(0.0), KeyedRandom(torch.zeros_like(lengths)),
+        TargetOutputs(hidden),
+    )  # fmt: skip
+    drafter.begin(1, capacity)
+    prompt = TargetOutputs({layer: states[:, :-2] for layer, states in hidden.items()})
+    drafter.prefill(torch.tensor([0], device=device), ids[:, :-2], lengths - 1, prompt)
+    spent = []
+    for _ in range(18):
+        began = time.perf_counter()
+        drafter.propose(state, budget)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+    return sorted(spent[3:])[7]
+
+
+def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
     """Measured on this machine; a training-free drafter reads nothing and costs next to nothing."""
     step = step_seconds(target.model)
-    verify = max(1.0, step_seconds(target.model, K + 1) / step)
-    model = getattr(drafter, "model", None)
-    if model is None:
+    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
+    if not isinstance(drafter, TrainedDrafter):
         return Cost(0.0, verify, 0.0, 0.0)
-    if model is target.model:
-        return Cost(1.0, verify, 1.0, 1.0)
-    (bytes_, parameters), (all_bytes, all_parameters) = (
-        read_per_step(model),
-        read_per_step(target.model),
-    )
-    ratio = step_seconds(model) / step
-    return Cost(ratio, verify, bytes_ / all_bytes, parameters / all_parameters)
+    read = read_per_round(drafter, budget.max_tokens)
+    whole = read_per_step(target.model)
+    ratio = draft_seconds(drafter, target, budget) / step
+    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
 
 
 class Bench:
@@ -117,42 +156,52 @@ class Bench:
             config,
         )
         self.prompts = prompts  # name and hash
-        self.offline = OfflineEvaluator(
-            target, traces, sampling, make_budget(config.policy, config.K)
-        )
+        self.chain = make_budget(config.policy, config.K)
+        self.offline = OfflineEvaluator(target, traces, sampling, self.chain)
 
     def replayed(self, name: str, drafter: Any, cost: Cost) -> Measurement:
-        """Acceptance without decoding."""
+        """Acceptance of chains without decoding."""
         result = self.offline(drafter)
-        extra = {"calibration": result.calibration} if result.calibration else {}
-        return Measurement(
-            self._row(name, result.counters, cost, "offline") | extra, result.counters
-        )
+        extra: dict[str, Any] = {"calibration": result.calibration} if result.calibration else {}
+        if result.alpha_by_depth:
+            extra["alpha_by_depth"] = result.alpha_by_depth
+        row = self._row(name, result.counters, cost, "offline", self.chain)
+        return Measurement(row | extra, result.counters)
 
-    def decoded(self, name: str, drafter: Drafter, cost: Cost) -> Measurement:
+    def replayed_tree(self, name: str, drafter: Any, cost: Cost, budget: Budget) -> Measurement:
+        """Acceptance of deterministic trees without decoding."""
+        counters = TreeReplay(self.target, self.traces, self.sampling, budget)(drafter)
+        return Measurement(self._row(name, counters, cost, "offline", budget), counters)
+
+    def decoded(
+        self, name: str, drafter: Drafter, cost: Cost, budget: Budget | None = None
+    ) -> Measurement:
         """Real speculative decoding of every prompt; a few also one by one against transformers'
         own generate, for tokens/s and (T=0) for equality."""
+        budget = budget or self.chain
         cached = CachedModel(self.target.model)
-        finished = {
-            s.request.tag: s
-            for s in self._decoder(cached, drafter, self.config.batch_size).run(self.requests())
-        }
+        decoder = self._decoder(cached, drafter, self.config.batch_size, budget)
+        finished = {s.request.tag: s for s in decoder.run(self.requests())}
         counters, rounds = [], []
         for trace in self.traces:
             one = finished[trace.prompt_hash]
             check_invariants(one.rounds, len(one.response_ids))
             counters.append(
-                counters_from_rounds(one.rounds, trace.prompt_hash, trace.domain, self.config.K)
+                counters_from_rounds(one.rounds, trace.prompt_hash, trace.domain, budget.max_tokens)
             )
             rounds += one.rounds
-        differing = self._time(cached, drafter, counters)
+        differing = self._time(cached, drafter, counters, budget)
         for one in counters:  # alpha is a mean over all response positions, not over tested ones
             one.overlap_sum = one.overlap_count = 0.0
-        row = self._row(name, counters, cost, "decoding")
+        row = self._row(name, counters, cost, "decoding", budget)
+        seconds = [
+            sum(getattr(r, part) for r in rounds) for part in ("t_draft", "t_verify", "t_other")
+        ]
+        row["draft_time_share"] = seconds[0] / sum(seconds) if sum(seconds) else None
         if self.sampling.temperature == 0:
             row["num_compared"] = sum(one.identical is not None for one in counters)
             row["differing_prompts"] = differing
-            row["lossless"] = all(one["near_tie"] for one in differing)
+            row["lossless"] = row["lossless"] and all(one["near_tie"] for one in differing)
         return Measurement(row, counters, rounds)
 
     def requests(self) -> list[Request]:
@@ -167,26 +216,41 @@ class Bench:
         ]
 
     def _decoder(
-        self, cached: CachedModel, drafter: Drafter, batch_size: int, timed: bool = True
+        self,
+        cached: CachedModel,
+        drafter: Drafter,
+        batch_size: int,
+        budget: Budget,
+        timed: bool = True,
     ) -> SpeculativeDecoder:
         return SpeculativeDecoder(
             cached,
             drafter,
             sampling=self.sampling,
-            budget=make_budget(self.config.policy, self.config.K),
+            budget=budget,
             eos_ids=self.target.eos_ids,
             max_new_tokens=self.config.max_new_tokens,
             batch_size=batch_size,
             vocab_size=self.target.vocab_size,
             timed=timed,
+            typical=self._typical(budget),
         )
 
+    def _typical(self, budget: Budget) -> Typical | None:
+        if self.config.verifier != "typical" or budget.tree is None:
+            return None
+        return Typical(self.config.typical_epsilon, self.config.typical_delta)
+
     def _time(
-        self, cached: CachedModel, drafter: Drafter, counters: list[PromptCounters]
+        self,
+        cached: CachedModel,
+        drafter: Drafter,
+        counters: list[PromptCounters],
+        budget: Budget,
     ) -> list[dict[str, Any]]:
         """Alternate plain and speculative decoding prompt by prompt, after one warm-up of each."""
         chosen = list(range(min(self.config.timing_prompts, len(self.traces))))
-        decoder = self._decoder(cached, drafter, 1, timed=False)
+        decoder = self._decoder(cached, drafter, 1, budget, timed=False)
         requests = self.requests()
         differing = []
         for turn, index in enumerate([chosen[0], *chosen] if chosen else []):
@@ -215,37 +279,53 @@ class Bench:
         return differing
 
     def _row(
-        self, name: str, counters: list[PromptCounters], cost: Cost, measured_by: str
+        self,
+        name: str,
+        counters: list[PromptCounters],
+        cost: Cost,
+        measured_by: str,
+        budget: Budget,
     ) -> dict[str, Any]:
         config = self.config
         summary = summarise(counters, draws=config.bootstrap_draws, seed=config.seed)
         tokens, rounds = summary["tokens_per_round"], summary["num_rounds"]
         known = tokens is not None
+        K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted for one in counters) / rounds if rounds else 0.0
-        drafted = drafted or config.K
+        share = (drafted or K) / K if tree is None else 1.0
+        typical = self._typical(budget) is not None and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
             "prompts": self.prompts,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
-            "verifier": config.verifier,
-            "policy": config.policy,
-            "K": config.K,
+            "verifier": config.verifier if tree is not None else "token",
+            "policy": config.policy if tree is None else "fixed",
+            "K": K,
+            "tree": None if tree is None else tree.describe(),
+            "tree_children": config.tree_children if tree is not None else None,
+            "nodes": budget.max_nodes,
             "counting": COUNTING,
             "bonus_counted": True,
-            "lossless": True,
+            "lossless": not typical,
             "measured_by": measured_by,
-            "cost_ratio": cost.time_ratio,
+            "cost_ratio": cost.round_time / K,
             "verify_cost": cost.verify,
-            "modelled_speedup": modelled_speedup(tokens, drafted, cost.time_ratio, cost.verify)
+            "modelled_speedup": modelled_speedup(tokens, share, cost.round_time, cost.verify)
             if known
             else None,
-            "mbsu": mbsu(tokens, drafted, cost.byte_ratio) if known else None,
-            "mbsu_params": mbsu(tokens, drafted, cost.parameter_ratio) if known else None,
-            "tokens_per_round_iid": expected_tokens_iid(summary["alpha_hat"], config.K)
-            if summary["alpha_hat"] is not None
+            # memory-bound: one drafted step costs so much, verification nothing more
+            "modelled_speedup_at": {
+                str(ratio): modelled_speedup(tokens, share * K, ratio) for ratio in COST_RATIOS
+            }
+            if known
+            else None,
+            "mbsu": mbsu(tokens, share, cost.round_bytes) if known else None,
+            "mbsu_params": mbsu(tokens, share, cost.round_parameters) if known else None,
+            "tokens_per_round_iid": expected_tokens_iid(summary["alpha_hat"], K)
+            if summary["alpha_hat"] is not None and tree is None
             else None,
             "max_new_tokens": config.max_new_tokens,
             "batch_size": config.batch_size,

@@ -116,7 +116,7 @@ def counters_from_rounds(
     total = PromptCounters(prompt_hash, domain, K)
     for round_ in rounds:
         assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
-        assert max(round_.submitted, round_.engine_accepted) <= K, round_
+        assert max(round_.depth, round_.engine_accepted) <= K, round_
         total.rounds += 1
         total.truncated_rounds += round_.truncated
         total.emitted += round_.emitted

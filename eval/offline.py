@@ -91,6 +91,7 @@ def replay(
 class OfflineResult:
     counters: list[PromptCounters]
     calibration: dict[str, Any]  # the drafter's confidence against acceptance, ten bins
+    alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without a law
 
 
 class OfflineEvaluator:
@@ -137,19 +138,28 @@ class OfflineEvaluator:
         counters: list[PromptCounters] = []
         confidence: list[np.ndarray] = []
         agreement: list[np.ndarray] = []
+        depth_sums = np.zeros((2, self.K))  # overlap and positions at each depth
         for index, group in enumerate(self.groups):
             lengths = np.array([len(t.response_ids) for t in group])
             width = int(lengths.max())
             accept = np.zeros((len(group), width, self.K))
             drafted = np.full((len(group), width), self.K)
-            overlap = greedy = None
-            if hasattr(drafter, "draft_logits"):
-                overlap, greedy, sure = self._parallel(
+            overlap = greedy = real = None
+            if hasattr(drafter, "states"):
+                overlaps, greedy, sure = self._parallel(
                     drafter, draft_sampling, index, group, accept, drafted
                 )
-                real = np.arange(width) < lengths[:, None]
+                overlap = overlaps[0]
+                inside = np.arange(width) < lengths[:, None]
+                # a head's first draft of an answer is its second token: the first is the prefill's
+                real = inside & (np.arange(width) >= (1 if drafter.target_layers else 0))
                 confidence.append(sure[real])
                 agreement.append(overlap[real])
+                for j, common in enumerate(overlaps):
+                    visited = (
+                        inside & (np.arange(width) >= j + 1) if drafter.target_layers else real
+                    )
+                    depth_sums[:, j] += common[visited].sum(), visited.sum()
             else:
                 self._by_start(drafter.continuation, group, accept, drafted)
             sums = replay(accept, drafted, lengths, self.K)
@@ -164,12 +174,13 @@ class OfflineEvaluator:
                 if self.budget.stop is not None:
                     # what a stop rule drafts after a rejection is not in the trace
                     one.submitted = one.engine_drafted = 0.0
-                if overlap is not None and greedy is not None:
-                    n = int(lengths[row])
-                    one.overlap_sum, one.overlap_count = float(overlap[row, :n].sum()), float(n)
-                    one.greedy_sum, one.greedy_count = float(greedy[row, :n].sum()), float(n)
+                if overlap is not None and greedy is not None and real is not None:
+                    n = float(real[row].sum())
+                    one.overlap_sum, one.overlap_count = float(overlap[row, real[row]].sum()), n
+                    one.greedy_sum, one.greedy_count = float(greedy[row, real[row]].sum()), n
                 counters.append(one)
-        return OfflineResult(counters, _calibration(confidence, agreement))
+        by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
+        return OfflineResult(counters, _calibration(confidence, agreement), by_depth)
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [B, L] of prompt, response and look-ahead, right-padded; the logit index [B, N+K]
@@ -186,8 +197,8 @@ class OfflineEvaluator:
         return ids.to(device), (where - 1).to(device), ids.gather(1, where).to(device)
 
     def _parallel(self, drafter, draft_sampling, index, group, accept, drafted):
-        """Fill `accept` and `drafted` from one pass of each model; per-position overlap, greedy
-        match and the drafter's confidence, each [B, N]."""
+        """Fill `accept` and `drafted` from one pass of each model; the overlap at each depth, and
+        at the first the greedy match and the drafter's confidence, each [B, N]."""
         ids, where, tokens = self._rows(group)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
         needed = drafter.target_layers
@@ -206,9 +217,12 @@ class OfflineEvaluator:
                     self._target_probs[index] = p
         width = accept.shape[1]
         positions = np.arange(width)
-        for depth in range(1, self.K + 1):
-            if depth == 1 or needed:  # without target outputs the law is the same at every depth
-                logits = drafter.draft_logits(ids, outputs, depth)[batch, where].float()
+        before = None
+        overlaps: list[np.ndarray] = []
+        for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
+            if states is not before:  # else the law is the same at every depth
+                before = states
+                logits = drafter.project(states[batch, where], depth).float()
                 plain = logits.softmax(-1)
                 if greedy_target and draft_sampling.temperature == 0:
                     match = (logits.argmax(-1) == tokens).double()
@@ -241,14 +255,14 @@ class OfflineEvaluator:
             if stop is not None and depth < self.K:
                 ends = stop[:, positions + depth - 1]
                 drafted[:] = np.where(ends, np.minimum(drafted, depth), drafted)
+            overlaps.append(common[:, :width].double().cpu().numpy())
             if depth == 1:
                 best = tokens if greedy_target else p.argmax(-1)
                 found = [
-                    common[:, :width].double().cpu().numpy(),
                     (logits.argmax(-1) == best)[:, :width].double().cpu().numpy(),
                     plain.amax(-1)[:, :width].double().cpu().numpy(),
                 ]
-        return found
+        return overlaps, *found
 
     def _by_start(self, continuation: Callable, group, accept, drafted) -> None:
         """Training-free drafters: ask for the copy at every start (deterministic, so 0 or 1)."""
@@ -267,6 +281,8 @@ def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> d
     if not confidence:
         return {}
     sure, agreed = np.concatenate(confidence), np.concatenate(agreement)
+    known = np.isfinite(sure)  # weights that are not finite are refused elsewhere, by name
+    sure, agreed = sure[known], agreed[known]
     bins = np.minimum((sure * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
     rows = []
     for b in range(CONFIDENCE_BINS):

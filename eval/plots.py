@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from eval.speed_model import expected_tokens_positions, modelled_speedup
+from eval import speed_model
+from eval.report_rows import Row, known_positions
+from eval.speed_model import BATCH_SIZES, expected_tokens_positions, modelled_speedup
 
-COST_RATIOS = (0.02, 0.05, 0.1, 0.2)
+COST_RATIOS = (*speed_model.COST_RATIOS, 0.2)
 COLOURS = {
     "after": "#2f7fc9",
     "before": "#d07a2a",
@@ -25,19 +27,19 @@ _SPARE = ("#8e6fc0", "#c05f7a", "#3f9aa6")
 _INK = "#a1b2c3"  # becomes currentColor, so that the text follows the page's light or dark
 _Panel = Callable[[Any], None]
 
-Row = dict[str, Any]
-
 
 def acceptance_by_position(rows: list[Row]) -> str:
-    """alpha_pos (given the positions before) and reach_pos of each row."""
+    """alpha_pos (given the positions before) and reach_pos of each row; trees dashed."""
 
     def panel(key: str, title: str) -> _Panel:
         def draw(axes: Any) -> None:
             for index, row in enumerate(rows):
-                values = _known(row.get(key))
+                values = known_positions(row, key)
                 positions = range(1, len(values) + 1)
-                axes.plot(positions, values, "o-", label=row["drafter"], color=_colour(row, index))
-            _integer_ticks(axes, max((len(_known(row.get(key))) for row in rows), default=1))
+                axes.plot(
+                    positions, values, _line(row), label=_name(row), color=_colour(row, index)
+                )
+            _integer_ticks(axes, max((len(known_positions(row, key)) for row in rows), default=1))
             axes.set(title=title, xlabel="position in the draft", ylim=(0, 1.02))
 
         return draw
@@ -55,7 +57,7 @@ def speedup_over_K(row: Row) -> str:
 
     Dashed beyond the measured K, where the last position's acceptance is held.
     """
-    alpha_pos = _known(row.get("alpha_pos"))
+    alpha_pos = known_positions(row)
     measured_K = len(alpha_pos)
     longest = max(8, measured_K + 4)
     extended = alpha_pos + [alpha_pos[-1]] * (longest - measured_K)
@@ -79,6 +81,20 @@ def speedup_over_K(row: Row) -> str:
         axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.6)
         _integer_ticks(axes, longest, first=0)
         axes.set(xlabel="K, drafted tokens per round", ylabel="modelled speed-up")
+
+    return _svg([draw])
+
+
+def goodput_by_batch(lines: list[tuple[Row, list[float]]]) -> str:
+    """Goodput over plain decoding's at each of BATCH_SIZES."""
+
+    def draw(axes: Any) -> None:
+        for index, (row, ratios) in enumerate(lines):
+            axes.plot(BATCH_SIZES, ratios, _line(row), label=_name(row), color=_colour(row, index))
+        axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.6)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(BATCH_SIZES, [str(batch) for batch in BATCH_SIZES])
+        axes.set(xlabel="batch size", ylabel="goodput over plain decoding", ylim=(0, None))
 
     return _svg([draw])
 
@@ -168,14 +184,14 @@ def _svg(panels: list[_Panel]) -> str:
     return text.replace(_INK, "currentColor").strip()
 
 
-def _known(values: list[float | None] | None) -> list[float]:
-    """Positions up to the first that no round tested."""
-    known: list[float] = []
-    for value in values or []:
-        if value is None:
-            break
-        known.append(value)
-    return known
+def _name(row: Row) -> str:
+    """The drafter, with a tree's kind and size: legends are narrow."""
+    tree = row.get("tree")
+    return row["drafter"] if tree is None else ", ".join([row["drafter"], *tree.split(", ")[:2]])
+
+
+def _line(row: Row) -> str:
+    return "o-" if row.get("tree") is None else "s--"
 
 
 def _integer_ticks(axes: Any, last: int, first: int = 1) -> None:

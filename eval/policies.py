@@ -9,6 +9,12 @@ from __future__ import annotations
 import torch
 
 from drafters.base import Budget
+from drafters.tree import TreeShape
+
+
+def tree_budget(tree: TreeShape, children: str = "top") -> Budget:
+    """`children`: "top", or "sampled" from the drafter's law without replacement (at T>0)."""
+    return Budget(tree.depth, tree=tree, sample_children=children == "sampled")
 
 
 def make_budget(policy: str, K: int) -> Budget:

@@ -1,8 +1,10 @@
 """The report of a run: report.json (schema 1), report.md and report.html, all from the same rows.
 
 A row is the output of `eval.metrics.summarise` plus what identifies the measurement. Optional in a
-row: `by_domain` (of `eval.metrics.per_domain`), `calibration` ({"bins": [{"confidence",
-"acceptance", "count"}]}) and `note`, a sentence shown below its table.
+row: `tree` (its description; null for a chain), `tree_children`, `nodes`, `alpha_by_depth`,
+`modelled_speedup_at` ({"0.05": x}), `verify_cost`, `draft_time_share`, `by_domain` (of
+`eval.metrics.per_domain`), `calibration` ({"bins": [{"confidence", "acceptance", "count"}]}) and
+`note`, a sentence shown below its table. `K` of a tree is its depth.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from typing import Any
 
 from eval.metrics import HEADLINE
 from eval.render import to_html, to_markdown, write_atomic
-from eval.report_page import main_tables, report_blocks, report_title
+from eval.report_page import report_blocks, report_title
+from eval.report_rows import DRAFTERS, Row
+from eval.report_tables import main_tables
 from trainer.config import UserError
 
 SCHEMA = 1
 COUNTING = "emitted_per_target_forward"
-DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
 PARTS = {"run": dict, "target": dict, "drafter": dict,
          "results": list, "comparisons": list, "series": list}  # fmt: skip
 ROW_KEYS = (
@@ -54,8 +57,10 @@ ROW_KEYS = (
     "mbsu",
 )
 COMPARISON_KEYS = ("a", "b", "metric", "diff", "ci95", "seeds", "num_prompts")
-
-Row = dict[str, Any]
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "K": (int,), "tree": (str,), "nodes": (int,), "alpha_by_depth": (list,),
+    "modelled_speedup_at": (dict,), "verify_cost": (int, float), "draft_time_share": (int, float),
+}  # fmt: skip
 
 
 def build_report(
@@ -174,6 +179,7 @@ def _check_row(row: Row, where: str) -> None:
     shapes += [(key, (int, float, list, type(None))) for key in HEADLINE]
     shapes += [(f"{key}_ci95", (list, type(None))) for key in HEADLINE]
     shapes += [(key, (list, type(None))) for key in ("alpha_pos", "reach_pos")]
+    shapes += [(key, (*kinds, type(None))) for key, kinds in OPTIONAL.items() if key in row]
     for key, kinds in shapes:
         if not isinstance(row[key], kinds) or isinstance(row[key], bool):
             allowed = " or ".join(kind.__name__ for kind in kinds)
@@ -201,4 +207,6 @@ def _order(row: Row) -> tuple[Any, ...]:
     rank = DRAFTERS.index(name) if name in DRAFTERS else DRAFTERS.index("prompt_lookup")
     prompts = row.get("prompts")
     place = str(prompts.get("name") if isinstance(prompts, dict) else prompts)
-    return (row.get("temperature", 0), place, rank, name, row.get("K") or 0)
+    tree = row.get("tree")
+    shape = (tree is not None, row.get("K") or 0, str(tree))
+    return (row.get("temperature", 0), place, rank, name, *shape, str(row.get("measured_by")))

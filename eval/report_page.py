@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from eval import plots
@@ -19,155 +18,53 @@ from eval.render import (
     number,
     with_interval,
 )
+from eval.report_rows import (
+    Row,
+    best_chain,
+    draft_shape,
+    focus,
+    focus_rows,
+    groups,
+    known_positions,
+    label,
+    once,
+)
+from eval.report_tables import (
+    MIDDLE_COST,
+    cost_tables,
+    depth_tables,
+    domain_tables,
+    drafter_facts,
+    goodput_tables,
+    main_tables,
+    row_goodput,
+)
 
 DEFINITIONS = [
+    "draft: K n is a chain of n drafted tokens; a tree holds `nodes` drafted tokens down to its "
+    "depth. The target verifies all of them in one forward.",
     "tokens per round (tokens_per_round, block efficiency): emitted tokens per target forward; "
     "bonus token counted, token of the prefill not, cut at end of text and length.",
     "accepted_per_round: accepted drafts per target forward, without the bonus token.",
     "alpha: mean overlap sum_v min(p_v, q_v) of target and drafter on text the target wrote; at "
     "temperature 0 the share of positions where both choose the same token.",
     "greedy match (greedy_match): share of those positions where the two most likely tokens agree.",
-    "draft acceptance (draft_acceptance_rate): accepted / submitted draft tokens; depends on K. "
-    "discard_rate is the rest of it.",
+    "draft acceptance (draft_acceptance_rate): accepted / submitted draft tokens; depends on K and "
+    "on the size of a tree. discard_rate is the rest of it.",
     "alpha_hat: accepted / (accepted + rounds with a rejection); too high when prompts differ.",
     "alpha_pos[i]: position i accepted, given that all before it were. reach_pos[i]: at least i "
-    "accepted.",
+    "accepted. alpha_by_depth[i]: alpha of the i-th draft of a round, the tokens before it given.",
     "speed-up (speedup): plain seconds per token / speculative seconds per token, on prompts timed "
     "both ways, one at a time, on this machine.",
     "cost ratio (c): seconds of a drafter step / seconds of a target forward on one token.",
-    "modelled speed-up: tokens per round / (K c + cost of verifying). Acceptance carries over to "
-    "other machines, measured speed-up does not.",
+    "modelled speed-up: tokens per round / (depth c + cost of verifying); K is a chain's depth. "
+    "Acceptance carries over to other machines, measured speed-up does not.",
     "mbsu: tokens per round / (K r + 1) with r = drafter bytes / target bytes read per step.",
     "verification_rate: target forwards per emitted token.",
     "engine_*: the same run as a serving engine counts it, not cut at end of text or length.",
     "identical: share of prompts whose greedy output equals plain decoding token by token.",
     "Brackets hold 95 % intervals, bootstrapped over prompts.",
 ]
-
-Row = dict[str, Any]
-
-
-def _names(rows: Sequence[Row]) -> list[str]:
-    """Drafter names; a row that was decoded says so where its twin was not."""
-    twins = Counter(row["drafter"] for row in rows)
-    return [
-        row["drafter"]
-        + ", decoded" * (row["measured_by"] == "decoding" and twins[row["drafter"]] > 1)
-        for row in rows
-    ]
-
-
-def _once(rows: Sequence[Row]) -> list[Row]:
-    """Without the decoded twins of rows that were measured on the traces as well."""
-    offline = {(r["drafter"], r["temperature"]) for r in rows if r["measured_by"] == "offline"}
-    return [
-        row
-        for row in rows
-        if row["measured_by"] != "decoding" or (row["drafter"], row["temperature"]) not in offline
-    ]
-
-
-def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that may stand in one table, by its heading."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        prompts = row["prompts"]
-        heading = f"Temperature {row['temperature']:g}, prompts {prompts['name']}"
-        heading += f", top-k {row['top_k']}" if row["top_k"] else ""
-        heading += f", top-p {row['top_p']:g}" if row["top_p"] < 1 else ""
-        same_name = {r["prompts"]["hash"] for r in rows if r["prompts"]["name"] == prompts["name"]}
-        heading += f" ({prompts['hash']})" if len(same_name) > 1 else ""
-        groups.setdefault(heading, []).append(row)
-    return groups
-
-
-def main_table(rows: Iterable[Row], labels: Sequence[str] | None = None) -> Table:
-    """One table of comparable rows; `labels` replaces the drafter's name in the first column."""
-    rows = list(rows)
-    names = labels or _names(rows)
-    cells = [
-        [
-            names[index],
-            _shape(row),
-            with_interval(row, "tokens_per_round"),
-            with_interval(row, "alpha", 3),
-            with_interval(row, "greedy_match", 3),
-            number(row["draft_acceptance_rate"], 3),
-            with_interval(row, "speedup"),
-            number(row["modelled_speedup"]),
-            number(row["mbsu"]),
-            number(_tokens_per_s(row), 1),
-            _percent(row["identical_to_plain"]),
-            "yes" if row["lossless"] else "no",
-        ]
-        for index, row in enumerate(rows)
-    ]
-    headers = ["drafter", "K", "tokens per round", "alpha", "greedy match", "draft acceptance",
-               "speed-up", "modelled", "mbsu", "tokens/s", "identical", "lossless"]  # fmt: skip
-    strong = {i for i, row in enumerate(rows) if names[i] == "after" and not labels}
-    return Table(headers, cells, strong)
-
-
-def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]:
-    """What a reader must know before trusting a table's rows."""
-    found, slower = [], []
-    rows = list(rows)
-    for name, row in zip(labels or _names(rows), rows, strict=True):
-        share = row["identical_to_plain"]
-        if share is not None and row.get("num_compared"):
-            found.append(_compared(name, row))
-        if row.get("replay_differs_from_decoding") is not None:
-            found.append(
-                f"{name}: replayed and decoded counters differ on "
-                f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
-            )
-        if not row["lossless"]:
-            found.append(f"{name}: lossy, the output law is not the target's.")
-        measured, modelled = row["speedup"], row["modelled_speedup"]
-        if row["drafter"] != "plain" and measured and modelled and modelled > 1.15 * measured:
-            slower.append(name)
-        if row.get("note"):
-            found.append(f"{name}: {row['note']}")
-    if slower:
-        found.append(
-            f"{', '.join(slower)}: measured speed-up more than 15 % below the modelled one: "
-            "overheads beside the two networks."
-        )
-    return found
-
-
-def _compared(name: str, row: Row) -> str:
-    """How many greedy outputs were compared with plain decoding, and every one that differs."""
-    text = f"{name}: compared with plain decoding on {row['num_compared']} prompts"
-    differing = row.get("differing_prompts") or []
-    if not differing:
-        return f"{text}, all identical."
-    listed = ", ".join(
-        f"{one['prompt_hash'][:12]} at token {one['position']} (gap {one['logit_gap']:.2g})"
-        for one in differing
-    )
-    return f"{text}, {len(differing)} differ: {listed}."
-
-
-def _shape(row: Row) -> str:
-    return f"tree {row['tree']}" if row.get("tree") is not None else str(row.get("K", NONE))
-
-
-def _tokens_per_s(row: Row) -> float | None:
-    return row["plain_tokens_per_s" if row["drafter"] == "plain" else "speculative_tokens_per_s"]
-
-
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.4g} %"
-
-
-def main_tables(rows: Sequence[Row]) -> list[Block]:
-    blocks: list[Block] = []
-    for heading, group in _groups(rows).items():
-        blocks += [Heading(heading, 3), main_table(group)]
-        if remarks := notes(group):
-            blocks.append(Bullets(remarks))
-    return blocks
 
 
 def report_title(report: dict[str, Any]) -> str:
@@ -176,48 +73,72 @@ def report_title(report: dict[str, Any]) -> str:
     return f"{name} for {target['name']}" if target.get("name") else str(name)
 
 
-def _focus(rows: Sequence[Row]) -> Row | None:
-    """The row the headline speaks about: `after`, else the best that is no reference."""
-    own = [row for row in rows if row["drafter"] not in ("plain", "target")]
-    own = [row for row in own if row["tokens_per_round"] is not None]
-    after = [row for row in own if row["drafter"] == "after"]
-    return max(after or own, key=lambda row: row["tokens_per_round"], default=None)
-
-
 def headline(report: dict[str, Any]) -> str:
-    """One sentence per temperature: what was gained, against what, how surely."""
-    groups = _groups(_once(report["results"]))
+    """One sentence per temperature: the best lossless shape, what was gained, how surely."""
+    found = groups(once(report["results"]))
+    several = len({row["prompts"]["name"] for row in report["results"]}) > 1
     sentences = []
-    for rows in groups.values():
-        row = _focus(rows)
+    for rows in found.values():
+        row = focus(rows)
         if row is None:
             continue
         subject = "the trained drafter" if row["drafter"] == "after" else row["drafter"]
         sentence = (
-            f"At temperature {row['temperature']:g}, {subject} gives "
+            f"At temperature {row['temperature']:g}{', on ' * several}"
+            f"{row['prompts']['name'] * several}, {subject} gives "
             f"{with_interval(row, 'tokens_per_round')} tokens per target forward"
         )
-        if row.get("K") is not None:
+        if row.get("tree") is not None:
+            sentence += f" with a tree ({draft_shape(row)})"
+        elif row.get("K") is not None:
             sentence += f" with K = {row['K']}"
-        if len(groups) > 1 and len({r["prompts"]["name"] for r in report["results"]}) > 1:
-            sentence += f" on {row['prompts']['name']}"
-        others = [r for r in rows if r["drafter"] in ("before", "control") and r is not row]
-        against = [
-            f"{r['drafter']} {number(r['tokens_per_round'])}"
-            for r in others
-            if (r.get("K"), r.get("tree")) == (row.get("K"), row.get("tree"))
-        ]
-        sentence += f" ({', '.join(against)})" if against else ""
-        for c in report["comparisons"]:
-            mine = (c["a"], c["metric"]) == (row["drafter"], "tokens_per_round")
-            here = c.get("temperature", row["temperature"]) == row["temperature"]
-            if mine and here and c["diff"] is not None and ("temperature" in c or len(groups) == 1):
-                interval = f" [{number(c['ci95'], 2, sign=True)}]" if c["ci95"] else ""
-                sentence += f"; {number(c['diff'], 2, sign=True)}{interval} over {c['b']}"
+        sentence += ", not lossless" * (not row["lossless"])
         if row["speedup"] is not None:
-            sentence += f"; {with_interval(row, 'speedup')} times as fast as plain decoding here"
-        sentences.append(sentence + ".")
+            sentence += f", {with_interval(row, 'speedup')} times as fast as plain decoding here"
+        gains = [c for c in report["comparisons"] if _belongs(c, row, len(found))]
+        sentences.append(sentence + _gains(row, rows, gains) + ".")
     return " ".join(sentences) or "No drafter was measured."
+
+
+def _belongs(comparison: Row, row: Row, num_groups: int) -> bool:
+    """Whether a comparison is of tokens per round at the row's temperature."""
+    here = comparison.get("temperature", row["temperature"]) == row["temperature"]
+    known = comparison["metric"] == "tokens_per_round" and comparison["diff"] is not None
+    return here and known and ("temperature" in comparison or num_groups == 1)
+
+
+def _gains(row: Row, rows: Sequence[Row], comparisons: Sequence[Row]) -> str:
+    """What a tree gains over the chain, and the chain over the other drafters' chains."""
+    if row.get("tree") is None:
+        text = ""
+        for c in comparisons:
+            if c["a"] == row["drafter"]:
+                others = [
+                    r for r in rows if (r["drafter"], draft_shape(r)) == (c["b"], draft_shape(row))
+                ]
+                against = f" ({number(others[0]['tokens_per_round'])})" if others else ""
+                text += f"; {_difference(c)} over {c['b']}{against}"
+        return text
+    chain = best_chain(rows, row["drafter"])
+    if chain is None:
+        return ""
+    pairs = [
+        c
+        for c in comparisons
+        if (c["a"], c["b"]) == (f"{row['drafter']}, {row['tree']}", row["drafter"])
+    ]
+    plain = {"diff": row["tokens_per_round"] - chain["tokens_per_round"], "ci95": None}
+    own = f"which gives {with_interval(chain, 'tokens_per_round')}"
+    return (
+        f"; {_difference(pairs[0] if pairs else plain)} over its chain of K = {chain['K']}, {own}"
+        + _gains(chain, rows, comparisons)
+    )
+
+
+def _difference(comparison: Row) -> str:
+    interval = comparison["ci95"]
+    text = number(comparison["diff"], 2, sign=True)
+    return f"{text} [{number(interval, 2, sign=True)}]" if interval else text
 
 
 def _comparison_table(comparisons: Sequence[Row]) -> Table:
@@ -241,57 +162,37 @@ def _comparison_table(comparisons: Sequence[Row]) -> Table:
     return Table(headers, rows)
 
 
-def _domain_tables(rows: Sequence[Row]) -> list[Block]:
-    blocks: list[Block] = []
-    for heading, group in _groups(rows).items():
-        shown = [row for row in group if row.get("by_domain")]
-        if not shown:
-            continue
-        names = sorted({name for row in shown for name in row["by_domain"]["domains"]})
-        lines = []
-        for name in names:
-            domains = [row["by_domain"]["domains"].get(name, {}) for row in shown]
-            lines.append([name, *(_domain_cell(domain) for domain in domains)])
-        means = [row["by_domain"]["mean"] for row in shown]
-        lines.append(["mean over domains", *(_domain_cell(mean) for mean in means)])
-        worst = [row["by_domain"]["worst"].get("tokens_per_round") for row in shown]
-        lines.append(
-            ["worst", *(f"{number(w['value'])} ({w['domain']})" if w else NONE for w in worst)]
-        )
-        headers = ["domain", *(f"{row['drafter']} (K {_shape(row)})" for row in shown)]
-        blocks += [Heading(heading, 3), Table(headers, lines)]
-    if blocks:
-        blocks.insert(0, Text("Tokens per round, and alpha after the slash."))
-        blocks.insert(0, Heading("By domain"))
-    return blocks
-
-
-def _domain_cell(metrics: dict[str, Any]) -> str:
-    return f"{number(metrics.get('tokens_per_round'))} / {number(metrics.get('alpha'), 3)}"
-
-
 def _figures(report: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
-    for heading, rows in _groups(_once(report["results"])).items():
-        focus = _focus(rows)
-        chains = [r for r in rows if r["drafter"] not in ("plain", "target") and _decided(r)]
-        named = [r for r in chains if r["drafter"] in ("before", "control", "after")]
-        if chains:
-            svg = plots.acceptance_by_position(named or chains)
+    for heading, rows in groups(once(report["results"])).items():
+        best = focus(rows)
+        decided = [r for r in rows if r["drafter"] not in ("plain", "target") and _decided(r)]
+        named = [r for r in decided if r["drafter"] in ("before", "control", "after")]
+        if decided:
+            svg = plots.acceptance_by_position(named or decided)
             caption = (
                 "Left: the chance that a position is accepted once all before it were. It often "
                 "rises, because later positions are reached on the easier prompts. Right: the "
-                "share of rounds that get at least that far."
+                "share of rounds that get at least that far. Of a tree: by depth, dashed."
             )
             blocks.append(Figure(f"Acceptance by position. {heading}", svg, caption))
-        if focus and _decided(focus):
+        chain = best_chain(rows, best["drafter"]) if best else None
+        if chain and _decided(chain):
             caption = (
-                f"{focus['drafter']}: measured acceptance at assumed costs c of a drafter step, "
+                f"{label(chain)}: measured acceptance at assumed costs c of a drafter step, "
                 "verification at the cost of one forward. Dashed: beyond the measured K, with the "
                 "acceptance of the last position held."
             )
-            svg = plots.speedup_over_K(focus)
+            svg = plots.speedup_over_K(chain)
             blocks.append(Figure(f"Modelled speed-up over K. {heading}", svg, caption))
+        lines = [(row, row_goodput(row, MIDDLE_COST)) for row in focus_rows(rows)]
+        if lines := [(row, [ratio for _, ratio in values]) for row, values in lines if values]:
+            caption = (
+                f"Goodput over that of plain decoding, modelled at c = {MIDDLE_COST:g}; below 1 "
+                "speculation slows the batch down. Assumptions: at the table of the same name."
+            )
+            svg = plots.goodput_by_batch(lines)
+            blocks.append(Figure(f"Goodput by batch size. {heading}", svg, caption))
         calibrated = [row for row in rows if row.get("calibration")]
         if calibrated:
             caption = (
@@ -308,7 +209,7 @@ def _figures(report: dict[str, Any]) -> list[Block]:
 
 def _decided(row: Row) -> bool:
     """Whether at least the first position was ever tested."""
-    return bool(row["alpha_pos"]) and row["alpha_pos"][0] is not None
+    return bool(known_positions(row))
 
 
 def _measured(rows: Sequence[Row]) -> list[str]:
@@ -341,15 +242,13 @@ def report_blocks(report: dict[str, Any], figures: bool = False) -> list[Block]:
                  "where there are several."),
             _comparison_table(report["comparisons"]),
         ]  # fmt: skip
-    blocks += _domain_tables(_once(rows))
+    blocks += [*depth_tables(rows), *cost_tables(rows), *goodput_tables(rows), *domain_tables(rows)]
     if figures:
         blocks += _figures(report)
     if rows:
         blocks += [Heading("How it was measured"), Bullets(_measured(rows))]
     for name in ("run", "target", "drafter"):
         if report[name]:
-            blocks += [
-                Heading(name.capitalize(), 3),
-                Table(["key", "value"], flatten(report[name])),
-            ]
+            facts = (drafter_facts if name == "drafter" else flatten)(report[name])
+            blocks += [Heading(name.capitalize(), 3), Table(["key", "value"], facts)]
     return [*blocks, Heading("What the numbers mean"), Bullets(DEFINITIONS)]

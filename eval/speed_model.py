@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 MAX_K = 20
+COST_RATIOS = (0.02, 0.05, 0.1)  # assumed, so that rows compare on any hardware
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+KNEE = 200  # tokens in a forward up to which 16-bit weights are memory-bound: A100 156, H100 295
 
 
 def expected_tokens_iid(alpha: float, K: int) -> float:
@@ -66,3 +69,33 @@ def best_K(
         if speedup > best[1]:
             best = (K, speedup)
     return best
+
+
+def roofline(tokens: float, knee: float = KNEE) -> float:
+    """Time of a forward on that many tokens over that on one: reading the weights, until the
+    arithmetic takes longer. `knee` = peak FLOPs / bandwidth, in tokens. Keys and values are left
+    out: with long contexts they keep a batch memory-bound for longer."""
+    return max(1.0, tokens / knee)
+
+
+def goodput(
+    tokens_per_round: float,
+    depth: int,
+    nodes: int,
+    cost_ratio: float,
+    batch: int,
+    knee: float = KNEE,
+) -> float:
+    """Tokens of the whole batch per time of a target forward on one token: B tau / (depth t_draft +
+    t_target(B (nodes + 1))). A drafting step runs on B nodes / depth tokens, a chain's on B. Plain
+    decoding: one token, depth and nodes 0."""
+    draft = depth * cost_ratio * roofline(batch * nodes / depth, knee) if depth else 0.0
+    return batch * tokens_per_round / (draft + roofline(batch * (nodes + 1), knee))
+
+
+def best_K_at(
+    alpha_pos: Sequence[float], cost_ratio: float, batch: int, knee: float = KNEE
+) -> tuple[int, float]:
+    """`best_K` by goodput: the chain that gains most over plain decoding at the same batch."""
+    plain = roofline(batch, knee)  # of a drafting step too: it feeds one token a row
+    return best_K(alpha_pos, cost_ratio, lambda n: roofline(batch * n, knee) / plain)

@@ -7,8 +7,9 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         target_access = "outputs"           # outputs | forward | trainable
         def __init__(self, config: Config, target: Target): ...
         def stages(self) -> list[Stage]: ...
-        def build(self) -> Drafter: ...     # a fresh one, where model.drafter is null
-        def begin(self, stage, max_steps, seed): ...
+        def build(self, traces) -> Drafter: ...   # a fresh one, where model.drafter is null
+        def accept(self, drafter): ...      # refuse a given one that this recipe cannot train
+        def begin(self, stage, max_new_tokens): ...
         def target_request(self, batch, step) -> TargetRequest | None: ...
         def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
@@ -77,6 +78,14 @@ class Context:
 
     batch: Batch
     generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
+
+
+def check_kind(drafter: Any, kind: str, recipe: str) -> None:
+    if drafter.kind != kind:
+        raise UserError(
+            f"model.drafter is a drafter of kind {drafter.kind!r}, recipe={recipe} trains "
+            f"{kind!r}: name another one, or model.drafter=null to begin anew"
+        )
 
 
 def names() -> list[str]:

@@ -11,6 +11,7 @@ since early samples of a weak drafter teach little. Sampled tokens carry no grad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 
 from data.batches import SOURCES, Batch, collate
 from data.target import Target, TargetOutputs
+from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
-from recipes.base import Context, Needs, Stage, TargetRequest
+from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
+from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
-from trainer.losses import LossOutput, check_options, divergence, overlap, reduce
-from trainer.shift import Aligned, align
+from trainer.losses import LossOutput, check_options, divergence, position_weights, reduce
+from trainer.shift import supervised
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
 ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
@@ -167,7 +170,7 @@ class Recipe:
         # cross-entropy on the data set's own responses, on the target's where it has none
         return [Stage("control", Needs({"fixed": 1.0}), start="base", row="control"), main]
 
-    def build(self) -> CausalLMDrafter:
+    def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
         width = (
             self.config.draft_hidden_size
             or self.target.model.config.get_text_config().hidden_size // 2
@@ -175,6 +178,9 @@ class Recipe:
         return CausalLMDrafter.from_target(
             self.target, num_layers=self.config.draft_layers, hidden_size=width
         )
+
+    def accept(self, drafter: Any) -> None:
+        check_kind(drafter, "causal_lm", "distillspec")
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
         """Called before each stage; `max_new_tokens` bounds the drafter's own responses."""
@@ -235,21 +241,60 @@ class Recipe:
 
     def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
         """Masked mean over response positions of D(p || q), prompts and padding excluded."""
-        logits = self.drafter(batch.input_ids, batch.position_ids)
         full = target_outputs.logits if target_outputs is not None else None
-        aligned = align(batch.input_ids, batch.loss_mask, logits, full, self.target.vocab_size)
-        name = self._divergence(step)
-        config = self.config
-        values = divergence(
-            name, aligned.draft, batch.teacher if full is None else aligned.teacher, aligned.labels,
-            beta=config.beta, eta=config.eta, mix=config.mix,
-            draft_temperature=config.draft_temperature,
-            teacher_temperature=config.teacher_temperature,
-            loss_temperature_scale=config.loss_temperature_scale, approx=config.approx,
-        )  # fmt: skip
-        rows = len(batch.input_ids)
-        total, count = reduce(values, aligned.rows, rows, config.reduction)
-        return LossOutput([(total, count, 1.0)], self._metrics(batch, aligned))
+        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        labels = batch.input_ids[rows, index + 1]
+        scored = self.drafter(
+            batch.input_ids,
+            None,
+            1,
+            lambda _, states: self._score(
+                states[rows, index], labels, rows, index, full, batch, step
+            ),
+            batch.position_ids,
+        )
+        return scored[0]
+
+    def _score(
+        self,
+        states: torch.Tensor,
+        labels: torch.Tensor,
+        rows: torch.Tensor,
+        index: torch.Tensor,
+        full: torch.Tensor | None,
+        batch: Batch,
+        step: int,
+    ) -> LossOutput:
+        """states [N, d] of the N supervised positions; their labels, rows and logit indices [N];
+        full: the target's logits [B, L, V] where they are live or kept."""
+        config, name = self.config, self._divergence(step)
+        head = getattr(self.drafter, "module", self.drafter).output_head(1)
+        options = {
+            "beta": config.beta, "eta": config.eta, "mix": config.mix,
+            "draft_temperature": config.draft_temperature,
+            "teacher_temperature": config.teacher_temperature,
+            "loss_temperature_scale": config.loss_temperature_scale,
+        }  # fmt: skip
+        num_rows = len(batch.input_ids)
+        if full is None and name != "ce_hard":
+            values = divergence(
+                name, head.logits(states), batch.teacher, labels, approx=config.approx, **options
+            )
+            total, count = reduce(values, rows, num_rows, config.reduction)
+            return LossOutput([(total, count, 1.0)], self._metrics(batch))
+        weights, count = position_weights(rows, num_rows, config.reduction)
+
+        def teacher(span: slice) -> torch.Tensor:
+            assert full is not None
+            return full[rows[span], index[span], : self.target.vocab_size]
+
+        loss = chunked_divergence(
+            name, states, head, teacher if full is not None else None, labels, weights, **options
+        )
+        metrics = self._metrics(batch)
+        if full is not None:
+            metrics["overlap"] = (loss.overlap.sum(), float(len(labels)))
+        return LossOutput([(loss.total, count, 1.0)], metrics)
 
     def _divergence(self, step: int) -> str:
         if self.control:
@@ -257,11 +302,8 @@ class Recipe:
         warm = step < self.config.warm_start_steps and self.config.divergence != "ce_hard"
         return "fkl" if warm else self.config.divergence
 
-    def _metrics(self, batch: Batch, aligned: Aligned) -> dict[str, Any]:
+    def _metrics(self, batch: Batch) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
-        if aligned.teacher is not None:
-            common = overlap(aligned.draft, aligned.teacher)
-            metrics["overlap"] = (common.sum(), common.shape[0])
         drawn = [r for r, s in zip(batch.responses, batch.sources, strict=True) if s == "draft"]
         if drawn:
             ended = sum(bool(r) and r[-1] in self.target.eos_ids for r in drawn)

@@ -3,24 +3,37 @@
     python -m scripts.compare runs/*/report.json
     python -m scripts.compare runs/a/report.json runs/b/report.json script.out=runs/leaderboard
 
-Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Rows
-that were not measured alike stand in separate tables: acceptance on other prompts, at another
-temperature or draft length, or of another target says nothing about the drafter.
+Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Chains
+and trees of any size share a table, their shape beside them. Rows that were not measured alike
+stand in separate tables: acceptance on other prompts, at another temperature, by another verifier
+or of another target says nothing about the drafter.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.render import Block, Bullets, Heading, Text, to_html, to_markdown, write_atomic
+from eval.render import (
+    Block,
+    Bullets,
+    Heading,
+    Table,
+    Text,
+    to_html,
+    to_markdown,
+    with_interval,
+    write_atomic,
+)
 from eval.report import read_report
-from eval.report_page import main_table, notes
+from eval.report_rows import draft_shape, label, num_nodes
+from eval.report_tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from trainer.config import UserError, suggest
 
-Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, target, row
+Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
 
 
 def main(arguments: list[str]) -> None:
@@ -79,7 +92,7 @@ def leaderboard(reports: list[tuple[str, dict[str, Any]]]) -> list[Block]:
             condition = measured_how(row, report["target"])
             key = json.dumps(condition, sort_keys=True)
             conditions[key] = condition
-            groups.setdefault(key, []).append((run, report["target"], row))
+            groups.setdefault(key, []).append((run, report, row))
     names = list(next(iter(conditions.values()), {}))
     differing = [n for n in names if len({c[n] for c in conditions.values()}) > 1]
     blocks: list[Block] = [Heading("Leaderboard", 1)]
@@ -94,21 +107,62 @@ def leaderboard(reports: list[tuple[str, dict[str, Any]]]) -> list[Block]:
         )
     for key in sorted(groups, key=lambda k: list(conditions[k].values())):
         entries = sorted(groups[key], key=lambda entry: -(entry[2]["tokens_per_round"] or 0.0))
-        condition, row, target = conditions[key], entries[0][2], entries[0][1]
-        shown = [f"{name} {condition[name]}" for name in differing if name != "target"]
+        condition, row, target = conditions[key], entries[0][2], entries[0][1]["target"]
+        shown = [name for name in differing if name != "target"] or ["temperature"]
         title = f"{target.get('name', 'unnamed target')}, prompts {row['prompts']['name']}"
-        title += "".join(f", {text}" for text in shown) if shown else f", K {condition['K']}"
-        blocks.append(Heading(title, 2))
-        rows = [entry[2] for entry in entries]
-        labels = [f"{run}: {row['drafter']}" for run, _, row in entries]
-        blocks.append(main_table(rows, labels))
+        title += "".join(f", {name} {condition[name]}" for name in shown)
+        blocks += [Heading(title, 2), table(entries)]
         shared = "; ".join(f"{name}: {condition[name]}" for name in names)
         remarks = [f"Measured with {shared}."]
         if condition["target"].startswith("unknown"):
             remarks.append("These reports name no target fingerprint: the targets may differ.")
-        remarks += notes(rows, labels)
+        remarks += unequal_verification(entries)
+        remarks += notes(
+            [row for *_, row in entries], [f"{run}: {label(row)}" for run, _, row in entries]
+        )
         blocks.append(Bullets(remarks))
     return blocks
+
+
+def table(entries: Sequence[Entry]) -> Table:
+    """One line per row."""
+    lines = [
+        [
+            f"{run}: {row['drafter']}",
+            draft_shape(row),
+            count(num_nodes(row)),
+            count(parameters(report, row)),
+            with_interval(row, "tokens_per_round"),
+            with_interval(row, "alpha", 3),
+            *modelled_cells(row),
+            with_interval(row, "speedup"),
+            percent(row["identical_to_plain"]),
+            yes(row["lossless"]),
+        ]
+        for run, report, row in entries
+    ]
+    headers = ["run: drafter", "draft", "nodes", "parameters", "tokens per round", "alpha",
+               *COST_HEADERS, "speed-up", "identical", "lossless"]  # fmt: skip
+    return Table(headers, lines)
+
+
+def parameters(report: dict[str, Any], row: dict[str, Any]) -> int | None:
+    """Of the run's own network, trained or not; unknown for the others."""
+    other = row["drafter"] in ("prompt_lookup", "target")
+    return None if other else report["drafter"].get("parameters")
+
+
+def unequal_verification(entries: Sequence[Entry]) -> list[str]:
+    """A warning where tokens per round were bought with different amounts of verification."""
+    nodes = sorted({num_nodes(row) or 0 for *_, row in entries})
+    if len(nodes) == 1:
+        return []
+    return [
+        f"Warning: these rows have the target verify different numbers of nodes a round "
+        f"({', '.join(map(str, nodes))}). Verifying more costs more, above all in batches: more "
+        "tokens per round alone do not make a row faster. The modelled columns charge drafting "
+        "only; each report has a table of goodput by batch size."
+    ]
 
 
 def measured_how(row: dict[str, Any], target: dict[str, Any]) -> dict[str, str]:
@@ -116,7 +170,6 @@ def measured_how(row: dict[str, Any], target: dict[str, Any]) -> dict[str, str]:
     fingerprint = target.get("fingerprint")
     if isinstance(fingerprint, dict):
         fingerprint = json.dumps(fingerprint, sort_keys=True)
-    shape = f"tree {row['tree']}" if row.get("tree") is not None else str(row.get("K"))
     return {
         "target": str(fingerprint or "") or f"unknown ({target.get('name')})",
         "prompts hash": str(row["prompts"]["hash"]),
@@ -124,7 +177,6 @@ def measured_how(row: dict[str, Any], target: dict[str, Any]) -> dict[str, str]:
         "temperature": f"{row['temperature']:g}",
         "top-k": str(row["top_k"]),
         "top-p": f"{row['top_p']:g}",
-        "K": shape,
         "counting": row["counting"],
         "policy": str(row["policy"]),
         "verifier": str(row["verifier"]),

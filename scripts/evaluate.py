@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from drafters.causal_lm import CausalLMDrafter
+from drafters.load import load_drafter
 from eval.report import build_report, write_report
 from recipes import base
 from recipes.phases import generate, report, run
@@ -41,14 +41,15 @@ def main(arguments: list[str]) -> int:
             return 0
         this = run.Run.open(config)
         name = str(config.eval.drafter)
-        drafter = CausalLMDrafter.from_pretrained(name, this.target, key="eval.drafter")
+        drafter = load_drafter(name, this.target, key="eval.drafter")
+        report.check_drafter(drafter, config.eval)
         _, prompts = generate.choose_prompts(config)
         drafters = {name: drafter, **report.baselines(this, drafter)}
         measured = report.measure(this, drafters, prompts, name)
         content = build_report(
             run={"recipe": config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
             target={"name": this.target.name, "fingerprint": this.target.fingerprint},
-            drafter={"start": name, "parameters": drafter.num_parameters},
+            drafter={"start": name, **report.facts(drafter, this.target)},
             results=measured.rows,
             comparisons=measured.comparisons,
             series=[],

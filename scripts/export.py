@@ -2,9 +2,10 @@
 
     python -m scripts.export script.drafter=runs/x/drafter script.engine=vllm script.out=out/vllm
 
-`script.engine` is transformers or vllm; a causal-LM drafter has the same layout for both. The model
-card takes its table from the run's report.json where there is one. `eval.K` sets the drafted tokens
-a round, `model.target` names the target where the drafter's folder does not lie in a run.
+`script.engine` is transformers, vllm, speculators or sglang, as far as it serves the drafter's
+kind; a causal-LM drafter has the same layout for the first two. The model card takes its table from
+the run's report.json where there is one. `eval.K` sets the drafted tokens a round, `model.target`
+names the target where the drafter's folder does not lie in a run; for heads it is loaded.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.target import load_causal_lm
+from data.target import Target, load_causal_lm
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import KIND
-from drafters.export.hf import export, model_card
+from drafters.eagle import EagleDrafter
+from drafters.export import hf, sglang, speculators, vllm
+from drafters.export.heads import method_of
+from drafters.export.hf import model_card
+from drafters.load import load_drafter, stored
 from eval.report import markdown_table, read_report
 from trainer.config import (
     EvalConfig,
@@ -28,7 +34,13 @@ from trainer.config import (
     require,
 )
 
-ENGINES = ("transformers", "vllm")
+SERVED_BY = {
+    KIND: ("transformers", "vllm"),
+    "medusa": ("vllm",),
+    "eagle": ("vllm", "sglang"),
+    "eagle3": ("vllm", "speculators", "sglang"),
+    "hydra": (),
+}
 KEYS = ["script.drafter", "script.engine", "script.out", "model.target", "eval.K"]
 
 
@@ -36,14 +48,16 @@ def export_drafter(
     drafter: Path, engine: str, out: Path, target: str | None = None, K: int | None = None
 ) -> Path:
     """Export the drafter folder `drafter` to `out`; what is not given comes from its run."""
-    if engine not in ENGINES:
-        raise UserError(f"script.engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    vocab_size, eos_ids, dtype = _about(drafter)
+    if not (drafter / "drafter.json").exists():
+        raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
+    about = stored(drafter, "script.drafter")
+    _check_engine(about, engine)
+    causal_lm = _causal_lm_settings(drafter, about) if about["kind"] == KIND else None
     run = drafter.resolve().parent
     config = load_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {}
     report = read_report(run / "report.json") if (run / "report.json").exists() else None
-    if target is None:
-        target = config.get("model", {}).get("target")
+    model: dict[str, Any] = config.get("model", {}) if target is None else {"target": target}
+    target = model.get("target")
     if target is None:
         raise UserError(
             f"{drafter} lies in no run folder (no {run / 'config.yaml'}): "
@@ -52,41 +66,84 @@ def export_drafter(
     num_tokens: Any = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
     whole = isinstance(num_tokens, int) and num_tokens >= 1
     require(whole, "eval.K", "be a whole number >= 1", num_tokens)
-    model, tokenizer = load_causal_lm(str(drafter), "script.drafter", dtype=dtype)
-    card = model_card(
-        report,
-        target=target,
-        recipe=config.get("recipe"),
-        num_assistant_tokens=num_tokens,
-        table=markdown_table(report["results"]) if report and report["results"] else None,
-        license="apache-2.0" if target == ModelConfig.target else None,
+    card = {
+        "report": report,
+        "target": target,
+        "recipe": config.get("recipe"),
+        "table": markdown_table(report["results"]) if report and report["results"] else None,
+        "license": "apache-2.0" if target == ModelConfig.target else None,
+    }
+    if causal_lm is not None:
+        return _export_causal_lm(drafter, causal_lm, out, num_tokens, card)
+    # in float32, so that the comparison after writing is exact
+    loaded = Target.load(
+        target,
+        revision=model.get("target_revision"),
+        dtype="float32",
+        trust_remote_code=model.get("trust_remote_code", False),
     )
-    return export(
+    head = load_drafter(str(drafter), loaded, key="script.drafter")
+    return _export_head(head, engine, out, num_tokens, card)
+
+
+def _check_engine(about: dict[str, Any], engine: str) -> None:
+    kind = about["kind"]
+    if kind == "eagle" and about["settings"].get("version") == 3:
+        kind = "eagle3"
+    engines = SERVED_BY[kind]
+    if not engines:
+        served = "; ".join(f"{one}: {', '.join(by)}" for one, by in SERVED_BY.items() if by)
+        raise UserError(
+            f"script.engine={engine}: no engine loads {kind.capitalize()}, its own format is all "
+            f"there is; engines serve {served}"
+        )
+    what = "" if kind == KIND else f" for a drafter of kind {kind!r}"
+    if engine not in engines:
+        names = ", ".join(engines)
+        raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
+
+
+def _export_causal_lm(
+    drafter: Path,
+    settings: tuple[int, list[int], str],
+    out: Path,
+    num_tokens: int,
+    card: dict[str, Any],
+) -> Path:
+    vocab_size, eos_ids, dtype = settings
+    model, tokenizer = load_causal_lm(str(drafter), "script.drafter", dtype=dtype)
+    return hf.export(
         model,
         tokenizer,
         vocab_size,
         out,
         num_assistant_tokens=num_tokens,
-        card=card,
+        card=model_card(**card, num_assistant_tokens=num_tokens),
         eos_ids=eos_ids,
     )
 
 
-def _about(drafter: Path) -> tuple[int, list[int], str]:
+def _export_head(
+    drafter: TrainedDrafter, engine: str, out: Path, num_tokens: int, card: dict[str, Any]
+) -> Path:
+    num_tokens = min(num_tokens, drafter.max_depth or num_tokens)
+    text = model_card(
+        **card, num_assistant_tokens=num_tokens, engine=engine, method=method_of(drafter)
+    )
+    if engine == "vllm":
+        return vllm.export(drafter, out, card=text)
+    assert isinstance(drafter, EagleDrafter)
+    if engine == "sglang":
+        return sglang.export(drafter, out, card=text)
+    name = card["target"]
+    return speculators.export(drafter, out, card=text, target=name, num_tokens=num_tokens)
+
+
+def _causal_lm_settings(drafter: Path, about: dict[str, Any]) -> tuple[int, list[int], str]:
     """The target's configured vocabulary and ends, and the dtype of the weights."""
-    if not (drafter / "drafter.json").exists():
-        raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
     try:
-        about = json.loads((drafter / "drafter.json").read_text())
-        if about["kind"] != KIND:
-            raise UserError(
-                f"script.drafter: a drafter of kind {about['kind']!r} has no exporter; "
-                f"available: {KIND}"
-            )
         dtype = json.loads((drafter / "config.json").read_text()).get("dtype") or "float32"
         return about["target"]["vocab_size"], about["target"]["eos_ids"], dtype
-    except UserError:
-        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"script.drafter: {drafter} is damaged ({error!r})") from error
 

@@ -142,8 +142,8 @@ def domain_losses(model, encoded: dict[str, list[list[int]]], device) -> dict[st
 def train(
     model, encoded, held_out, work: Path, steps, tokens_per_batch, lr, muon_lr, plateau, device
 ):
-    """Train to `steps`, or with `plateau` until the loss is flat and a third more; the rate falls
-    linearly over the last quarter."""
+    """Train to `steps` with the rate falling over the last quarter; or, with `plateau`, at the full
+    rate until the loss is flat."""
     work.mkdir(parents=True, exist_ok=True)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
@@ -163,13 +163,9 @@ def train(
     began, began_tokens, epoch, groups, used = time.monotonic(), state["tokens"], -1, [], 0
     skip = state["step"]
     while state["step"] < steps:
-        tested = (
-            plateau and "end" not in state and state["step"] >= 2000 and state["step"] % 200 == 0
-        )
+        tested = plateau and state["step"] >= 2000 and state["step"] % 200 == 0
         if tested and is_flat(state["losses"]):
-            # flat at the full rate: let it fall, and stop
-            state["end"] = state["step"] * 4 // 3
-        steps = state.get("end", steps)
+            break
         while used >= len(groups):
             epoch, used = epoch + 1, 0
             groups = length_batches(encoded, tokens_per_batch, epoch)
@@ -177,7 +173,7 @@ def train(
             used, skip = jump, skip - jump
         rows = [encoded[i] for i in groups[used]]
         used += 1
-        fraction = state["step"] / steps
+        fraction = 0.0 if plateau else state["step"] / steps
         scale = min(1.0, (state["step"] + 1) / 100, max(0.02, (1 - fraction) / 0.25))
         for optimizer, rate in zip(optimizers, base, strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
@@ -243,7 +239,10 @@ def main() -> None:
     torch.manual_seed(0)
 
     docs = pretraining_documents()
-    tokenizer = build_tokenizer([d.text for d in docs], arguments.work / "tokenizer")
+    if arguments.part in ("draft", "card"):  # the target is there, and its ids are what counts
+        tokenizer = AutoTokenizer.from_pretrained(arguments.out / "target")
+    else:
+        tokenizer = build_tokenizer([d.text for d in docs], arguments.work / "tokenizer")
     eos = tokenizer.eos_token_id
     cache = arguments.work / "documents.safetensors"
     if not cache.exists():

@@ -34,6 +34,7 @@ class TabularModel:
     """table [V] * order + [V]: the law of the next token given the last `order` tokens."""
 
     device = torch.device("cpu")
+    model = None
 
     def __init__(self, table: torch.Tensor):
         self.table, self.order = table, table.dim() - 1
@@ -45,7 +46,8 @@ class TabularModel:
     def keep(self, rows: torch.Tensor) -> None:
         self.rows, self.tokens = len(rows), self.tokens[rows]
 
-    def forward(self, ids, positions, *, used, rows=None, first=None, logits_to_keep=0):
+    def forward(self, ids, positions, *, used, rows=None, first=None, logits_to_keep=0, tree=None):
+        assert tree is None
         rows = torch.arange(self.rows) if rows is None else rows
         assert ids.shape == positions.shape
         assert len(rows) == len(ids)

@@ -80,7 +80,8 @@ class DataConfig:
     system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     engine: str = "hf"
-    features: str = "live"
+    features: str = "live"  # or cached: the target's states are stored once, for heads
+    features_dtype: str = "bf16"  # of the store: bf16, fp8 with a scale per token, fp32
     traces: str | None = None  # use this trace store; default: one below data.cache_dir
     cache_dir: str = "runs/cache"
     max_prompt_tokens: int | None = None  # default: the target's context less max_new_tokens
@@ -124,7 +125,8 @@ class DataConfig:
         for key in ("teacher_top_k", "teacher_samples"):
             require(getattr(self, key) >= 0, f"data.{key}", "be >= 0", getattr(self, key))
         _one_of("data.engine", self.engine, ("hf",))
-        _one_of("data.features", self.features, ("live",))
+        _one_of("data.features", self.features, ("live", "cached"))
+        _one_of("data.features_dtype", self.features_dtype, ("bf16", "fp8", "fp32"))
         _one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
 
 
@@ -192,8 +194,13 @@ class EvalConfig:
     top_k: int = 0
     top_p: float = 1.0
     K: int = 4
+    # eagle | dynamic:<nodes>:<depth>[:<top_k>] | calibrated:<nodes> | a JSON file of rank paths;
+    # rows with it stand beside those of the chain
     tree: str | None = None
-    verifier: str = "token"
+    tree_children: str = "top"  # or sampled: drawn from the drafter's law, where T > 0
+    verifier: str = "token"  # or typical: Medusa's, lossy, for trees at T > 0
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
     policy: str = "fixed"  # or confidence:<threshold>
     engine: str = "own"
     batch_size: int = 8
@@ -216,9 +223,15 @@ class EvalConfig:
             require(getattr(self, key) >= 1, f"eval.{key}", "be >= 1", getattr(self, key))
         require(self.seed >= 0, "eval.seed", "be >= 0", self.seed)
         require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
-        _one_of("eval.verifier", self.verifier, ("token",))
-        _one_of("eval.engine", self.engine, ("own",))
-        require(self.tree is None, "eval.tree", "be null for chain drafters", self.tree)
+        _one_of("eval.verifier", self.verifier, ("token", "typical"))
+        _one_of("eval.engine", self.engine, ("own", "vllm"))
+        _one_of("eval.tree_children", self.tree_children, ("top", "sampled"))
+        for key in ("typical_epsilon", "typical_delta"):
+            require(getattr(self, key) > 0, f"eval.{key}", "be > 0", getattr(self, key))
+        if self.verifier == "typical" and self.tree is None:
+            raise UserError(
+                "eval.verifier=typical accepts paths of a tree: name one with eval.tree=..."
+            )
         name, _, threshold = self.policy.partition(":")
         _one_of("eval.policy", name, ("fixed", "confidence"))
         if name == "confidence":

@@ -70,6 +70,13 @@ def ce_soft(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return -_dot(log_p.exp(), log_q)
 
 
+def ce_top(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """-sum p log q over the ten best tokens of p, [N] (Zhang et al. 2024, HASS, Sec. 3.1)."""
+    log_q, log_p = _both(draft_logits, teacher_logits)
+    best = log_p.topk(min(10, log_p.shape[-1]), dim=-1)
+    return -_dot(best.values.exp(), log_q.gather(-1, best.indices))
+
+
 def ce_hard(draft_logits: Tensor, labels: Tensor) -> Tensor:
     """-log q(y), [N], labels: [N] int64. Gradient q - onehot(y): unbiased for fkl iff y ~ p."""
     return F.cross_entropy(_wide(draft_logits), labels, reduction="none")
@@ -134,18 +141,21 @@ def lk_hybrid(draft_logits: Tensor, teacher_logits: Tensor, eta: float = 3.0) ->
     return weight * _kl(log_p, log_q) + (1 - weight) * variation
 
 
-def tvd_pp(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+def tvd_pp(
+    draft_logits: Tensor, teacher_logits: Tensor, mean_reward: Tensor | None = None
+) -> Tensor:
     """TVD++ in its exact form: -sum_v q(v) A(v), [N]; a surrogate, its value is no divergence.
 
     Reward r = 1{p > q}, advantage A = (r - mean) / (std + 1e-6) without gradient; mean and std of r
     under q over all N positions of this call. Summed over V instead of sampling y ~ q, so the mean
     drops out of the gradient, which is that of tvd / std (Goel et al. 2024).
+    mean_reward: [] float, the mean over all positions, for a call that sees only some of them.
     """
     log_q, log_p = _both(draft_logits, teacher_logits)
     q, p = log_q.exp(), log_p.exp()
     with torch.no_grad():
         reward = torch.where(p.isnan(), p, (p > q).to(p))  # a comparison would hide a broken target
-        mean = (q * reward).sum(-1).mean()
+        mean = (q * reward).sum(-1).mean() if mean_reward is None else mean_reward
         advantage = (reward - mean) / ((mean * (1 - mean)).clamp_min(0).sqrt() + 1e-6)
     return -(q * advantage).sum(-1)
 
@@ -166,9 +176,10 @@ def overlap(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (fkl, ce_soft, ce_hard, rkl, jsd, tvd, nla, lk_hybrid, tvd_pp, kl_mix)
+    f.__name__: f
+    for f in (fkl, ce_soft, ce_top, ce_hard, rkl, jsd, tvd, nla, lk_hybrid, tvd_pp, kl_mix)
 }
-_OPTION = {"jsd": "beta", "lk_hybrid": "eta", "kl_mix": "mix"}
+_OPTION = {"jsd": "beta", "lk_hybrid": "eta", "kl_mix": "mix", "tvd_pp": "mean_reward"}
 _LINEAR_IN_P = ("fkl", "ce_soft")
 
 
@@ -307,6 +318,7 @@ def divergence(
     teacher_temperature: float = 1.0,
     loss_temperature_scale: bool = False,
     approx: str | None = None,
+    mean_reward: Tensor | None = None,
 ) -> Tensor:
     """The divergence `name` per position, [N] float32, differentiable in the draft.
 
@@ -337,7 +349,8 @@ def divergence(
             q, p = _bucket(draft, teacher)
         else:
             q, p = draft, _warm(teacher, teacher_temperature)
-        chosen = {key: options[key] for key in (_OPTION.get(name),) if key}
+        known = {**options, "mean_reward": mean_reward}
+        chosen = {key: known[key] for key in (_OPTION.get(name),) if key}
         values = DIVERGENCES[name](q, p, **chosen)
     if isinstance(teacher, CompressedTeacher):
         sound = sound & _sums_to_one(teacher)
@@ -376,16 +389,24 @@ def _complain(
     )
 
 
-def reduce(
-    values: Tensor, rows: Tensor, num_rows: int, kind: str = "token"
-) -> tuple[Tensor, Tensor]:
-    """Sum and count of [N] values, for the caller to divide over ranks and accumulation steps.
+def position_weights(rows: Tensor, num_rows: int, kind: str = "token") -> tuple[Tensor, Tensor]:
+    """Weight of each of N positions, [N] float32, and their denominator, for the caller to divide
+    over ranks and accumulation steps.
 
     token: every position counts once. sequence: the mean of every sequence counts once, those
     without a trained position not at all. rows: [N] int64 in 0..num_rows-1.
     """
+    ones = torch.ones(len(rows), device=rows.device)
     if kind == "token":
-        return values.sum(), values.new_full((), values.shape[0])
+        return ones, ones.new_full((), len(rows))
     require(kind == "sequence", "method.reduction", "be token or sequence", kind)
-    counts = values.new_zeros(num_rows).index_add(0, rows, torch.ones_like(values))
-    return (values / counts[rows]).sum(), (counts > 0).sum().to(values.dtype)
+    counts = ones.new_zeros(num_rows).index_add(0, rows, ones)
+    return 1 / counts[rows], (counts > 0).sum().to(ones.dtype)
+
+
+def reduce(
+    values: Tensor, rows: Tensor, num_rows: int, kind: str = "token"
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of [N] values and its denominator, by `position_weights`."""
+    weights, count = position_weights(rows, num_rows, kind)
+    return (values * weights.to(values)).sum(), count

@@ -43,13 +43,32 @@ def response_mask(
     return (index >= start[:, None]) & (index < end[:, None])
 
 
-def supervised(loss_mask: Tensor) -> Tensor:
+def supervised(loss_mask: Tensor, depth: int = 0) -> Tensor:
     """[B, L-1] bool: the trained logit indices, i.e. those whose next token is in the mask.
 
     loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
+    depth > 0: what a head drafts as the depth-th token of a round. The round's anchor, the last
+    committed token, lies `depth` before it and is the target's own too, since the first token of a
+    response comes from the prefill: exactly the positions that decoding visits.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
-    return loss_mask[:, 1:]
+    trained = loss_mask[:, 1:]
+    if depth:
+        anchored = torch.zeros_like(trained)
+        anchored[:, depth - 1 :] = loss_mask[:, : trained.shape[1] - depth + 1]
+        trained = trained & anchored
+    return trained
+
+
+def at_index(columns: Tensor, depth: int, length: int) -> Tensor:
+    """[B, T, d] by column -> [B, length, d] by logit index: what a head makes at depth `depth` of
+    the target's state at position t scores the token at t + 1 + depth, logit index t + depth. Zero
+    where no column reaches."""
+    out = columns.new_zeros(columns.shape[0], length, *columns.shape[2:])
+    count = min(columns.shape[1], length - depth)
+    if count > 0:
+        out[:, depth : depth + count] = columns[:, :count]
+    return out
 
 
 def align(

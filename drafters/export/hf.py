@@ -18,7 +18,8 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +50,31 @@ def export(
 ) -> Path:
     """Write `model` to `folder`, in its own dtype, complete or not at all; an earlier export there
     is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own)."""
-    folder = Path(folder)
     require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
-    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds other files: name a new folder or an earlier export")
     padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
     padded.config.use_cache = True
     padded.generation_config = _generation_config(model, tokenizer, num_assistant_tokens, eos_ids)
+    with whole_folder(folder) as partial:
+        padded.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        reread(partial, model, real_ids(tokenizer))
+    return Path(folder)
 
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to write into that becomes `folder` if the block ends without an error. An earlier
+    export there is replaced, and only then; other folders are refused."""
+    folder = Path(folder)
+    if not _replaceable(folder):
+        raise UserError(f"{folder} holds other files: name a new folder or an earlier export")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     try:
         partial.mkdir()
-        padded.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        reread(partial, model, real_ids(tokenizer))
+        yield partial
         if folder.exists():
             folder.rename(replaced)
         partial.rename(folder)
@@ -74,7 +83,14 @@ def export(
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    return folder
+
+
+def _replaceable(folder: Path) -> bool:
+    if not folder.exists():
+        return True
+    if not folder.is_dir() or (folder / "drafter.json").exists():  # the trained drafter itself
+        return False
+    return (folder / "config.json").exists() or not any(folder.iterdir())
 
 
 def real_ids(tokenizer: Any) -> torch.Tensor:
@@ -181,15 +197,22 @@ def model_card(
     num_assistant_tokens: int,
     table: str | None = None,
     license: str | None = None,
+    engine: str = "transformers",
+    method: str = "draft_model",
 ) -> str:
     """README.md of an export: what it is, what was measured, how to serve it. `table`: the report's
-    rows as a Markdown table; `license`: only where it is known, the target's may bind."""
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    rows as a Markdown table; `license`: only where it is known, the target's may bind; `method`:
+    vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what it was written
+    for."""
+    head = method != "draft_model"
+    front: dict[str, Any] = {"pipeline_tag": "text-generation"}
+    if not head:  # the library with a loader for it
+        front = {"library_name": "transformers", **front}
     if license:
         front["license"] = license
     if is_hub_id(target):
         front["base_model"] = target
-    front["tags"] = ["speculative-decoding", "draft-model", "draftsmith"]
+    front["tags"] = ["speculative-decoding", method.replace("_", "-"), "draftsmith"]
     trained = (
         f", trained with draftsmith's `{recipe}` recipe" if recipe else ", trained with draftsmith"
     )
@@ -199,20 +222,18 @@ def model_card(
         for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
         if run.get(key)
     )
-    speculative = json.dumps(
-        {
-            "method": "draft_model",
-            "model": "DRAFTER",
-            "num_speculative_tokens": num_assistant_tokens,
-        }
-    )
+    serving = [_serve_sglang] if engine == "sglang" else [_serve_vllm]
+    if not head:
+        serving.insert(0, _serve_transformers)
+    commands = "\n".join(serve(target, method, num_assistant_tokens) for serve in serving)
+    loaders = "\nTransformers has no loader for such heads.\n" if head else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
 # Drafter for {target}
 
-A draft model for speculative decoding with `{target}`{trained}.
+{KINDS[method]} for speculative decoding with `{target}`{trained}.
 It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
 target's own. It is of no use alone.
 
@@ -223,8 +244,20 @@ target's own. It is of no use alone.
 ## Serve
 
 `DRAFTER` is this folder or its name on the Hub; `{target}` is the target it was trained for.
+{loaders}
+{commands}"""
 
-transformers:
+
+KINDS = {
+    "draft_model": "A draft model",
+    "medusa": "A set of Medusa heads",
+    "eagle": "An EAGLE head",
+    "eagle3": "An EAGLE-3 head",
+}
+
+
+def _serve_transformers(target: str, method: str, num_tokens: int) -> str:
+    return f"""transformers:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -235,11 +268,28 @@ drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
 ```
+"""
 
-vLLM:
+
+def _serve_vllm(target: str, method: str, num_tokens: int) -> str:
+    speculative = {"method": method, "model": "DRAFTER", "num_speculative_tokens": num_tokens}
+    return f"""vLLM:
 
 ```bash
-vllm serve {target} --speculative-config '{speculative}'
+vllm serve {target} --speculative-config '{json.dumps(speculative)}'
+```
+"""
+
+
+def _serve_sglang(target: str, method: str, num_tokens: int) -> str:
+    """A chain, like the measured one; a wider top-k makes it a tree."""
+    return f"""SGLang:
+
+```bash
+python -m sglang.launch_server --model-path {target} \\
+    --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
+    --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
+    --speculative-num-draft-tokens {num_tokens + 1}
 ```
 """
 

@@ -11,8 +11,9 @@ from typing import Any
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
 from data.traces import Trace, estimate_bytes
+from drafters.tree import parse_tree
 from recipes.phases.run import Run, check_model_pair
-from trainer.config import Config, UserError
+from trainer.config import Config, EvalConfig, UserError
 
 
 def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
@@ -86,7 +87,7 @@ def contents(run: Run, drafter: Any, traces: list[Trace]) -> dict[str, str]:
     text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
     weights = hashlib.sha256()
     for tensor in drafter.state_dict().values():
-        weights.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        weights.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
     return {
         "target": str(run.target.fingerprint["weights"]),
         "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -115,15 +116,23 @@ def evaluation_traces(
         source=evaluation.prompts or f"held out from {run.config.data.prompts}",
         temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
         max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
-        lookahead=evaluation.K, teacher_top_k=0, teacher_samples=0,
+        lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,
     )  # fmt: skip
     folder = traces_folder(plan, run.target, run.config.data.cache_dir)
     return _generate(run, plan, folder, f"evaluation traces T={temperature:g}"), plan
 
 
+def tree_depth(config: EvalConfig) -> int:
+    """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
+    if config.tree is None or config.tree.startswith("calibrated:"):
+        return 0
+    return parse_tree(config.tree).depth
+
+
 def describe(config: Config) -> None:
     """What a run would read and write, without loading a model."""
     check_model_pair(config)
+    tree_depth(config.eval)
     train, held_out = choose_prompts(config)
     data = config.data
     rows = sum(len(list(user_turns(p))) for p in train) * data.samples_per_prompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -10,20 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from data.features import bytes_per_token
 from data.prompts import Prompt
 from data.sampling import Sampling
+from data.target import Target
+from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export.hf import export, model_card
 from drafters.lookup import PromptLookup
-from eval.measure import Bench, Measurement, cost_of
+from drafters.tree import TreeShape, calibrated_tree, parse_tree
+from eval.measure import Bench, Measurement, cost_of, read_per_round
 from eval.metrics import paired_difference
-from eval.report import build_report, markdown_table, plain_row, write_report
-from recipes.phases.generate import evaluation_traces
+from eval.policies import make_budget, tree_budget
+from eval.replay import rank_accuracy
+from eval.report import build_report, plain_row, write_report
+from recipes.phases.export import export_run
+from recipes.phases.generate import evaluation_traces, tree_depth
 from recipes.phases.run import Run
+from recipes.phases.serve import check_engine, served_rows
 from trainer.checkpoint import FitResult
-from trainer.config import RunFault
+from trainer.config import EvalConfig, RunFault, UserError, require
 
 BASELINES = ("prompt_lookup", "target")
 FROM_DECODING = (
@@ -41,22 +47,62 @@ FROM_DECODING = (
 def baselines(run: Run, drafter: Any) -> dict[str, Any]:
     """Rows every table has: the same shape untrained, prompt lookup, the target as its own
     drafter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(run.config.run.seed)
+        untrained = drafter.fresh()
     return {
-        "untrained": untrained(drafter, run.config.run.seed),
+        "untrained": untrained,
         "prompt_lookup": PromptLookup(),
         "target": CausalLMDrafter.of_target(run.target),
     }
 
 
-def untrained(drafter: CausalLMDrafter, seed: int) -> CausalLMDrafter:
-    """A drafter of the same shape with fresh weights: the lower bound of the table."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(drafter.model.config)).float()
-    device = next(drafter.model.parameters()).device
-    return CausalLMDrafter(
-        model.to(device).eval(), drafter.tokenizer, drafter.vocab_size, drafter.fingerprint
+def check_drafter(drafter: Any, config: EvalConfig) -> None:
+    """What eval.* asks of it, before anything is paid for: a drafter with one head per depth drafts
+    no deeper, and an engine must be able to serve it."""
+    check_engine(drafter, config)
+    most = getattr(drafter, "max_depth", None)
+    asked = max(config.K, tree_depth(config))
+    if most is not None and asked > most:
+        raise UserError(
+            f"eval.K={config.K}, eval.tree={config.tree}: this drafter has {most} heads, so it "
+            f"drafts at most {most} tokens deep; lower them or train more heads"
+        )
+
+
+def tree_of(drafter: Any, config: EvalConfig) -> TreeShape | None:
+    """eval.tree for this drafter; a calibrated tree grows from its own accuracies."""
+    if config.tree is None or not isinstance(drafter, TrainedDrafter):
+        return None
+    kind, _, nodes = config.tree.partition(":")
+    if kind != "calibrated":
+        shape = parse_tree(config.tree)
+    else:
+        if not nodes.isdecimal():
+            raise UserError(
+                f"eval.tree must be calibrated:<nodes>, got {config.tree!r}: for example "
+                "calibrated:25"
+            )
+        if drafter.rank_accuracy is None:
+            raise UserError(
+                f"eval.tree={config.tree}: the drafter holds no accuracies of its ranks; train it "
+                "with this project, or name a tree"
+            )
+        shape = calibrated_tree(drafter.rank_accuracy, int(nodes))
+    require(
+        shape.width <= drafter.draft_vocab_size,
+        "eval.tree",
+        f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
+        shape.width,
     )
+    return shape
+
+
+def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
+    """How often each rank of each depth is the target's, on held-out training traces."""
+    if dev and drafter.target_layers:
+        depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
+        drafter.rank_accuracy = rank_accuracy(run.target, dev, drafter, depth)
 
 
 @dataclasses.dataclass
@@ -73,10 +119,14 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
     for drafter in drafters.values():
         if isinstance(drafter, torch.nn.Module):
             drafter.eval()
-    own = cost_of(drafters[decoded], run.target, config.K)  # of all drafters of its shape
+    chain = make_budget(config.policy, config.K)
+    own = cost_of(drafters[decoded], run.target, chain)  # of all drafters of its shape
     costs = {
-        n: cost_of(d, run.target, config.K) if n in BASELINES else own for n, d in drafters.items()
+        n: cost_of(d, run.target, chain) if n in BASELINES else own for n, d in drafters.items()
     }
+    shape = tree_of(drafters[decoded], config)
+    tree = None if shape is None else tree_budget(shape, config.tree_children)
+    tree_cost = None if tree is None else cost_of(drafters[decoded], run.target, tree)
     out = Measured([], [], [])
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature)
@@ -86,13 +136,46 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         measured = {n: bench.replayed(n, d, costs[n]) for n, d in drafters.items()}
         real = bench.decoded(decoded, drafters[decoded], costs[decoded])
         mine = measured[decoded]
-        mine.row |= {key: real.row[key] for key in FROM_DECODING if key in real.row}
-        if temperature == 0 and config.policy == "fixed":
-            mine.row["replay_differs_from_decoding"] = differing_prompts(mine, real)
+        _merge(mine, real, temperature, config)
         out.rows += [plain_row(mine.row), real.row, *(one.row for one in measured.values())]
         out.rounds += [{"temperature": temperature, **dataclasses.asdict(r)} for r in real.rounds]
         out.comparisons += _compare(decoded, measured, temperature, run)
+        if config.engine == "vllm":
+            out.rows += served_rows(bench, decoded, drafters[decoded], costs[decoded])
+        if tree is None or tree_cost is None:
+            continue
+        real = bench.decoded(decoded, drafters[decoded], tree_cost, tree)
+        out.rows.append(real.row)
+        out.rounds += [
+            {"temperature": temperature, "tree": shape.describe(), **dataclasses.asdict(r)}  # type: ignore[union-attr]
+            for r in real.rounds
+        ]
+        # sampled children and lossy acceptance are known from decoding only
+        if real.row["lossless"] and not (tree.sample_children and temperature > 0):
+            replayed = bench.replayed_tree(decoded, drafters[decoded], tree_cost, tree)
+            _merge(replayed, real, temperature, config)
+            out.rows.append(replayed.row)
+            out.comparisons += _against(replayed, mine, temperature, run)
     return out
+
+
+def _merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
+    """What only decoding knows goes to the row measured without it."""
+    offline.row |= {key: real.row[key] for key in FROM_DECODING if key in real.row}
+    if temperature == 0 and config.policy == "fixed":
+        offline.row["replay_differs_from_decoding"] = differing_prompts(offline, real)
+
+
+def _against(
+    tree: Measurement, chain: Measurement, temperature: float, run: Run
+) -> list[dict[str, Any]]:
+    config = run.config.eval
+    diff = paired_difference(
+        tree.counters, chain.counters, "tokens_per_round", draws=config.bootstrap_draws,
+        seed=config.seed,
+    )  # fmt: skip
+    name = tree.row["drafter"]
+    return [{"a": f"{name}, {tree.row['tree']}", "b": name, "temperature": temperature, **diff}]
 
 
 def _compare(
@@ -141,11 +224,13 @@ def finish(
     trained: dict[str, Any],
     results: dict[str, FitResult],
     prompts: list[Prompt],
+    dev: list[Trace],
 ) -> None:
     """Measure, save and export the drafter, write the three reports; report.json comes last."""
     after = trained["after"]
     if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
         raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
+    calibrate(run, after, dev)
     drafters = {"before": base, **trained, **baselines(run, base)}
     measured = measure(run, drafters, prompts, "after")
     stages = {
@@ -161,7 +246,7 @@ def finish(
         target={"name": run.target.name, "fingerprint": run.target.fingerprint},
         drafter={
             "start": run.config.model.drafter or "built from the target's configuration",
-            "parameters": after.num_parameters,
+            **facts(after, run.target),
             "stages": stages,
         },
         results=measured.rows,
@@ -169,25 +254,25 @@ def finish(
         series=[{"name": name, **row} for name, r in results.items() for row in r.series],
     )
     after.save_pretrained(run.folder / "drafter")
-    K = run.config.eval.K
-    card = model_card(
-        report,
-        target=run.target.name,
-        recipe=run.config.recipe,
-        num_assistant_tokens=K,
-        table=markdown_table(report["results"]),
-    )
-    export(
-        after.model,
-        run.target.tokenizer,
-        run.target.fingerprint["vocab_size"],
-        run.folder / "export" / "transformers",
-        num_assistant_tokens=K,
-        card=card,
-        eos_ids=run.target.eos_ids,
-    )
+    export_run(run, after, report)
     write_rounds(run.folder, measured.rounds)
     write_report(report, run.folder)
+
+
+def facts(drafter: Any, target: Target) -> dict[str, Any]:
+    """What the report says about a drafter: its size, and what it reads of the target."""
+    found = {
+        "kind": drafter.kind,
+        "parameters": drafter.num_parameters,
+        "trained_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "active_parameters": round(read_per_round(drafter, 1)[1]),  # of one draft step
+    }
+    if drafter.target_layers:
+        layers = tuple(dict.fromkeys((*drafter.target_layers, "final_norm")))
+        found["captures"] = list(drafter.target_layers)
+        found["feature_bytes_per_token"] = bytes_per_token(layers, target.hidden_size, "bf16")
+        found["draft_vocab_size"] = drafter.draft_vocab_size
+    return found
 
 
 def write_rounds(folder: Path, rounds: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import torch
 from data.batches import Batches, preview
 from data.cache import CachedModel
 from data.decode import Request, decode
+from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
 from data.kept import KeptLogits
 from data.prompts import (
     Prompt,
@@ -20,10 +21,10 @@ from data.prompts import (
 from data.sampling import Sampling, row_key
 from data.target import Target
 from data.traces import Trace
-from drafters.causal_lm import CausalLMDrafter
+from drafters.load import load_drafter
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
-from recipes.base import Context, Stage
+from recipes.base import Context, Stage, TargetRequest
 from recipes.phases.run import Run
 from trainer.config import UserError
 from trainer.loop import FitResult, fit
@@ -34,7 +35,8 @@ DEV_SHARE = 0.125
 
 
 def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
-    """The starting drafter. Refuses what can be known before any text is generated."""
+    """The starting drafter, None where the recipe builds one from the traces. Refuses what can be
+    known before any text is generated."""
     data = run.config.data
     for stage in chosen_stages(run, recipe):
         if stage.needs.mix.get("fixed") and stage.row != "control":
@@ -49,7 +51,23 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
                 "the compressed teacher is stored with the traces: set data.teacher_top_k and "
                 "data.teacher_samples, got 0 and 0"
             )
-    return base_drafter(run, recipe)
+    model = run.config.model
+    if model.drafter is None:
+        return None
+    drafter = load_drafter(
+        model.drafter,
+        run.target,
+        revision=model.drafter_revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+    recipe.accept(drafter)
+    return drafter
+
+
+def build(run: Run, recipe: Any, traces: list[Trace]) -> Any:
+    """A fresh drafter; the same one again on every rank and on a second start."""
+    torch.manual_seed(run.config.run.seed)
+    return recipe.build(traces)
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
@@ -58,19 +76,6 @@ def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
     if wanted is not None and wanted not in known:
         raise UserError(f"run.stage must be one of {', '.join(known)}, got {wanted!r}")
     return [stage for stage in stages if wanted in (None, stage.name)]
-
-
-def base_drafter(run: Run, recipe: Any) -> Any:
-    model = run.config.model
-    if model.drafter is None:
-        torch.manual_seed(run.config.run.seed)
-        return recipe.build()
-    return CausalLMDrafter.from_pretrained(
-        model.drafter,
-        run.target,
-        revision=model.drafter_revision,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
@@ -139,11 +144,17 @@ def _fit_stage(
     kept = KeptLogits(target, train, needs.mix)
     fits = kept.fits()
 
+    store = stored_features(run, recipe.target_request(batches.at(0), 0), train)
+
     def outputs(batch: Any, step: int) -> Any:
         request = recipe.target_request(batch, step)
         if request is None:
             return None
-        found = kept.outputs(batch) if fits and request.logits and not request.layers else None
+        found = None
+        if store is not None:
+            found = store.outputs(batch, accelerator.device)
+        elif fits and request.logits and not request.layers:
+            found = kept.outputs(batch)
         return found or target.outputs(
             batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
         )
@@ -176,14 +187,34 @@ def _fit_stage(
         )
     try:
         return fit(
-            recipe=recipe, drafter=drafter, batches=batches, evaluate=_dev_evaluation(run, dev),
-            outputs=outputs,
+            recipe=recipe, drafter=drafter, batches=batches,
+            evaluate=_dev_evaluation(run, dev, drafter), outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
             context=context, describe=lambda batch: preview(batch, target.tokenizer),
         )  # fmt: skip
     finally:
         tracker.finish()
+
+
+def stored_features(
+    run: Run, request: TargetRequest | None, traces: list[Trace]
+) -> FeaturesStore | None:
+    """The target's states of the training text, written once; None where the target runs live."""
+    data, accelerator = run.config.data, run.accelerator
+    if data.features == "live":
+        return None
+    if request is None or request.logits or not request.layers:
+        raise UserError(
+            f"data.features=cached stores hidden states, recipe={run.config.recipe} asks for none: "
+            "leave it at live"
+        )
+    plan = FeaturesPlan(request.layers, data.features_dtype)
+    return write_features(
+        run.target, traces, plan, features_folder(run.target, traces, plan, data.cache_dir),
+        batch_size=data.batch_size, rank=accelerator.process_index,
+        world=accelerator.num_processes, barrier=accelerator.wait_for_everyone,
+    )  # fmt: skip
 
 
 def sample_drafter(
@@ -211,10 +242,11 @@ def sample_drafter(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _dev_evaluation(run: Run, dev: list[Trace]) -> Any:
-    """alpha on held-out training traces, no decoding; every sampling the traces hold counts."""
+def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
+    """Acceptance on held-out training traces, no decoding; every sampling they hold counts."""
     if not dev:
         return None
+    depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
     groups: dict[Sampling, list[Trace]] = {}
     for trace in dev:
         groups.setdefault(Sampling(trace.temperature, trace.top_k, trace.top_p), []).append(trace)
@@ -223,7 +255,7 @@ def _dev_evaluation(run: Run, dev: list[Trace]) -> Any:
             run.target,
             traces,
             sampling,
-            make_budget("fixed", run.config.eval.K),
+            make_budget("fixed", depth),
             engine_counters=False,
         )
         for sampling, traces in groups.items()
@@ -233,12 +265,15 @@ def _dev_evaluation(run: Run, dev: list[Trace]) -> Any:
         counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         rounds = sum(c.rounds for c in counters)
+        tokens = sum(c.emitted for c in counters) / rounds if rounds else 1.0
         return {
-            "select": alpha,
+            # a head that recycles its own states or sees none of the drafted tokens may be good at
+            # depth 1 and useless further on: what counts is what a round gives
+            "select": tokens if drafter.target_layers else alpha,
             "alpha": alpha,
             "greedy_match": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
-            "tokens_per_round": sum(c.emitted for c in counters) / rounds if rounds else None,
+            "tokens_per_round": tokens,
         }
 
     return evaluate

@@ -266,10 +266,10 @@ def test_free_rows_always_see_a_slot(name):
     lowest = []
     mask = cached._mask
 
-    def spy(positions, used):
+    def spy(positions, used, tree=None):
         window = cached.window or 10**9
         lowest.append(bool((positions - window < used - 1).all()))
-        return mask(positions, used)
+        return mask(positions, used, tree)
 
     cached._mask = spy
     options = {"max_new_tokens": 30, "eos_ids": eos, "batch_size": 4}

@@ -50,7 +50,7 @@ def started(drafter, texts):
 def plain_drafts(drafter, text, K):
     text = list(text)
     for _ in range(K):
-        text.append(int(drafter(torch.tensor([text]))[0, -1].argmax()))
+        text.append(int(drafter.draft_logits(torch.tensor([text]))[0, -1].argmax()))
     return text[-K:]
 
 
@@ -71,7 +71,7 @@ def test_a_drafter_built_from_any_target_runs_and_proposes(name, tiny_target):
             if parameter.dim() > 1:
                 parameter *= 10
     texts = prompts_of(LENGTHS)
-    logits = drafter(torch.tensor(texts[1:2]))
+    logits = drafter.draft_logits(torch.tensor(texts[1:2]))
     assert logits.shape == (1, 19, VOCAB_SIZE)
     assert torch.equal(drafter.draft_logits(torch.tensor(texts[1:2]), None, 3), logits)
     logits.sum().backward()
@@ -138,7 +138,7 @@ def test_stated_laws_are_the_warped_law_each_token_was_drawn_from(rows, tiny_tar
     tree = started(drafter, texts).propose(state_of(texts, sampling), Budget(4))
     for row, text in enumerate(texts):
         ids = torch.tensor([text + tree.tokens[row].tolist()])
-        law = warp(drafter(ids)[0, len(text) - 1 : -1], sampling)
+        law = warp(drafter.draft_logits(ids)[0, len(text) - 1 : -1], sampling)
         torch.testing.assert_close(tree.laws[row], law, rtol=1e-3, atol=1e-5)
     assert bool((tree.laws.gather(-1, tree.tokens.unsqueeze(-1)) > 0).all())
     greedy = started(drafter, texts).propose(state_of(texts), Budget(4))
@@ -182,7 +182,7 @@ def test_padding_of_the_head_is_never_drafted(temperature, tmp_path):
     tree = started(drafter, texts).propose(state_of(texts, Sampling(temperature)), Budget(4))
     assert int(tree.tokens.max()) < VOCAB_SIZE
     assert temperature == 0 or tree.laws.shape[-1] == VOCAB_SIZE
-    assert drafter(torch.tensor(texts)).shape[-1] == VOCAB_SIZE
+    assert drafter.draft_logits(torch.tensor(texts)).shape[-1] == VOCAB_SIZE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama_padded"])
@@ -196,7 +196,7 @@ def test_saved_drafters_load_as_they_were(name, tiny_target, tmp_path):
     assert about["target"] == target.fingerprint
     again = CausalLMDrafter.from_pretrained(str(tmp_path / "draft"), target)
     ids = torch.tensor(prompts_of([9]))
-    assert torch.equal(again(ids), drafter(ids))
+    assert torch.equal(again.draft_logits(ids), drafter.draft_logits(ids))
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(tiny_target, tmp_path):

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 
-from drafters.tree import TokenTree
+from drafters.tree import TokenTree, calibrated_tree, expected_tokens, parse_tree, static_tree
+from trainer.config import UserError
 
 
 def tree(parents: list[int]) -> TokenTree:
     count = len(parents)
     return TokenTree(
-        torch.zeros(1, count, dtype=torch.long), torch.tensor(parents), None, torch.tensor([count])
+        torch.zeros(1, count, dtype=torch.long),
+        torch.tensor([parents]),
+        None,
+        torch.tensor([count]),
     )
 
 
 def test_a_chain_is_the_tree_with_one_path():
     tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
     chain = TokenTree.chain(tokens, None, torch.tensor([3, 1]), draft_forwards=3, draft_tokens=4)
-    assert chain.parents.tolist() == [-1, 0, 1]
+    assert chain.parents.tolist() == [[-1, 0, 1]] * 2
     assert chain.is_chain
-    assert chain.depths.tolist() == [1, 2, 3]
-    assert torch.equal(chain.ancestors(), torch.ones(3, 3).tril().bool())
+    assert chain.depths.tolist() == [[1, 2, 3]] * 2
+    assert torch.equal(chain.ancestors, torch.ones(2, 3, 3).tril().bool())
     assert (chain.draft_forwards, chain.draft_tokens) == (3, 4)
-    assert tree([-1]).is_chain
 
 
 def test_a_branching_tree_is_no_chain():
     branching = tree([-1, -1, 0, 0, 1, 4])
-    assert not branching.is_chain
-    assert branching.depths.tolist() == [1, 1, 2, 2, 2, 3]
-    allowed = branching.ancestors()
+    assert branching.depths.tolist() == [[1, 1, 2, 2, 2, 3]]
+    allowed = branching.ancestors[0]
     seen = [set(row.nonzero()[:, 0].tolist()) for row in allowed]
     assert seen == [{0}, {1}, {0, 2}, {0, 3}, {1, 4}, {1, 4, 5}]
 
@@ -46,5 +51,67 @@ def test_ancestors_of_random_trees_follow_the_parents():
             while at >= 0:
                 path.add(at)
                 at = parents[at]
-            assert set(one.ancestors()[node].nonzero()[:, 0].tolist()) == path
-            assert int(one.depths[node]) == len(path)
+            assert set(one.ancestors[0, node].nonzero()[:, 0].tolist()) == path
+            assert int(one.depths[0, node]) == len(path)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def test_a_static_tree_is_kept_level_by_level():
+    shape = static_tree([[0], [0, 0], [1], [0, 1], [0, 0, 0]])
+    assert shape.paths == ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    assert (shape.depth, shape.num_nodes, shape.width) == (3, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ([], "at least one path"),
+        ([[0], [0]], "none twice"),
+        ([[0], [1, 0]], "has no parent"),
+        ([[1]], "more likely sibling"),
+        ([[0], [0, 1]], "more likely sibling"),
+        ([[-1]], "ranks >= 0"),
+    ],
+)
+def test_bad_static_trees_are_refused(paths, says):
+    with pytest.raises(UserError, match=says):
+        static_tree(paths)
+
+
+def test_the_published_tree_has_25_nodes_of_depth_5():
+    shape = parse_tree("eagle")
+    assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
+
+
+@pytest.mark.parametrize("text", ["dynamic", "dynamic:a:2", "dynamic:9", "no/such/file.json"])
+def test_unknown_trees_are_refused(text):
+    with pytest.raises(UserError, match=r"eval\.tree"):
+        parse_tree(text)
+
+
+def test_a_dynamic_tree_larger_than_its_candidates_is_refused():
+    assert parse_tree("dynamic:6:2:2").num_nodes == 6
+    with pytest.raises(UserError, match="more than the 6 candidates"):
+        parse_tree("dynamic:7:2:2")
+
+
+def test_a_calibrated_tree_is_the_best_of_all_trees():
+    """Against every prefix-closed tree of the same size."""
+    accuracy = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05]]
+    nodes = [(r,) for r in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    for size in range(1, 6):
+        found = calibrated_tree(accuracy, size)
+        best = 0.0
+        for chosen in itertools.combinations(nodes, size):
+            try:
+                best = max(best, expected_tokens(static_tree(chosen), accuracy))
+            except UserError:
+                continue
+        assert expected_tokens(found, accuracy) == pytest.approx(best)
+
+
+def test_a_calibrated_tree_larger_than_its_table_is_refused():
+    with pytest.raises(UserError, match="only 3 nodes fit"):
+        calibrated_tree([[0.5], [0.4], [0.3]], 4)

@@ -16,11 +16,15 @@ from eval.metrics import (
     summarise,
 )
 from eval.speed_model import (
+    BATCH_SIZES,
     best_K,
+    best_K_at,
     expected_tokens_iid,
     expected_tokens_positions,
+    goodput,
     mbsu,
     modelled_speedup,
+    roofline,
 )
 from trainer.config import UserError
 
@@ -293,3 +297,33 @@ def test_speed_model_formulas():
     assert modelled_speedup(3.0, 4, 0.1) == pytest.approx(3 / 1.4)
     assert modelled_speedup(3.0, 4, 0.1, 1.2, 0.4) == pytest.approx(1.5)
     assert mbsu(3.0, 4, 0.25) == 1.5
+
+
+def test_goodput_of_plain_decoding_grows_with_the_batch_up_to_the_knee():
+    assert [goodput(1.0, 0, 0, 0.1, batch) for batch in (1, 64, 200, 400)] == [1, 64, 200, 200]
+    assert [roofline(n, knee=100) for n in (1, 100, 250)] == [1, 1, 2.5]
+
+
+def test_goodput_at_batch_one_is_the_modelled_speedup():
+    assert goodput(3.0, 4, 4, 0.1, 1) == pytest.approx(modelled_speedup(3.0, 4, 0.1))
+    # 65 tokens to verify, 16 to draft on in each of 4 steps: both past a knee of 10
+    by_hand = 2 * 3.0 / (4 * 0.1 * 32 / 10 + 130 / 10)
+    assert goodput(3.0, 4, 64, 0.1, 2, knee=10) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("knee", [8, 200])
+@pytest.mark.parametrize("batch", BATCH_SIZES)
+def test_best_K_of_a_batch_has_the_highest_goodput(batch, knee):
+    alpha_pos = [0.8, 0.75, 0.7, 0.72, 0.7]
+    K, ratio = best_K_at(alpha_pos, 0.05, batch, knee)
+    plain = goodput(1.0, 0, 0, 0.05, batch, knee)
+    tokens = [expected_tokens_positions(alpha_pos[:k]) for k in range(6)]
+    all_K = [goodput(tokens[k], k, k, 0.05, batch, knee) / plain for k in range(6)]
+    assert ratio == pytest.approx(max(all_K))
+    assert all_K[K] == pytest.approx(ratio)
+
+
+def test_best_K_falls_with_the_batch_and_reaches_zero():
+    found = [best_K_at([0.6] * 20, 0.05, batch)[0] for batch in (1, 64, 100, 400)]
+    assert found == sorted(found, reverse=True)
+    assert (found[0], found[-1]) == (4, 0)

@@ -190,7 +190,7 @@ def test_greedy_match_counts_every_response_position(greedy):
     for trace in traces:
         ids = torch.tensor([trace.prompt_ids + trace.response_ids])
         with torch.no_grad():
-            best = drafter(ids)[0, len(trace.prompt_ids) - 1 : -1].argmax(-1).tolist()
+            best = drafter.draft_logits(ids)[0, len(trace.prompt_ids) - 1 : -1].argmax(-1).tolist()
         same = sum(a == b for a, b in zip(best, trace.response_ids, strict=True))
         one = expected[trace.prompt_hash]
         assert (one.greedy_sum, one.greedy_count) == (same, len(trace.response_ids))

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from eval.metrics import PromptCounters, paired_difference, per_domain, summarise
+from eval.metrics import PromptCounters, paired_difference, summarise
 from eval.report import (
     DRAFTERS,
     ROW_KEYS,
@@ -18,73 +18,10 @@ from eval.report import (
     write_report,
 )
 from eval.report_page import headline
-from eval.speed_model import mbsu, modelled_speedup
+from tests.report_rows import measured, result_row
 from trainer.config import UserError
 
 NASTY = "<script>alert('x')</script> | $x$ & `y`"
-
-
-def measured(alpha, K=4, num_prompts=12, seed=0):
-    """Counters of a drafter with i.i.d. acceptance, half the prompts timed."""
-    rng = np.random.default_rng(seed)
-    counters = []
-    for i in range(num_prompts):
-        a = float(np.clip(alpha + rng.normal(0, 0.08), 0.02, 0.98))
-        reach = [20 * a**j for j in range(1, K + 1)]
-        accepted = sum(reach)
-        counters.append(
-            PromptCounters(
-                f"hash{i}",
-                ("code", "prose", "math")[i % 3],
-                K,
-                rounds=20,
-                emitted=20 + accepted,
-                submitted=20 * K,
-                accepted=accepted,
-                rejections=20 - reach[-1],
-                reach=reach,
-                tested=[20.0, *reach[:-1]],
-                overlap_sum=90 * a,
-                overlap_count=90,
-                greedy_sum=90 * a,
-                greedy_count=90,
-                engine_drafts=20,
-                engine_drafted=20 * K,
-                engine_accepted=accepted,
-                engine_accepted_per_position=reach,
-                identical=True,
-                plain_s=1.0 * (i % 2),
-                plain_tokens=90 * (i % 2),
-                speculative_s=0.8 * (1.6 - a) * (i % 2),
-                speculative_tokens=90 * (i % 2),
-            )
-        )
-    return counters
-
-
-def result_row(name, counters, temperature=0.0, cost_ratio=0.12, **more):
-    row = summarise(counters, draws=200, seed=0)
-    K = counters[0].K
-    return {
-        "drafter": name,
-        "prompts": {"name": "toy", "hash": "abc123"},
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "verifier": "token",
-        "policy": "fixed",
-        "K": K,
-        "counting": "emitted_per_target_forward",
-        "bonus_counted": True,
-        "lossless": True,
-        "measured_by": "decoding",
-        **row,
-        "cost_ratio": cost_ratio,
-        "modelled_speedup": modelled_speedup(row["tokens_per_round"], K, cost_ratio),
-        "mbsu": mbsu(row["tokens_per_round"], K, 0.1),
-        "by_domain": per_domain(counters),
-        **more,
-    }
 
 
 def example_report():
@@ -117,22 +54,29 @@ def example_report():
     )
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The example and its folder."""
+    report, folder = example_report(), tmp_path_factory.mktemp("report")
+    write_report(report, folder)
+    return report, folder
+
+
 def cells(markdown):
     return [line.split(" | ")[0].strip("| *") for line in markdown.splitlines() if "|" in line]
 
 
-def test_rows_stand_in_the_fixed_order_in_all_three_files(tmp_path):
-    report = example_report()
-    write_report(report, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+def test_rows_stand_in_the_fixed_order_in_all_three_files(written):
+    report, folder = written
+    assert sorted(path.name for path in folder.iterdir()) == [
         "report.html",
         "report.json",
         "report.md",
     ]
-    assert read_report(tmp_path / "report.json") == report
+    assert read_report(folder / "report.json") == report
     expected = [(t, name) for t in (0.0, 1.0) for name in DRAFTERS]
     assert [(row["temperature"], row["drafter"]) for row in report["results"]] == expected
-    markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
+    markdown, page = ((folder / f"report.{kind}").read_text() for kind in ("md", "html"))
     names = [name for name in cells(markdown) if name in DRAFTERS]
     assert names == [name for _, name in expected]
     assert [n for n in re.findall(r"<td>(\w+)</td>", page) if n in DRAFTERS] == names
@@ -142,10 +86,9 @@ def test_rows_stand_in_the_fixed_order_in_all_three_files(tmp_path):
         assert shown in page
 
 
-def test_html_is_one_file_with_its_plots(tmp_path):
-    write_report(example_report(), tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == page.count("</svg>") == 7  # three per temperature and the series
+def test_html_is_one_file_with_its_plots(written):
+    page = (written[1] / "report.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 9  # four per temperature and the series
     assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(h|<script|<link""", page)
     assert "currentColor" in page
     assert "nan" not in page.lower().replace("financ", "")
@@ -173,19 +116,17 @@ def test_everything_a_user_names_is_escaped(tmp_path):
     assert all("\\|" in line for line in rows if line.startswith("|"))
 
 
-def test_same_report_gives_the_same_bytes(tmp_path):
-    report = example_report()
-    for name in ("a", "b"):
-        write_report(report, tmp_path / name)
+def test_same_report_gives_the_same_bytes(written, tmp_path):
+    write_report(example_report(), tmp_path)
     for kind in ("json", "md", "html"):
-        a, b = ((tmp_path / name / f"report.{kind}").read_bytes() for name in ("a", "b"))
+        a, b = ((folder / f"report.{kind}").read_bytes() for folder in (written[1], tmp_path))
         assert a == b
 
 
 def test_headline_names_gain_interval_and_speed():
     text = headline(example_report())
     assert text.startswith("At temperature 0, the trained drafter gives 2.91 [2.")
-    assert "over control" in text
+    assert re.search(r"; \+0\.\d\d \[\+0\.\d\d, \+0\.\d\d\] over control \(2\.\d\d\)", text)
     assert "times as fast as plain decoding here" in text
     assert "At temperature 1" in text
 
@@ -201,6 +142,8 @@ def test_headline_names_gain_interval_and_speed():
         (lambda r: r["results"][0].update(bonus_counted=False), "bonus token"),
         (lambda r: r["results"][0].update(counting="accepted"), "emitted_per_target_forward"),
         (lambda r: r["results"][0].update(lossless=None), "lossless must be true or false"),
+        (lambda r: r["results"][1].update(tree=["0"]), r"results\[1\].tree must be str or NoneT"),
+        (lambda r: r["results"][1].update(nodes="25"), r"results\[1\].nodes must be int or NoneT"),
         (lambda r: r["comparisons"][0].pop("b"), r"comparisons\[0\] lacks b"),
         (lambda r: r["run"].update(seed=np.int64(3)), "run.seed is not JSON, got int64"),
         (lambda r: r.update(series=None), "series must be a list"),
@@ -221,7 +164,7 @@ def test_rows_without_a_number_are_shown_with_a_dash(tmp_path):
     row |= {"cost_ratio": None, "modelled_speedup": None, "mbsu": None, "by_domain": None}
     report = build_report({}, {}, {}, [row], [], [])
     write_report(report, tmp_path)
-    assert "| **after** | 2 | – | – |" in (tmp_path / "report.md").read_text()
+    assert "| **after** | K 2 | 2 | 2 | – | – |" in (tmp_path / "report.md").read_text()
     write_report(build_report({}, {}, {}, [], [], []), tmp_path)
     assert "No drafter was measured." in (tmp_path / "report.html").read_text()
 
@@ -277,4 +220,4 @@ def test_damaged_and_missing_reports_are_user_errors(tmp_path):
 def test_unwritable_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot write"):
-        write_report(example_report(), tmp_path / "file")
+        write_report(build_report({}, {}, {}, [], [], []), tmp_path / "file")

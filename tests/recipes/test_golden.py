@@ -32,6 +32,8 @@ def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list
     words = command(folder, target, *settings)
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
+    if recipe == "eagle3":  # the defaults collide on two layers
+        words.append("method.layers=[0,1]")
     assert train.main(words) == 0
     found: dict[str, dict[str, list[float]]] = {}
     for row in read_jsonl(folder / "run" / "metrics.jsonl"):

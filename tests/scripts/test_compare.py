@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.metrics import HEADLINE
+from eval.render import to_markdown
 from eval.report import COUNTING, ROW_KEYS
 from scripts.compare import leaderboard, parse, run_names
 from trainer.config import UserError
@@ -88,7 +89,8 @@ def test_comparable_reports_share_one_sorted_table(tmp_path):
     ("changes", "named"),
     [
         ({"temperature": 1.0}, "temperature"),
-        ({"K": 8}, "K"),
+        ({"verifier": "typical"}, "verifier"),
+        ({"policy": "confidence:0.4"}, "policy"),
         ({"prompts": {"name": "toy", "hash": "h2"}}, "prompts hash"),
         ({"measured_by": "offline"}, "measured by"),
         ({"num_prompts": 12}, "number of prompts"),
@@ -104,6 +106,32 @@ def test_rows_measured_otherwise_stand_apart_with_a_warning(tmp_path, changes, n
     warning = next(line for line in done.stdout.splitlines() if line.startswith("Warning"))
     assert f"differ in {named}." in warning
     assert (tmp_path / "board" / "leaderboard.html").exists()
+
+
+def test_chains_and_trees_share_a_table_with_what_they_cost():
+    tree = {"tree": "eagle, 25 nodes, depth 5", "K": 5, "nodes": 25,
+            "modelled_speedup_at": {"0.02": 2.91, "0.05": 2.56, "0.1": 2.13}}  # fmt: skip
+    reports = [
+        ("chain", a_report(2.1)),
+        ("long", a_report(2.4, K=8)),
+        ("tree", a_report(3.2, **tree)),
+    ]
+    reports[2][1]["drafter"] = {"parameters": 1_234_567}
+    reports[2][1]["results"].append(a_report(4.8, drafter="target")["results"][0])
+    text = to_markdown(leaderboard(reports))
+    assert tables(text) == [["tree: target", "tree: after", "long: after", "chain: after"]]
+    assert (
+        "| tree: after | eagle, 25 nodes, depth 5 | 25 | 1,234,567 | 3.20 [3.10, 3.30] | – "
+        "| 2.91 | 2.56 | 2.13 | – | – | yes |"
+    ) in text
+    assert "| long: after | K 8 | 8 | – | 2.40" in text
+    assert "| tree: target | K 4 | 4 | – | 4.80" in text
+    assert "verify different numbers of nodes a round (4, 8, 25)" in text
+    assert "tables, because" not in text
+
+
+def test_rows_of_equal_verification_need_no_warning():
+    assert "Warning" not in to_markdown(leaderboard([("a", a_report(2.1)), ("b", a_report(2.2))]))
 
 
 def test_another_counting_is_refused_with_the_schema(tmp_path):

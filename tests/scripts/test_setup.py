@@ -16,7 +16,13 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [".ci/run", "scripts/env.sh", "scripts/quickstart.sh", "scripts/test.sh"]
+SCRIPTS = [
+    ".ci/run",
+    "scripts/engine_env.sh",
+    "scripts/env.sh",
+    "scripts/quickstart.sh",
+    "scripts/test.sh",
+]
 ROOMS = ["scripts", "recipes", "eval", "drafters", "data", "trainer"]
 
 

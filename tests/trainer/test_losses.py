@@ -18,7 +18,7 @@ from trainer.losses import (
 )
 
 SOFT = [name for name in DIVERGENCES if name != "ce_hard"]
-PROPER = [name for name in SOFT if name not in ("ce_soft", "tvd_pp")]  # zero at p = q
+PROPER = [n for n in SOFT if n not in ("ce_soft", "ce_top", "tvd_pp")]  # zero at p = q
 NON_LINEAR = [name for name in SOFT if name not in ("fkl", "ce_soft")]
 
 
@@ -45,6 +45,7 @@ def _reference(name, q, p):
     return {
         "fkl": (_kl(p, q), -p / q),
         "ce_soft": (-(p * q.log()).sum(-1), -p / q),
+        "ce_top": (-(p * q.log()).sum(-1), -p / q),  # of six tokens all are among the ten best
         "rkl": (_kl(q, p), (q / p).log()),
         "jsd": (0.3 * _kl(p, m) + 0.7 * _kl(q, m), 0.7 * (q / m).log()),
         "tvd": (variation, sign),

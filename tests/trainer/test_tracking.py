@@ -166,5 +166,6 @@ def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     assert folders
     run_id = (tmp_path / "wandb_id").read_text()
-    assert all(folder.name.endswith(run_id) for folder in folders)
+    # W&B appends a number where both begin within one second
+    assert all(run_id in folder.name for folder in folders)
     assert any(path.stat().st_size > 0 for path in (tmp_path / "wandb").rglob("*.wandb"))

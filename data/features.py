@@ -1,0 +1,397 @@
+"""The store of target hidden states ("features") of traces: safetensors shards, memory-mapped.
+
+    manifest.json              what the store was made with, and all shards once it is complete
+    shard-00000.safetensors    per layer "hidden.<layer>" [tokens, H], with fp8 "scale.<layer>"
+                               [tokens, 1]; "sha256" [rows, 32] of the bytes of each row
+
+Rows are the distinct (prompt, response) of the traces, longest first: a batch too large for the
+memory shows at once. Which row lies where follows from the traces and the plan alone, so another
+number of processes may go on. A shard counts from the moment it gets its name, with its bytes on
+the disk. Opening reads headers, sizes and "sha256"; the states of a row are checked when they are
+first read: a store of terabytes opens at once, and nobody reads more of it than his batches need.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from data.batches import Batch, collate
+from data.generate import _Meter
+from data.target import LayerId, Target, TargetOutputs, check_layers
+from data.traces import Trace, _damaged, _differences, _read_json, _size, _write
+from trainer.config import RunFault, UserError, require
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+MANIFEST = "manifest.json"
+_Tensors = dict[str, torch.Tensor]
+_Bytes = dict[str, np.ndarray]  # the same as uint8 [tokens or rows, bytes of one]
+_HEADER = "draftsmith.features"  # the one entry in the metadata of a shard, as JSON
+
+
+@dataclass(frozen=True)
+class FeaturesPlan:
+    """What is kept. `dtype`: fp32, bf16, or fp8: e4m3 with a float32 scale per token and layer, off
+    by at most 2^-4 of each number, or 2^-10 of the scale where that is more. A process holds
+    `tokens_per_shard` tokens in memory and loses no more than those when it is killed."""
+
+    layers: tuple[LayerId, ...]
+    dtype: str = "bf16"
+    tokens_per_shard: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.layers, key=lambda x: x if isinstance(x, int) else 1 << 30)
+        object.__setattr__(self, "layers", tuple(ordered))
+        require(bool(ordered), "data.features layers", "name at least one", ordered)
+        known, size = ", ".join(DTYPES), self.tokens_per_shard
+        require(self.dtype in DTYPES, "data.features_dtype", f"be one of {known}", self.dtype)
+        require(size >= 1, "data.features tokens_per_shard", "be >= 1", size)
+
+
+def bytes_per_token(layers: Sequence[LayerId], hidden_size: int, dtype: str) -> int:
+    """On disk, scales included. What comes on top: 32 bytes a row, about 2 kB a shard."""
+    return len(layers) * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "fp8"))
+
+
+def _key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
+    return hashlib.sha256(array("q", [len(prompt), *prompt, *response]).tobytes()).digest()
+
+
+def _length(trace: Trace) -> int:
+    return len(trace.prompt_ids) + len(trace.response_ids)
+
+
+class _Shard(NamedTuple):
+    file: str
+    rows: list[tuple[bytes, Trace]]  # key, and a trace that has it
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(_length(trace) for _, trace in self.rows)
+
+    def layout(self, identity: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor in the file."""
+        shape = (self.num_tokens, identity["hidden_size"])
+        tensors: Any = {"sha256": (torch.uint8, (len(self.rows), 32))}
+        for layer in identity["layers"]:
+            tensors[f"hidden.{layer}"] = DTYPES[identity["dtype"]], shape
+            if identity["dtype"] == "fp8":
+                tensors[f"scale.{layer}"] = torch.float32, (self.num_tokens, 1)
+        return tensors
+
+
+def _shards(traces: Sequence[Trace], tokens_per_shard: int) -> list[_Shard]:
+    """Each distinct row once, longest first; only a row too long by itself exceeds the size."""
+    distinct = {_key(t.prompt_ids, t.response_ids): t for t in traces if _length(t)}
+    if not distinct:
+        raise UserError("data.features: no trace has a token: nothing to store; check data.prompts")
+    shards: list[_Shard] = []
+    room = 0
+    for key, trace in sorted(distinct.items(), key=lambda row: (-_length(row[1]), row[0])):
+        if not shards or _length(trace) > room:
+            shards.append(_Shard(f"shard-{len(shards):05d}.safetensors", []))
+            room = tokens_per_shard
+        shards[-1].rows.append((key, trace))
+        room -= _length(trace)
+    return shards
+
+
+def _parts(
+    fingerprint: dict[str, Any], hidden_size: int, traces: Sequence[Trace], plan: FeaturesPlan
+) -> tuple[dict[str, Any], list[_Shard]]:
+    """The identity of a store, which decides its content, and its shards."""
+    shards = _shards(traces, plan.tokens_per_shard)
+    keys = sorted(key for shard in shards for key, _ in shard.rows)
+    identity = {
+        "target": fingerprint,
+        "layers": list(plan.layers),
+        "after_final_norm": [layer == "final_norm" for layer in plan.layers],
+        "hidden_size": hidden_size,
+        "dtype": plan.dtype,
+        "tokens_per_shard": plan.tokens_per_shard,
+        "traces": hashlib.sha256(b"".join(keys)).hexdigest()[:32],
+        "rows": len(keys),
+        "tokens": sum(shard.num_tokens for shard in shards),
+        "schema": 1,
+    }
+    return json.loads(json.dumps(identity)), shards  # so that tuples compare as they are stored
+
+
+def features_folder(
+    target: Target, traces: Sequence[Trace], plan: FeaturesPlan, cache_dir: str | Path
+) -> Path:
+    """Stores are shared by all runs that ask for the same states."""
+    identity = _parts(target.fingerprint, target.hidden_size, traces, plan)[0]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(cache_dir) / "features" / digest
+
+
+class FeaturesStore:
+    """Answers like `Target.outputs(..., layers=layers, logits=False)` where the rows are stored."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any], shards: list[_Shard]):
+        self.folder, self.identity = folder, identity
+        self.layers: tuple[LayerId, ...] = tuple(identity["layers"])
+        self.num_rows, self.num_tokens = int(identity["rows"]), int(identity["tokens"])
+        self._dtype: torch.dtype = getattr(torch, identity["target"]["dtype"])
+        self.entries: list[dict[str, Any]] = []  # file, rows, tokens and checksum of each shard
+        self._places: dict[bytes, tuple[_Bytes, int, slice]] = {}  # shard, row in it, its tokens
+        self._unchecked: dict[bytes, str] = {}  # rows that have not been read, file of each
+        for shard in shards:
+            read = _read_shard(folder, shard, identity)
+            if read is None:
+                what = f"{folder / shard.file} is missing"
+                raise UserError(f"data.features: {what}; start the command that made it again")
+            self.entries.append(read[0])
+            first = 0
+            for i, (key, trace) in enumerate(shard.rows):
+                end = first + _length(trace)
+                self._places[key] = (read[1], i, slice(first, end))
+                self._unchecked[key] = shard.file
+                first = end
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        target_fingerprint: dict[str, Any],
+        layers: Sequence[LayerId],
+        traces: Sequence[Trace],
+    ) -> FeaturesStore:
+        """A complete store of exactly these layers and traces; any other is refused."""
+        path = Path(folder) / MANIFEST
+        if not path.exists():
+            raise UserError(f"data.features: no store in {folder}: {path} is missing")
+        manifest = _read_json(path)
+        stored = manifest["identity"]
+        plan = FeaturesPlan(tuple(layers), stored["dtype"], stored["tokens_per_shard"])
+        wanted, shards = _parts(target_fingerprint, stored["hidden_size"], traces, plan)
+        _require_same(path.parent, stored, wanted)
+        if not manifest["complete"]:
+            what = f"the store {folder} is not complete"
+            raise UserError(f"data.features: {what}; start the command that makes it again")
+        store = cls(path.parent, stored, shards)
+        if store.entries != manifest["shards"]:
+            raise _damaged(path, "it does not list the shards that are there")
+        return store
+
+    def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs | None:
+        """hidden[layer] [B, L, H] in the target's dtype, zero past the end of each row; None if a
+        row (prompt and response, taken together) is not stored."""
+        keys = [_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
+        if not all(key in self._places for key in keys):
+            return None
+        rows = [self._row(key) for key in keys]
+        width = batch.input_ids.shape[1]
+        hidden: dict[LayerId, torch.Tensor] = {}
+        for layer in self.layers:
+            states = _padded([row[f"hidden.{layer}"] for row in rows], width).to(device)
+            if self.identity["dtype"] == "fp8":
+                scale = _padded([row[f"scale.{layer}"] for row in rows], width).to(device)
+                # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
+                bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+                states = bits.view(torch.float16).float().mul_(scale.view(torch.float32) * 256)
+            else:
+                states = states.view(DTYPES[self.identity["dtype"]])
+            hidden[layer] = states.to(self._dtype)
+        return TargetOutputs(hidden)
+
+    def _row(self, key: bytes) -> _Bytes:
+        """Views of the mapped file; their bytes are checked the first time."""
+        shard, i, tokens = self._places[key]
+        row = {name: shard[name][tokens] for name in shard if name != "sha256"}
+        if key in self._unchecked:
+            if _sha256(row) != shard["sha256"][i].tobytes():
+                path = self.folder / self._unchecked[key]
+                raise _damaged(path, f"the states of its row {i} are not those that were written")
+            del self._unchecked[key]
+        return row
+
+
+def write_features(
+    target: Target,
+    traces: Sequence[Trace],
+    plan: FeaturesPlan,
+    folder: str | Path,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    label: str = "features",
+) -> FeaturesStore:
+    """Fill the store `folder` (or find it filled). Rank r writes the shards r, r + world, ..."""
+    folder = Path(folder)
+    check_layers(plan.layers, target.num_layers)
+    identity, shards = _parts(target.fingerprint, target.hidden_size, traces, plan)
+    path = folder / MANIFEST
+    fresh = {"identity": identity, "complete": False, "shards": []}
+    manifest = _read_json(path) if path.exists() else fresh
+    _require_same(folder, manifest.get("identity"), identity)
+    remaining = [shard for shard in shards if _read_shard(folder, shard, identity) is None]
+    if remaining or not manifest["complete"]:
+        _check_budget(folder, identity, remaining, label if rank == 0 else None)
+        _write(path, fresh)
+        scratch = folder / ".writing"  # for half-written shards of all ranks
+        with open(folder / ".lock", "w") as lock:
+            if rank == 0:
+                _lock(lock, folder)
+                shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
+            scratch.mkdir(exist_ok=True)
+            barrier()  # until here nobody writes: all have seen the same
+            own = [shard for shard in shards[rank::world] if shard in remaining]
+            meter = _Meter(label, sum(len(shard.rows) for shard in own), enabled=rank == 0)
+            for shard in own:
+                tensors = _compute(target, shard, identity, batch_size, meter)
+                _publish(tensors, shard, identity, scratch)
+            meter.close()
+            barrier()
+            if rank == 0:
+                entries = FeaturesStore(folder, identity, shards).entries
+                _write(path, {"identity": identity, "complete": True, "shards": entries})
+                shutil.rmtree(scratch, ignore_errors=True)
+        barrier()
+    return FeaturesStore(folder, identity, shards)
+
+
+def _check_budget(
+    folder: Path, identity: dict[str, Any], remaining: list[_Shard], label: str | None
+) -> None:
+    """Print it if there is a label; UserError when it exceeds the free space of the disk."""
+    each = bytes_per_token(identity["layers"], identity["hidden_size"], identity["dtype"])
+    needed = sum(shard.num_tokens for shard in remaining) * each
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if label:
+        rows, tokens = identity["rows"], identity["tokens"]
+        size = f"{rows} rows, {tokens} tokens of {each} bytes, {_size(tokens * each)}"
+        print(f"{label}: {size} in {folder}; to write {_size(needed)}, free {_size(free)}")
+    if needed > free:
+        raise UserError(
+            f"data.features need {_size(needed)} in {folder}, only {_size(free)} are free: lower "
+            "data.num_prompts, set data.features=live or use a larger disk (data.cache_dir)"
+        )
+
+
+def _compute(
+    target: Target, shard: _Shard, identity: dict[str, Any], batch_size: int, meter: _Meter
+) -> _Tensors:
+    """The tensors of one shard. No batch crosses shards: they are the same after any kill."""
+    layout = shard.layout(identity).items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout}
+    first = 0
+    for i in range(0, len(shard.rows), batch_size):
+        group = [trace for _, trace in shard.rows[i : i + batch_size]]
+        prompts, responses = [t.prompt_ids for t in group], [t.response_ids for t in group]
+        ids = collate(prompts, responses, [t.source for t in group]).input_ids.to(target.device)
+        hidden = target.outputs(ids, layers=identity["layers"], logits=False).hidden
+        finite = {layer: states.isfinite().all(-1).cpu() for layer, states in hidden.items()}
+        stored: _Tensors = {}
+        for layer, states in hidden.items():
+            if identity["dtype"] == "fp8":
+                # 448 is the largest number of e4m3; nothing is divided by zero
+                scale = (states.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-37)
+                states = states.float() / scale
+                stored[f"scale.{layer}"] = scale.cpu()
+            stored[f"hidden.{layer}"] = states.to(DTYPES[identity["dtype"]]).cpu()
+        for j, trace in enumerate(group):
+            num_tokens = _length(trace)
+            bad = [layer for layer in hidden if not bool(finite[layer][j, :num_tokens].all())]
+            if bad:
+                name = f"trace {trace.index} ({trace.conversation_id!r}, turn {trace.turn})"
+                what = f"the target's output of layers {bad} is not finite in {name}"
+                raise RunFault(f"{meter.label}: {what}; check the target or model.dtype")
+            own = {name: values[j, :num_tokens] for name, values in stored.items()}
+            for name, values in own.items():
+                tensors[name][first : first + num_tokens] = values
+            sum_of_row = _sha256({name: own[name].view(torch.uint8).numpy() for name in own})
+            tensors["sha256"][i + j] = torch.tensor(list(sum_of_row), dtype=torch.uint8)
+            first += num_tokens
+            meter.advance(num_tokens)
+    return tensors
+
+
+def _padded(rows: list[np.ndarray], width: int) -> torch.Tensor:
+    """uint8 [B, width, bytes of a token], zero past the end of each row."""
+    out = np.zeros((len(rows), width, rows[0].shape[1]), np.uint8)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return torch.from_numpy(out)
+
+
+def _sha256(tensors: _Bytes) -> bytes:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].data)
+    return digest.digest()
+
+
+def _header(shard: _Shard, identity: dict[str, Any], sums: torch.Tensor) -> dict[str, Any]:
+    counts = {"rows": len(shard.rows), "tokens": shard.num_tokens}
+    sha256 = hashlib.sha256(sums.numpy().data).hexdigest()
+    return {"identity": identity, "shard": {"file": shard.file, **counts, "sha256": sha256}}
+
+
+def _publish(tensors: _Tensors, shard: _Shard, identity: dict[str, Any], scratch: Path) -> None:
+    """All of the shard or none of it, on the disk when this returns."""
+    path, temporary = scratch.parent / shard.file, scratch / shard.file
+    header = json.dumps(_header(shard, identity, tensors["sha256"]))
+    try:
+        save_file(tensors, temporary, metadata={_HEADER: header})
+        shutil.copymode(scratch.parent / MANIFEST, temporary)  # `save_file`: for its owner only
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        what = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        raise RunFault(f"{what}; remove the cause and start the same command again") from error
+
+
+def _read_shard(
+    folder: Path, shard: _Shard, identity: dict[str, Any]
+) -> tuple[dict[str, Any], _Bytes] | None:
+    """Its entry in the manifest; its tensors: mapped, only "sha256" is read. `safe_open` refuses a
+    file whose length is not what its header says. None where there is no file."""
+    path = folder / shard.file
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _damaged(path, f"not readable: {str(error).splitlines()[0]}") from error
+    if header.get("identity") != identity:
+        raise UserError(f"data.features: {path} belongs to another store; move or delete it")
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if layout != shard.layout(identity) or header != _header(shard, identity, tensors["sha256"]):
+        raise _damaged(path, "its header or checksums are not what was written")
+    return header["shard"], {name: tensors[name].view(torch.uint8).numpy() for name in tensors}
+
+
+def _require_same(folder: Path, stored: Any, wanted: dict[str, Any]) -> None:
+    if stored != wanted:
+        what = f"the store {folder} was made with {'; '.join(_differences(stored, wanted))}"
+        raise UserError(f"data.features: {what}; delete it or use another data.cache_dir")
+
+
+def _lock(lock: IO[str], folder: Path) -> None:
+    """One command writes a store at a time; the system frees the lock on death."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        what = f"the store {folder} is being written by another command"
+        raise UserError(f"data.features: {what}; wait or use another data.cache_dir") from error

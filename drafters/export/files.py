@@ -1,0 +1,157 @@
+"""Reads the files of a published head, safely, and checks names, types and shapes against the
+tables of `reader`. Every complaint names the file and the key or tensor."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from trainer.config import UserError
+
+Tensors = dict[str, torch.Tensor]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"d2t": (torch.int64,), "t2d": (torch.bool,)}  # of the others: FLOATS
+IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")  # what old versions saved, computed anew
+# what a training leaves beside the weights
+ASIDE = ("training_args", "optimizer", "scheduler", "rng_state")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a table of settings, got a {type(content).__name__}")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Of one kind: safetensors where there are any, else what torch wrote."""
+    for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.pt", "*.bin"]):
+        found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+        found = [path for path in found if not path.name.startswith(ASIDE)]
+        if found:
+            return found
+    raise UserError(f"{folder} holds no weights (*.safetensors, *.bin or *.pt)")
+
+
+def tensor_names(folder: Path) -> Iterator[str]:
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors":
+            yield from _torch_load(path)
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield from file.keys()
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from error
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Of all weight files together, finite."""
+    tensors: Tensors = {}
+    for path in weight_files(folder):
+        try:
+            read = load_file(path) if path.suffix == ".safetensors" else _torch_load(path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from error
+        for name, tensor in read.items():
+            if name in tensors:
+                raise UserError(f"{path}: tensor {name!r} stands in another file too")
+            if not bool(tensor.isfinite().all()):
+                raise UserError(f"{path}: tensor {name!r} holds values that are not finite")
+            tensors[name] = tensor
+    return tensors
+
+
+def _torch_load(path: Path) -> Tensors:
+    """Never anything but tensors: other contents of such a file could run code."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged or holds more than tensors: not loaded") from error
+    if not isinstance(content, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in content.values()
+    ):
+        raise UserError(f"{path} must hold a table of tensors")
+    return content
+
+
+def renamed(
+    folder: Path, tensors: Tensors, rules: Sequence[tuple[str, str]]
+) -> tuple[Tensors, dict[str, str]]:
+    """By the first rule that matches the whole name; also the names they had."""
+    found: Tensors = {}
+    given: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if IGNORED_TENSORS.search(name):
+            continue
+        matches = ((re.fullmatch(pattern, name), new) for pattern, new in rules)
+        new = next((match.expand(new) for match, new in matches if match), name)
+        if new in found:
+            raise UserError(f"{folder}: tensors {given[new]!r} and {name!r} mean the same")
+        found[new], given[new] = tensor, name
+    return found, given
+
+
+def check_tensors(
+    folder: Path,
+    tensors: Tensors,
+    wanted: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
+    given: dict[str, str],
+) -> None:
+    """Names, shapes and dtypes; `given`: what these tensors are called in the file."""
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise UserError(
+                f"{folder}: tensor {given.get(name, name)!r} of shape {list(shape)} is missing"
+            )
+    for name, tensor in tensors.items():
+        shape, shown = wanted.get(name, optional.get(name)), given.get(name, name)
+        if shape is None:
+            raise UserError(f"{folder}: unknown tensor {shown!r}")
+        if tuple(tensor.shape) != shape:
+            raise UserError(
+                f"{folder}: tensor {shown!r} must have shape {list(shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+        dtypes = DTYPES.get(name, FLOATS)
+        if tensor.dtype not in dtypes:
+            raise UserError(
+                f"{folder}: tensor {shown!r} must be {' or '.join(map(str, dtypes))}, "
+                f"got {tensor.dtype}"
+            )
+
+
+def check_keys(
+    folder: Path, config: dict[str, Any], keys: dict[str, tuple[type, bool]], strict: bool
+) -> None:
+    """keys[name]: the type, and whether it is always there. `strict`: all of them and no others;
+    else null stands for a default."""
+    for key, (kind, always) in keys.items():
+        if key not in config or (config[key] is None and not strict):
+            if strict or always:
+                raise UserError(f"{folder}: key {key!r} is missing")
+            continue
+        value = config[key]
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if isinstance(value, bool) and kind is not bool:
+            fits = False
+        if not fits and not (value is None and key in NULLABLE):
+            raise UserError(f"{folder}: key {key!r} must be of type {kind.__name__}, got {value!r}")
+    unknown = sorted(config.keys() - keys.keys())
+    if strict and unknown:
+        raise UserError(f"{folder}: unknown key {unknown[0]!r}")
+
+
+NULLABLE = ("rope_scaling",)  # in our own exports too

@@ -1,0 +1,200 @@
+"""What the layouts of heads have in common: the writing, padded output rows, EAGLE's tensors.
+
+Engines count the vocabulary as the target's configuration does, which may be wider than the
+tokenizer. A head over the whole vocabulary is padded with the mean of its real rows, for the reason
+`hf` gives. A reduced vocabulary needs no padding: `d2t` says for each of its rows how far the
+target's id lies from the row's number, `t2d` which target ids are among them. vLLM refuses both
+where the vocabularies are equal.
+
+Engines join the captured states in the order of the layers, so the columns of `fc` are put into
+that order.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from drafters.base import TrainedDrafter
+from drafters.eagle import EagleDrafter
+from drafters.export.hf import real_ids, whole_folder
+from drafters.export.reread import reread
+from drafters.medusa import MedusaDrafter
+from trainer.config import RunFault, UserError
+
+Layout = tuple[dict[str, Any], dict[str, torch.Tensor]]  # config.json, model.safetensors
+
+
+def method_of(drafter: TrainedDrafter) -> str:
+    """vLLM's name for this kind of head."""
+    if isinstance(drafter, EagleDrafter):
+        return "eagle" if drafter.settings.version == 1 else "eagle3"
+    return drafter.kind
+
+
+@torch.no_grad()
+def write(folder: str | Path, layout: Layout, drafter: TrainedDrafter, card: str) -> Path:
+    """Complete or not at all: what was written is read by a reader of its own and compared with the
+    drafter before the folder gets its name. `card` becomes README.md."""
+    config, tensors = layout
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise RunFault(f"tensor {name!r} holds values that are not finite: nothing was written")
+    with whole_folder(folder) as partial:
+        # copies: some names share a tensor, which the format has no way to say
+        copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+        save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        reread(partial, drafter)
+    return Path(folder)
+
+
+def configured_vocab_size(drafter: TrainedDrafter) -> int:
+    return drafter.fingerprint["vocab_size"]
+
+
+def dtype_of(drafter: TrainedDrafter) -> torch.dtype:
+    return next(drafter.parameters()).dtype
+
+
+def padded_rows(drafter: TrainedDrafter, weight: torch.Tensor) -> torch.Tensor:
+    """[at least vocab_size, d] -> [configured vocab_size, d], in the drafter's dtype"""
+    width = configured_vocab_size(drafter)
+    real = real_ids(drafter.tokenizer)
+    real = real[real < drafter.vocab_size]
+    if int(real[-1]) >= width:
+        raise UserError(
+            f"the tokenizer names ids up to {int(real[-1])}, but the target is configured for "
+            f"{width}: no engine can serve this target with a head"
+        )
+    weight, dtype = weight.detach().cpu(), dtype_of(drafter)
+    rows = weight[real].mean(0, dtype=torch.float64).to(dtype).repeat(width, 1)
+    rows[real] = weight[real].to(dtype)
+    return rows
+
+
+def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
+    """The table the head was trained with, where it is not the target's bare weight, which is what
+    engines lend it: some targets scale what they look up. [configured vocab_size, H]"""
+    module: Any = drafter.shared.target.embedding
+    table = module(torch.arange(len(module.weight), device=module.weight.device))
+    if torch.equal(table, module.weight):
+        return None
+    return table[: configured_vocab_size(drafter)].to(dtype_of(drafter))
+
+
+def layer_keys(drafter: EagleDrafter) -> dict[str, Any]:
+    """The Llama layer, the rotary embedding in the new and in the old spelling."""
+    config = drafter.config
+    rope: dict[str, Any] = dict(config.rope_parameters or {})
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    dtype = str(dtype_of(drafter)).removeprefix("torch.")
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": configured_vocab_size(drafter),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]:
+    layer, names = drafter.layer, ("q_proj", "k_proj", "v_proj", "o_proj")
+    tensors = {f"{prefix}.self_attn.{name}.weight": getattr(layer, name).weight for name in names}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"{prefix}.mlp.{name}.weight"] = getattr(layer.mlp, name).weight
+    tensors[f"{prefix}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+    return tensors
+
+
+def eagle1_tensors(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+    """No output head and no embedding, unless the target's needs to be written out."""
+    if drafter.settings.captures != ["final_norm"]:
+        raise UserError(
+            "engines feed EAGLE-1 the final-normed state, this head was trained on layers "
+            f"{drafter.settings.captures}"
+        )
+    refuse_biased_head(drafter)
+    tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
+    embedding = own_embedding(drafter)
+    return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
+
+
+def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:
+    if drafter.output_head(1).bias is not None:
+        raise UserError(
+            "the target's output head has a bias, which engines do not add to what a head drafts: "
+            "this drafter cannot be served"
+        )
+
+
+@torch.no_grad()
+def eagle3_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]:
+    """`prefix`: of the layer's tensors, the one thing in which layouts differ."""
+    settings = drafter.settings
+    order = capture_order(drafter)
+    blocks = drafter.fc.weight.unflatten(1, (len(order), settings.target_width))
+    tensors = {
+        "fc.weight": blocks[:, order].flatten(1),
+        **layer_tensors(drafter, prefix),
+        f"{prefix}.input_layernorm.weight": drafter.input_layernorm.weight,
+        f"{prefix}.hidden_norm.weight": drafter.hidden_norm.weight,
+        "norm.weight": drafter.norm.weight,
+    }
+    if settings.fc_norm:
+        for new, old in enumerate(order):
+            tensors[f"fc_norm.{new}.weight"] = drafter.fc_norms[old].weight  # type: ignore[assignment]
+    if reduced(drafter):
+        kept = drafter.kept.cpu()  # type: ignore[union-attr]
+        tensors["lm_head.weight"] = drafter.lm_head.weight
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(configured_vocab_size(drafter), dtype=torch.bool)
+        tensors["t2d"][kept] = True
+    else:
+        tensors["lm_head.weight"] = padded_rows(drafter, drafter.lm_head.weight)
+    embedding = own_embedding(drafter)
+    return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
+
+
+def reduced(drafter: EagleDrafter) -> bool:
+    return drafter.kept is not None and len(drafter.kept) < configured_vocab_size(drafter)
+
+
+def draft_vocab_size(drafter: EagleDrafter) -> int:
+    return len(drafter.lm_head.weight) if reduced(drafter) else configured_vocab_size(drafter)
+
+
+def capture_order(drafter: EagleDrafter) -> list[int]:
+    """Indices into `settings.captures`, lowest layer first."""
+    captures: list[Any] = drafter.settings.captures
+    if "final_norm" in captures:
+        raise UserError(
+            f"engines capture outputs of decoder layers for EAGLE-3, got {captures}: train with "
+            "numbered layers"
+        )
+    return sorted(range(len(captures)), key=captures.__getitem__)
+
+
+def captured_layers(drafter: EagleDrafter) -> list[int]:
+    """Outputs of decoder layers counted from 0, ascending."""
+    captures: list[Any] = drafter.settings.captures
+    return [captures[i] for i in capture_order(drafter)]

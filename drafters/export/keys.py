@@ -1,0 +1,81 @@
+"""The keys of config.json in each layout of heads, as `reader` knows them."""
+
+from __future__ import annotations
+
+EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# keys of config.json: the type, and whether published heads always have it; our exports have all
+LAYER_KEYS: dict[str, tuple[type, bool]] = {
+    "model_type": (str, False),
+    "hidden_size": (int, True),
+    "intermediate_size": (int, True),
+    "num_hidden_layers": (int, True),
+    "num_attention_heads": (int, True),
+    "num_key_value_heads": (int, False),
+    "head_dim": (int, False),
+    "hidden_act": (str, False),
+    "rms_norm_eps": (float, True),
+    "max_position_embeddings": (int, False),
+    "rope_parameters": (dict, False),
+    "rope_theta": (float, False),
+    "rope_scaling": (dict, False),
+    "attention_bias": (bool, False),
+    "mlp_bias": (bool, False),
+    "tie_word_embeddings": (bool, False),
+    "vocab_size": (int, True),
+    "dtype": (str, False),
+    "torch_dtype": (str, False),
+}
+HEAD_KEYS: dict[str, tuple[type, bool]] = {
+    "architectures": (list, False),
+    "draft_vocab_size": (int, False),
+    "target_hidden_size": (int, False),
+    LAYER_IDS: (list, False),
+    "norm_before_residual": (bool, False),
+    "norm_before_fc": (bool, False),
+    "fc_norm": (bool, False),
+    "norm_output": (bool, False),
+}
+KEYS: dict[str, dict[str, tuple[type, bool]]] = {
+    "eagle": {"architectures": (list, True), **LAYER_KEYS},
+    "eagle3": {
+        **LAYER_KEYS,
+        **HEAD_KEYS,
+        "num_aux_hidden_states": (int, False),
+        "eagle_config": (dict, False),
+    },
+    "speculators": {
+        **HEAD_KEYS,
+        "norm_before_residual": (bool, True),  # its readers take different defaults
+        "speculators_model_type": (str, True),
+        "speculators_version": (str, False),
+        "speculators_config": (dict, False),
+        "transformer_layer_config": (dict, True),
+        "embed_requires_grad": (bool, False),
+    },
+    "medusa": {
+        "architectures": (list, False),
+        "model_type": (str, False),
+        "hidden_size": (int, False),
+        "vocab_size": (int, False),
+        "truncated_vocab_size": (int, False),
+        "num_heads": (int, False),
+        "num_hidden_layers": (int, False),
+        "medusa_fc_bias": (bool, False),
+        "original_lm_head": (bool, False),
+        "dtype": (str, False),
+    },
+}
+# variants of these heads that are not known here: the value that means their absence
+WITHOUT = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_before_fc": False,
+    "use_aux_norm": False,
+    "sliding_window": None,
+    "logit_scale": 1.0,
+    "quantization_config": None,
+}

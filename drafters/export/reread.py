@@ -1,0 +1,221 @@
+"""What an exported head drafts, computed from its files alone and compared with its drafter.
+
+`logits` shares no network code with the drafters: float64, one column and one drafted token after
+the other, without caches, as the definition of the method says it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from data.target import LayerId, TargetOutputs
+from drafters.base import TrainedDrafter
+from drafters.export.files import Tensors
+from drafters.export.reader import Head, read
+from trainer.config import RunFault, UserError
+
+TOLERANCE = 1e-5  # of the largest logit, for drafters in float32
+COMPARED_TOKENS = 12
+COMPARED_DEPTHS = 3  # of heads that draft to any depth
+
+
+@torch.no_grad()
+def reread(folder: str | Path, drafter: TrainedDrafter) -> float:
+    """Compare `folder` with `drafter.draft_logits` on random tokens and states. Returns the largest
+    difference, in units of the largest logit."""
+    target: Any = drafter.shared.target  # type: ignore[union-attr]
+    try:
+        head = read(folder, strict=True, num_target_layers=target.num_layers)
+    except UserError as error:
+        raise RunFault(f"on reading it back: {error}") from error
+    width = drafter.fingerprint["vocab_size"]
+    if head.vocab_size != width:
+        raise RunFault(
+            f"{folder}: key 'vocab_size' must be the target's {width}, got {head.vocab_size}"
+        )
+    draws = torch.Generator().manual_seed(0)
+    named = set(drafter.tokenizer.get_vocab().values())
+    real = torch.tensor(sorted(i for i in named if i < drafter.vocab_size))
+    ids = real[torch.randint(len(real), (COMPARED_TOKENS,), generator=draws)]
+    size = (COMPARED_TOKENS, target.hidden_size)
+    layers: list[LayerId] = [*range(target.num_layers), "final_norm"]
+    hidden = {layer: torch.randn(size, generator=draws) for layer in layers}
+
+    embedding, rows = (w.detach().cpu() for w in (target.embedding.weight, target.head.weight))
+    lends_what_it_uses = torch.equal(target.embedding(ids.to(target.device)).cpu(), embedding[ids])
+    if head.kind != "medusa" and not (lends_what_it_uses or "embed_tokens.weight" in head.tensors):
+        raise RunFault(
+            f"{folder}: tensor 'embed_tokens.weight' is missing: the target scales its embeddings, "
+            "engines lend the bare table"
+        )
+    on_device = {layer: state[None].to(target.device) for layer, state in hidden.items()}
+    worst = 0.0
+    for depth in range(1, (head.num_heads or COMPARED_DEPTHS) + 1):
+        outputs = TargetOutputs(on_device)
+        expected = drafter.draft_logits(ids[None].to(target.device), outputs, depth)
+        expected = expected[0, depth:].cpu().double()
+        found = logits(head, ids, hidden, embedding, rows, depth)
+        padded = head.kind != "eagle" and head.target_ids is None
+        if padded and not torch.isin(found.argmax(-1), real).all():
+            raise RunFault(f"{folder}: at depth {depth} an id without a token could be drafted")
+        found, expected = found[:, real], expected[:, real]
+        if (transform := drafter.output_head(depth).transform) is not None:
+            found = transform(found)  # increasing: engines leave it out and choose the same
+        scored = expected.isfinite()
+        if not torch.equal(scored, found.isfinite()):
+            raise RunFault(f"{folder}: tensor 'd2t' names other ids than the drafter scores")
+        largest = max(1.0, float(expected[scored].abs().max()))
+        differs = float((expected - found)[scored].abs().max()) / largest
+        allowed = _tolerance(drafter)
+        if differs > allowed:  # a chain may amplify rounding: how much, this reader can tell
+            rough = logits(head, ids, hidden, embedding, rows, depth, torch.float32)[:, real]
+            rough = rough.double() if transform is None else transform(rough.double())
+            allowed = max(allowed, 10 * float((rough - found)[scored].abs().max()) / largest)
+        if not differs <= allowed:
+            raise RunFault(
+                f"{folder}: the logits at depth {depth} differ by {differs:.2g} of the largest: a "
+                "tensor's values, the layer ids or a setting in config.json are not the drafter's"
+            )
+        worst = max(worst, differs)
+    return worst
+
+
+def _tolerance(drafter: TrainedDrafter) -> float:
+    """A drafter that computes in half precision needs more room."""
+    used = {next(drafter.parameters()).dtype, drafter.output_head(1).weight.dtype}
+    return max(TOLERANCE, *(16 * torch.finfo(dtype).eps * (dtype.itemsize < 4) for dtype in used))
+
+
+def logits(
+    head: Head,
+    ids: torch.Tensor,
+    hidden: dict[LayerId, torch.Tensor],
+    embedding: torch.Tensor,
+    rows: torch.Tensor,
+    depth: int,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """The law of the token drafted at `depth` when the tokens before it are the given ones.
+
+    ids [L]; hidden[layer] [L, Ht]; embedding, rows [V, H]: the tables that the engine lends
+    -> [L - depth, V] of `dtype`, of the logit indices depth..L - 1
+    """
+    starts = range(len(ids) - depth)
+    if head.kind == "medusa":
+        state = hidden["final_norm"][: len(starts)].to(dtype)
+        return _medusa(head.tensors, state, depth - 1, head.num_layers)
+    eagle = _Eagle(head, dtype)
+    embedded = head.tensors.get("embed_tokens.weight", embedding)[ids].to(dtype)
+    features = torch.cat([hidden[layer].to(dtype) for layer in head.captures], -1)
+    states = torch.stack([eagle.draft(embedded, features, start, depth) for start in starts])
+    if head.kind == "eagle":
+        return _projected(states, rows)
+    scores = _projected(states, head.tensors["lm_head.weight"])
+    if head.target_ids is None:
+        return scores
+    full = scores.new_full((len(scores), head.vocab_size), -torch.inf)
+    full[:, head.target_ids] = scores
+    return full
+
+
+def _projected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """In pieces: in float64 the matrix of a large vocabulary takes gigabytes."""
+    return torch.cat([states @ piece.to(states.dtype).T for piece in rows.split(8192)], -1)
+
+
+def _medusa(tensors: Tensors, state: torch.Tensor, number: int, num_layers: int) -> torch.Tensor:
+    for j in range(num_layers):
+        made = state @ tensors[f"block.{number}.{j}.weight"].to(state.dtype).T
+        if f"block.{number}.{j}.bias" in tensors:
+            made = made + tensors[f"block.{number}.{j}.bias"].to(state.dtype)
+        state = state + made * torch.sigmoid(made)
+    return _projected(state, tensors["rows" if "rows" in tensors else f"rows.{number}"])
+
+
+class _Eagle:
+    """One decoder layer, one column at a time; vectors where the drafter has batches."""
+
+    def __init__(self, head: Head, dtype: torch.dtype):
+        assert head.layer is not None
+        self.head, self.config = head, head.layer
+        own = ("layer.", "fc.", "fc_norm.", "norm.")
+        self.tensors = {n: t.to(dtype) for n, t in head.tensors.items() if n.startswith(own)}
+        self.rotary = LlamaRotaryEmbedding(head.layer)
+
+    def draft(
+        self, embedded: torch.Tensor, features: torch.Tensor, start: int, depth: int
+    ) -> torch.Tensor:
+        """Chain of `depth` after the prefix of columns up to `start`: [H], what the output matrix
+        sees last."""
+        keys, values = [], []
+        feature = projected = features[start]
+        for column in range(start + depth):
+            if column <= start:  # the target has been here
+                feature = self.fused(features[column])
+            x, residual = self.inputs(feature, embedded[column + 1])
+            keys.append(self.rotated(self.heads(x, "k"), column))
+            values.append(self.heads(x, "v"))
+            if column < start:
+                continue
+            query = self.rotated(self.heads(x, "q"), column)
+            output = self.layer(query, torch.stack(keys), torch.stack(values), residual)
+            feature = projected = output
+            if self.head.kind == "eagle3":
+                projected = self.norm(output, "norm")
+                feature = projected if self.head.flags["norm_output"] else output
+        return projected
+
+    def fused(self, joined: torch.Tensor) -> torch.Tensor:
+        if self.head.kind == "eagle":
+            return joined
+        if self.head.flags["fc_norm"]:
+            parts = joined.chunk(len(self.head.captures))
+            joined = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)])
+        return self.tensors["fc.weight"] @ joined
+
+    def inputs(
+        self, feature: torch.Tensor, embedded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.head.kind == "eagle":
+            mixed = self.tensors["fc.weight"] @ torch.cat([embedded, feature])
+            return mixed, mixed
+        normed = self.norm(feature, "layer.hidden_norm")
+        token = self.norm(embedded, "layer.input_layernorm")
+        residual = normed if self.head.flags["norm_before_residual"] else feature
+        return torch.cat([token, normed]), residual
+
+    def layer(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """query [heads, D]; keys, values [columns, groups, D]; residual [H] -> [H]"""
+        shared = len(query) // keys.shape[1]
+        mixed = []
+        for number, one in enumerate(query):
+            group = number // shared
+            weights = (keys[:, group] @ one / len(one) ** 0.5).softmax(0)
+            mixed.append(weights @ values[:, group])
+        hidden = residual + self.times("self_attn.o_proj", torch.cat(mixed))
+        x = self.norm(hidden, "layer.post_attention_layernorm")
+        gated = F.silu(self.times("mlp.gate_proj", x)) * self.times("mlp.up_proj", x)
+        return hidden + self.times("mlp.down_proj", gated)
+
+    def times(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.tensors[f"layer.{name}.weight"] @ x
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = (x.square().mean() + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def heads(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        return self.times(f"self_attn.{which}_proj", x).view(-1, int(self.config.head_dim or 0))
+
+    def rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        angles = self.rotary(x.float(), torch.tensor([[position]]))
+        cos, sin = (part[0, 0].to(x.dtype) for part in angles)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin

@@ -1,0 +1,67 @@
+"""EAGLE-3 in the layout of the speculators library (read in 0.9), which vLLM opens directly: the
+layer's configuration is nested, its tensors are named `layers.0.*`.
+
+`norm_before_residual` is always written, since speculators and vLLM take different defaults for it.
+`d2t` and `t2d` stand together where the draft vocabulary is reduced. Where it is not, neither
+reader has a place for them, and vLLM refuses the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drafters.eagle import EagleDrafter
+from drafters.export.heads import (
+    Layout,
+    captured_layers,
+    draft_vocab_size,
+    eagle3_tensors,
+    layer_keys,
+    write,
+)
+
+VERSION = "0.9.0"
+
+
+def export(
+    drafter: EagleDrafter, folder: str | Path, *, card: str, target: str, num_tokens: int
+) -> Path:
+    """`target`: the name that readers of the folder will load it by, so better a Hub id than a
+    local folder; `num_tokens`: what is drafted a round unless the server says otherwise."""
+    return write(folder, layout(drafter, target, num_tokens), drafter, card)
+
+
+def layout(drafter: EagleDrafter, target: str, num_tokens: int) -> Layout:
+    settings, layers = drafter.settings, captured_layers(drafter)
+    # vLLM passes the nested part on whole and this key only there
+    layer = layer_keys(drafter) | {"num_aux_hidden_states": len(layers)}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": target,
+                "architectures": drafter.shared.target.model.config.architectures or [],
+            },
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": draft_vocab_size(drafter),
+        "target_hidden_size": settings.target_width,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+        "norm_before_residual": settings.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": settings.fc_norm,
+        "norm_output": settings.norm_output,
+        "embed_requires_grad": False,
+    }
+    return config, eagle3_tensors(drafter, "layers.0")

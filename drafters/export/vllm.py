@@ -1,0 +1,101 @@
+"""Heads for vLLM (read in 0.32): Medusa, EAGLE-1 and the flat layout of EAGLE-3.
+
+- Medusa drafts a chain of first choices, one head a token. Heads that share the target's output
+  matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
+  matrix for all of them, where a copy a head would cost vocabulary x width x heads twice, in the
+  file and in memory. The loader drops biases without a word unless `medusa_fc_bias` is true.
+- EAGLE-1 is a Llama of one layer plus `fc`; vLLM puts "Eagle" before the architecture's name.
+- EAGLE-3 names the captured layers twice: vLLM looks at the top-level key and counts the states
+  that have passed k layers, SGLang at `eagle_config` and counts layers from 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.base import TrainedDrafter
+from drafters.eagle import EagleDrafter
+from drafters.export.heads import (
+    Layout,
+    captured_layers,
+    configured_vocab_size,
+    draft_vocab_size,
+    dtype_of,
+    eagle1_tensors,
+    eagle3_tensors,
+    layer_keys,
+    padded_rows,
+    refuse_biased_head,
+    write,
+)
+from drafters.medusa import MedusaDrafter
+
+
+def export(drafter: TrainedDrafter, folder: str | Path, *, card: str) -> Path:
+    return write(folder, layout(drafter), drafter, card)
+
+
+def layout(drafter: TrainedDrafter) -> Layout:
+    if isinstance(drafter, MedusaDrafter):
+        return medusa(drafter)
+    assert isinstance(drafter, EagleDrafter)
+    if drafter.settings.version == 3:
+        return eagle3(drafter)
+    config = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
+    return config, eagle1_tensors(drafter)
+
+
+def medusa(drafter: MedusaDrafter) -> Layout:
+    refuse_biased_head(drafter)
+    settings, weights, dtype = drafter.settings, drafter.state_dict(), dtype_of(drafter)
+    width = drafter.shared.target.hidden_size
+    num_layers = max(settings.num_layers, 1)  # a layer of zeros passes its input unchanged
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(settings.num_heads):
+        for j in range(num_layers):
+            shapes = {"weight": (width, width), "bias": (width,)}
+            for part, shape in shapes.items():
+                given = weights.get(f"blocks.{i}.layers.{j}.{part}")
+                given = torch.zeros(shape, dtype=dtype) if given is None else given
+                tensors[f"medusa_heads.{i}.{j}.linear.{part}"] = given
+        if settings.own_head or i == 0:
+            rows = padded_rows(drafter, drafter.output_head(i + 1).weight)
+            tensors[f"medusa_heads.{i}.{num_layers}.weight"] = rows
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": width,
+        "vocab_size": configured_vocab_size(drafter),
+        "truncated_vocab_size": configured_vocab_size(drafter),
+        "num_heads": settings.num_heads,
+        "num_hidden_layers": num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not settings.own_head,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    return config, tensors
+
+
+def eagle3(drafter: EagleDrafter) -> Layout:
+    """For SGLang too, which reads the same folder."""
+    settings, layers = drafter.settings, captured_layers(drafter)
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_keys(drafter),
+        "draft_vocab_size": draft_vocab_size(drafter),
+        "target_hidden_size": settings.target_width,
+        "num_aux_hidden_states": len(layers),
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": layers,
+        },
+        "norm_before_residual": settings.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": settings.fc_norm,
+        "norm_output": settings.norm_output,
+    }
+    return config, eagle3_tensors(drafter, "midlayer")

@@ -1,0 +1,267 @@
+"""Hydra: Medusa's heads, each of which also reads the tokens drafted before its own.
+
+The head of depth j on the state s_t reads u = [s_t ; e(x_{t+1}) ; ... ; e(x_{t+j})] and predicts
+token t + 1 + j: r = R u + SiLU(A u), then r + SiLU(B r), then its output matrix (Ankner et al.
+2024, arXiv:2402.05109). e is the target's own embedding; s_t the target's last state or, in
+Hydra++, what a decoder layer over the prefix makes of it. Departures from the published code: R
+starts as [I 0 .. 0], so that without the prefix layer a fresh head is the target's next-token
+predictor, where the published one is a random map; the later layers of a head are distinct modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from data.target import Target, TargetOutputs
+from drafters.base import Budget, DraftState, TrainedDrafter
+from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys, attend, layer_config
+from drafters.medusa import (
+    ResidualLayers,
+    copy_head,
+    head_of,
+    own_heads,
+    read_about,
+    restore,
+    save_tensors,
+    zero_linear,
+)
+from trainer.chunked import OutputHead
+from trainer.config import UserError, require
+from trainer.shift import at_index
+
+
+@dataclass
+class HydraSettings:
+    """`num_layers`: of each head, 4 in Hydra++; `prefix_layer`: the decoder layer of Hydra++;
+    `dropout`: before every layer of a head and before its output matrix; `shared_lm_head`: the
+    target's, frozen, instead of one per head that starts as the target's; `identity_residual`: R
+    starts as [I 0 .. 0], else at random; `tie_layers`: one module for all later layers of a head,
+    as the published code has it by a slip."""
+
+    num_heads: int = 4
+    num_layers: int = 1
+    prefix_layer: bool = False
+    dropout: float = 0.0
+    shared_lm_head: bool = False
+    identity_residual: bool = True
+    tie_layers: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.num_heads >= 1, "method.num_heads", "be >= 1", self.num_heads)
+        require(self.num_layers >= 1, "method.num_layers", "be >= 1", self.num_layers)
+        require(0 <= self.dropout < 1, "method.dropout", "lie in [0, 1)", self.dropout)
+
+
+class HydraDrafter(TrainedDrafter):
+    kind = "hydra"
+    target_layers = ("final_norm",)
+
+    def __init__(self, settings: HydraSettings, target: Target):
+        super().__init__()
+        self.settings, self.max_depth = settings, settings.num_heads
+        self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
+        self.tokenizer = target.tokenizer
+        self.shared = Shared(target)
+        width = target.hidden_size
+        depths = range(1, settings.num_heads + 1)
+        self.heads = nn.ModuleList(GroundedHead(width, depth, settings) for depth in depths)
+        embedded = self._embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        if embedded.shape[-1] != width:
+            raise UserError(
+                f"the target's embedding is {embedded.shape[-1]} wide, its states {width}: Hydra's "
+                "heads read both as one and cannot be made for it"
+            )
+        if settings.prefix_layer:
+            self.prefix = PrefixLayer(prefix_config(target))
+        if not settings.shared_lm_head:
+            self.lm_heads = own_heads(target, settings.num_heads, bias=True)
+        self.to(target.device)
+
+    @classmethod
+    def build(cls, target: Target, settings: HydraSettings) -> HydraDrafter:
+        """A fresh one."""
+        drafter = cls(settings, target)
+        if not settings.shared_lm_head:
+            copy_head(target, drafter.lm_heads)
+        return drafter
+
+    def fresh(self) -> HydraDrafter:
+        return HydraDrafter.build(self.shared.target, self.settings).eval()
+
+    # --- the network -----------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.heads.parameters()).dtype
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            embedded = self.shared.target.embedding(ids)
+        return embedded.to(self.dtype)
+
+    def states(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """In training under dropout, as the output matrix gets them."""
+        assert outputs is not None
+        length = ids.shape[1]
+        state = outputs.hidden["final_norm"].to(self.dtype)
+        if self.settings.prefix_layer:
+            if position_ids is None:
+                position_ids = torch.arange(length, device=ids.device).expand_as(ids)
+            state = self.prefix(state, position_ids)
+        embedded = self._embed(ids)
+        for number in range(1, depth + 1):
+            count = max(length - number, 0)  # columns whose tokens t + 1 .. t + number are there
+            tokens = [embedded[:, i : i + count] for i in range(1, number + 1)]
+            made = self.heads[number - 1](torch.cat([state[:, :count], *tokens], -1))
+            yield at_index(made, number, length)
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        heads = None if self.settings.shared_lm_head else self.lm_heads
+        return head_of(self.shared.target, heads, depth)
+
+    # --- proposing -------------------------------------------------------------------------------
+
+    def begin(self, rows: int, capacity: int) -> None:
+        self._slots = SlotKeys(rows, capacity)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self._slots.keep(rows)
+
+    def prefill(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        outputs: TargetOutputs | None = None,
+    ) -> None:
+        if not self.settings.prefix_layer:
+            return
+        assert outputs is not None
+        slots = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        hidden = outputs.hidden["final_norm"].to(self.dtype)
+        self._slots.write(*self.prefix.keys_values(hidden, slots), slots, rows)
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """The state that all heads of this round read. The prefix layer runs over the positions
+        that may be new since the last round, at most a full round's, never over drafted tokens."""
+        assert state.outputs is not None
+        hidden = state.outputs.hidden["final_norm"]
+        self.start_width = budget.max_tokens + 1 if self.settings.prefix_layer else 1
+        back = torch.arange(-1 - self.start_width, -1, device=state.ids.device)
+        columns = (state.lengths.unsqueeze(1) + back).clamp(min=0)
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        seen = hidden[rows, columns].to(self.dtype)
+        if self.settings.prefix_layer:
+            used = min(self._slots.capacity, -(-(state.max_length - 1) // 16) * 16)
+            seen = self.prefix(seen, columns, self._slots, used)
+        self._state = seen[:, -1:]
+        # [B, 1 + fed, num_heads]: the tokens that the heads below a node read. First the root's
+        self._paths = state.ids.new_zeros(len(rows), 1, self.settings.num_heads)
+        self._paths[:, 0, :1] = state.ids.gather(1, state.lengths.unsqueeze(1) - 1)
+        return self._head(self._paths, 1)[:, 0]
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        paths = self._paths[rows, parents + 1]
+        paths[..., depth] = tokens
+        self._paths = torch.cat([self._paths, paths], 1)
+        return self._head(paths, depth + 1)
+
+    def _head(self, paths: torch.Tensor, depth: int) -> torch.Tensor:
+        """[B, n, num_heads] int64 -> [B, n, vocab_size], of the children of these nodes"""
+        embedded = self._embed(paths[..., :depth]).flatten(-2)
+        state = self._state.expand(-1, paths.shape[1], -1)
+        return self.project(self.heads[depth - 1](torch.cat([state, embedded], -1)), depth)
+
+    # --- own format ------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        return {"settings": dataclasses.asdict(self.settings)}
+
+    def save_weights(self, folder: Path) -> None:
+        save_tensors(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Target) -> HydraDrafter:
+        about = read_about(Path(folder), target)
+        drafter = cls(HydraSettings(**about["settings"]), target)
+        restore(drafter, Path(folder), about)
+        return drafter.eval()
+
+
+class GroundedHead(ResidualLayers):
+    """Up to its output matrix, for one depth: as many token embeddings follow the state."""
+
+    def __init__(self, width: int, depth: int, settings: HydraSettings):
+        super().__init__(width, settings.num_layers - 1, settings.tie_layers, settings.dropout)
+        self.first = zero_linear((1 + depth) * width, width)
+        self.residual = nn.Linear((1 + depth) * width, width)
+        if settings.identity_residual:
+            nn.init.eye_(self.residual.weight)
+            nn.init.zeros_(self.residual.bias)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """[..., (1 + depth) * width] -> [..., width]"""
+        z = F.dropout(z, self.dropout, self.training)
+        made = super().forward(self.residual(z) + F.silu(self.first(z)))
+        return F.dropout(made, self.dropout, self.training)
+
+
+class PrefixLayer(nn.Module):
+    """One decoder layer over the target's states of the text so far."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer = DecoderLayer(config, config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def keys_values(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer.keys_values(self.input_layernorm(hidden), positions)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: SlotKeys | None = None,
+        used: int = 0,
+    ) -> torch.Tensor:
+        """hidden [B, T, width] of a whole text; or, with `slots`, of some of its positions, which
+        are written there and see all slots up to their own, of those below `used`."""
+        x = self.input_layernorm(hidden)
+        keys, values = self.layer.keys_values(x, positions)
+        allowed = None
+        if slots is not None:
+            slots.write(keys, values, positions)
+            keys, values = slots.read(used)
+            allowed = torch.arange(used, device=x.device) <= positions.unsqueeze(-1)
+        mixed = attend(self.layer.queries(x, positions), keys, values, allowed)
+        return self.norm(self.layer.finish(hidden, mixed))
+
+
+def prefix_config(target: Target) -> LlamaConfig:
+    config = target.model.config.get_text_config()
+    if not getattr(config, "rope_parameters", None):
+        raise UserError(
+            f"method.prefix_layer must be false for a {config.model_type} target: its "
+            "configuration has no rotary positions for the layer to take over"
+        )
+    return layer_config(config)

@@ -1,0 +1,186 @@
+"""The decoder layer of heads that attend: Llama's parts, attention with slots the caller chooses.
+
+Serving engines build these heads from Llama's layer whatever the target's family, so the activation
+is SiLU and projections have no bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from data.target import Target
+
+RMSNorm = LlamaRMSNorm
+
+
+def layer_config(target_config: Any) -> LlamaConfig:
+    """One Llama layer of the target's width, heads and rotary embedding."""
+    config = target_config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" not in rope and "rope_theta" not in rope:  # one entry per kind of layer
+        rope = rope.get("full_attention") or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    heads = config.num_attention_heads
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 17,
+        rope_parameters=dict(rope),
+        vocab_size=config.vocab_size,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward. `input_width`: of what q, k and v read; the residual stream is
+    `hidden_size` wide and given apart."""
+
+    def __init__(self, config: LlamaConfig, input_width: int):
+        super().__init__()
+        width, self.heads = config.hidden_size, config.num_attention_heads
+        self.groups = config.num_key_value_heads or self.heads
+        self.head_dim = config.head_dim or width // self.heads
+        self.q_proj = nn.Linear(input_width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, self.groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, self.groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def keys_values(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, T, input_width] -> rotated keys and values [B, G, T, head_dim]"""
+        cos, sin = self.rotary(x, positions)
+        keys = self._split(self.k_proj(x), self.groups)
+        rotated, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
+        return rotated, self._split(self.v_proj(x), self.groups)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.rotary(x, positions)
+        queries = self._split(self.q_proj(x), self.heads)
+        rotated, _ = apply_rotary_pos_emb(queries, queries, cos, sin)
+        return rotated
+
+    def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """mixed [B, H, T, head_dim] -> the layer's output [B, T, width]"""
+        hidden = residual + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    """allowed [B, T, S] bool, None: causal. [B, H, T, D], [B, G, S, D] -> [B, H, T, D]"""
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=None if allowed is None else allowed.unsqueeze(1),
+        is_causal=allowed is None,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+
+
+def attend_unrolled(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: list[tuple[torch.Tensor, torch.Tensor]],
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One unrolled step: column t sees the first step's columns 0..t and of every later step its
+    own column only (Li et al. 2025, EAGLE-3, training-time test).
+
+    queries [B, H, C, D] of some columns; keys, values [B, G, T, D]: the first step's, of all; own:
+    [B, G, C, D] each, the later steps' keys and values of the queries' columns; allowed [B, C, T]
+    bool, None: causal, C = T -> [B, H, C, D]
+    """
+    if not own:
+        return attend(queries, keys, values, allowed)
+    batch, heads, count, width = queries.shape
+    groups, length = keys.shape[1:3]
+    grouped = queries.view(batch, groups, heads // groups, count, width) * width**-0.5
+    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
+    if allowed is None:
+        later = torch.ones(count, length, dtype=torch.bool, device=queries.device).triu(1)
+    else:
+        later = ~allowed[:, None, None]
+    scores = scores.masked_fill(later, -torch.inf)
+    diagonal = [(grouped * key.unsqueeze(2)).sum(-1, keepdim=True) for key, _ in own]
+    weights = torch.cat([scores, *diagonal], -1).softmax(-1)
+    mixed = weights[..., :length] @ values.unsqueeze(2)
+    for i, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., length + i : length + i + 1] * value.unsqueeze(2)
+    return mixed.reshape(batch, heads, count, width)
+
+
+class SlotKeys:
+    """Keys and values of one layer in slots of the caller's choice, as `data.cache` has them."""
+
+    def __init__(self, rows: int, capacity: int):
+        self.rows, self.capacity = rows, capacity
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """keys, values [R, G, T, D]; slots [R, T]; rows [R], None: all."""
+        if self.keys is None or self.values is None:
+            shape = (self.rows, keys.shape[1], self.capacity, keys.shape[3])
+            # zeros, not empty: a masked slot still enters the weighted sum, as 0 * value
+            self.keys, self.values = keys.new_zeros(shape), values.new_zeros(shape)
+        if rows is None:
+            rows = torch.arange(self.rows, device=keys.device)
+        index = (rows.unsqueeze(1), slice(None), slots)
+        self.keys[index] = keys.transpose(1, 2)
+        self.values[index] = values.transpose(1, 2)
+
+    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.rows = len(rows)
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Shared:
+    """The target, whose embedding and head a drafter uses but does not own: no parameters of it,
+    never saved, not copied with it."""
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self

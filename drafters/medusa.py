@@ -1,0 +1,216 @@
+"""Medusa: independent heads on the target's last state; head j drafts the token at depth j.
+
+Head j of the state at position t predicts token t + 1 + j (Cai et al. 2024, arXiv:2401.10774). The
+target itself predicts token t + 1, which is committed before the heads are asked. No head sees what
+another one drafted, so all are computed once a round and there is nothing to cache. Departures from
+the published code: biases start at zero, so that a fresh head is exactly the target's next-token
+predictor; the layers of a head are distinct modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+
+from data.target import Target, TargetOutputs
+from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
+from drafters.layers import Shared
+from trainer.chunked import OutputHead
+from trainer.config import UserError, require
+from trainer.shift import at_index
+
+
+@dataclass
+class MedusaSettings:
+    """`own_head`: every head has an output matrix of its own, which starts as the target's and is
+    trained; without it they share the target's, frozen. `tie_layers`: one module for all layers of
+    a head, as the published code has it by a slip."""
+
+    num_heads: int = 5
+    num_layers: int = 1
+    own_head: bool = True
+    tie_layers: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.num_heads >= 1, "method.num_heads", "be >= 1", self.num_heads)
+        require(self.num_layers >= 0, "method.num_layers", "be >= 0", self.num_layers)
+        if self.num_layers == 0 and not self.own_head:
+            raise UserError(
+                "method.num_layers must be >= 1 where method.own_head is false, got 0: nothing "
+                "would be left to train"
+            )
+
+
+class MedusaDrafter(TrainedDrafter):
+    kind = "medusa"
+    target_layers = ("final_norm",)
+
+    def __init__(self, settings: MedusaSettings, target: Target):
+        super().__init__()
+        self.settings, self.max_depth = settings, settings.num_heads
+        self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
+        self.tokenizer = target.tokenizer
+        self.shared = Shared(target)
+        shape = (target.hidden_size, settings.num_layers, settings.tie_layers)
+        self.blocks = nn.ModuleList(ResidualLayers(*shape) for _ in range(settings.num_heads))
+        if settings.own_head:
+            biased = target.head.bias is not None
+            self.lm_heads = own_heads(target, settings.num_heads, biased)
+        self.to(target.device)
+
+    @classmethod
+    def build(cls, target: Target, settings: MedusaSettings) -> MedusaDrafter:
+        """A fresh one: every head is the target's predictor of the next token."""
+        drafter = cls(settings, target)
+        if settings.own_head:
+            copy_head(target, drafter.lm_heads)
+        return drafter
+
+    def fresh(self) -> MedusaDrafter:
+        return MedusaDrafter.build(self.shared.target, self.settings).eval()
+
+    # --- the network -----------------------------------------------------------------------------
+
+    def states(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
+        assert outputs is not None
+        length = ids.shape[1]
+        for number in range(1, depth + 1):
+            hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
+            yield at_index(self.blocks[number - 1](hidden), number, length)
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        return head_of(self.shared.target, self.lm_heads if self.settings.own_head else None, depth)
+
+    # --- proposing -------------------------------------------------------------------------------
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """All the heads this round needs, on the last position whose target state is known."""
+        assert state.outputs is not None
+        rows = torch.arange(len(state.lengths), device=state.ids.device)
+        last = state.outputs.hidden["final_norm"][rows, state.lengths - 2]
+        states = [block(last) for block in self.blocks[: budget.max_tokens]]
+        if self.settings.own_head:
+            self._logits = [self.project(one, depth) for depth, one in enumerate(states, 1)]
+        else:  # one pass over the shared matrix
+            self._logits = list(self.project(torch.stack(states, 1), 1).unbind(1))
+        return self._logits[0]
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._logits[depth].unsqueeze(1).expand(-1, tokens.shape[1], -1)
+
+    # --- own format ------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        return {"settings": dataclasses.asdict(self.settings)}
+
+    def save_weights(self, folder: Path) -> None:
+        save_tensors(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Target) -> MedusaDrafter:
+        about = read_about(Path(folder), target)
+        drafter = cls(MedusaSettings(**about["settings"]), target)
+        restore(drafter, Path(folder), about)
+        return drafter.eval()
+
+
+# --- what Hydra's heads share with these ---------------------------------------------------------
+
+
+class ResidualLayers(nn.Module):
+    """`count` times z + SiLU(A z + b), dropout before each. A and b start at zero: z passes
+    unchanged. `tie`: one module stands for all."""
+
+    def __init__(self, width: int, count: int, tie: bool = False, dropout: float = 0.0):
+        super().__init__()
+        made = [zero_linear(width, width) for _ in range(min(count, 1) if tie else count)]
+        self.layers = nn.ModuleList(made * count if tie else made)
+        self.dropout = dropout
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """[..., width], whose dtype becomes that of the weights -> [..., width]"""
+        if len(self.layers):
+            z = z.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
+        for layer in self.layers:
+            z = F.dropout(z, self.dropout, self.training)
+            z = z + F.silu(layer(z))
+        return z
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def own_heads(target: Target, count: int, bias: bool) -> nn.ModuleList:
+    """Output matrices of the target's shape, over its true vocabulary."""
+    width = target.head.weight.shape[1]
+    if width != target.hidden_size:
+        raise UserError(
+            f"the target's head reads states {width} wide, its last layer gives "
+            f"{target.hidden_size}: heads on its states cannot start from it"
+        )
+    return nn.ModuleList(nn.Linear(width, target.vocab_size, bias=bias) for _ in range(count))
+
+
+@torch.no_grad()
+def copy_head(target: Target, heads: nn.ModuleList) -> None:
+    """Copies, also where the target's embedding and head are one tensor."""
+    source = target.head
+    for head in heads:
+        assert isinstance(head, nn.Linear)
+        head.weight.copy_(source.weight[: target.vocab_size])
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+        if source.bias is not None:
+            head.bias.copy_(source.bias[: target.vocab_size])
+
+
+def head_of(target: Target, heads: nn.ModuleList | None, depth: int) -> OutputHead:
+    if heads is None:
+        return target.head
+    head = heads[depth - 1]
+    assert isinstance(head, nn.Linear)
+    return OutputHead(head.weight, head.bias, transform=target.head.transform)
+
+
+def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
+    # copies: a tied module is written once per name
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+def read_about(folder: Path, target: Target) -> dict[str, Any]:
+    about = json.loads((folder / "drafter.json").read_text())
+    check_fingerprint(about["target"], target.fingerprint, str(folder))
+    return about
+
+
+def restore(drafter: TrainedDrafter, folder: Path, about: dict[str, Any]) -> None:
+    try:
+        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder}: weights and drafter.json disagree ({reason})") from error
+    drafter.rank_accuracy = about.get("rank_accuracy")

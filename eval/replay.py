@@ -1,0 +1,178 @@
+"""Trees without decoding: the rounds of decoding, driven by a trace instead of the target.
+
+A deterministic tree is verified by drawing the target's token and following the matching child. The
+trace is what the target drew, so the accepted path at a start is the longest one along the trace:
+nothing is left to chance, and the target's states of the whole trace come from one parallel pass.
+Only the drafter works round by round. Calibration of static trees, from the ranks of the true
+tokens, lives here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.sampling import KeyedRandom, Sampling
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.base import Budget, DraftState
+from drafters.tree import TokenTree
+from eval.metrics import PromptCounters, Round, counters_from_rounds
+from trainer.config import UserError
+
+MAX_RANKS = 10  # children of one node that a calibrated tree may have
+
+
+class TreeReplay:
+    """Traces of one sampling against trees of `budget.tree`; counters as decoding has them."""
+
+    def __init__(
+        self,
+        target: Target,
+        traces: Sequence[Trace],
+        sampling: Sampling,
+        budget: Budget,
+        batch_size: int = 16,
+    ):
+        if budget.sample_children and sampling.temperature > 0:
+            raise UserError(
+                "eval.tree_children=sampled: acceptance given the text is not known for sampled "
+                "trees, only decoding measures them"
+            )
+        for trace in traces:
+            if len(trace.lookahead_ids) < budget.max_tokens - 1:
+                raise UserError(
+                    f"traces carry {len(trace.lookahead_ids)} look-ahead tokens, a tree of depth "
+                    f"{budget.max_tokens} needs as many: generate them with a larger eval.K"
+                )
+        self.target, self.sampling, self.budget = target, sampling, budget
+        order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+        self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+    @torch.inference_mode()
+    def __call__(self, drafter: Any) -> list[PromptCounters]:
+        counters = []
+        for group in self.groups:
+            rounds = self._group(drafter, group)
+            counters += [
+                counters_from_rounds(rows, trace.prompt_hash, trace.domain, self.budget.max_tokens)
+                for rows, trace in zip(rounds, group, strict=True)
+            ]
+        return counters
+
+    def _group(self, drafter: Any, group: Sequence[Trace]) -> list[list[Round]]:
+        device, depth = self.target.device, self.budget.max_tokens
+        texts = [t.prompt_ids + t.response_ids + t.lookahead_ids for t in group]
+        capacity = max(map(len, texts)) + depth + self.budget.max_nodes + 2
+        ids = torch.zeros(len(group), capacity, dtype=torch.long)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+        ids = ids.to(device)
+        longest = max(map(len, texts))
+        outputs = self.target.outputs(ids[:, :longest], layers=drafter.target_layers, logits=False)
+        for layer, states in outputs.hidden.items():
+            padding = (0, 0, 0, capacity - longest)
+            outputs.hidden[layer] = torch.nn.functional.pad(states, padding)
+        starts = torch.tensor([len(t.prompt_ids) for t in group], device=device)
+        widest = int(starts.max())
+        drafter.begin(len(group), capacity)
+        prompts = {layer: states[:, :widest] for layer, states in outputs.hidden.items()}
+        rows = torch.arange(len(group), device=device)
+        drafter.prefill(rows, ids[:, :widest], starts, TargetOutputs(prompts))
+        lengths = starts + 1
+        keys = torch.zeros(len(group), dtype=torch.long, device=device)
+        found: list[list[Round]] = [[] for _ in group]
+        live = [len(t.response_ids) > 1 for t in group]
+        while any(live):
+            state = DraftState(
+                ids, lengths, int(lengths.max()), self.sampling, KeyedRandom(keys), outputs
+            )
+            tree = drafter.propose(state, self.budget)
+            tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+            steps = []
+            for row, trace in enumerate(group):
+                if not live[row]:
+                    steps.append(0)
+                    continue
+                done = int(lengths[row]) - len(trace.prompt_ids)
+                ahead = (trace.response_ids + trace.lookahead_ids)[done:]
+                node, accepted = longest_path(tokens[row], parents[row], ahead)
+                room = len(trace.response_ids) - done
+                rejected = node in parents[row]
+                found[row].append(_round(trace, tree, accepted, rejected, room, done))
+                live[row] = accepted + 1 < room
+                steps.append(accepted + 1 if live[row] else 0)
+            lengths = lengths + torch.tensor(steps, device=device)
+        return found
+
+
+def longest_path(
+    tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]
+) -> tuple[int, int]:
+    """The deepest node (-1: none) whose path from the root spells the beginning of `text`, and its
+    depth; parents come before children."""
+    reached = {-1: 0}  # node -> its depth, for nodes on a matching path
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        depth = reached.get(parent)
+        if depth is not None and depth < len(text) and text[depth] == token:
+            reached[node] = depth + 1
+    return max(reached.items(), key=lambda item: item[1])
+
+
+def _round(
+    trace: Trace, tree: TokenTree, accepted: int, rejected: bool, room: int, done: int
+) -> Round:
+    """room: tokens the output still takes; an engine accepts past them."""
+    emitted = min(accepted + 1, room)
+    return Round(
+        prompt_hash=trace.prompt_hash,
+        submitted=tree.tokens.shape[1],
+        depth=int(tree.depths.max()),
+        accepted=min(accepted, emitted),
+        emitted=emitted,
+        first_reject_pos=accepted + 1 if rejected and accepted < emitted else None,
+        draft_forwards=tree.draft_forwards,
+        draft_tokens=tree.draft_tokens,
+        t_draft=0.0,
+        t_verify=0.0,
+        t_other=0.0,
+        ctx_len=len(trace.prompt_ids) + done,
+        overlap=[],
+        truncated=emitted < accepted + 1,
+        engine_accepted=accepted,
+    )
+
+
+@torch.inference_mode()
+def rank_accuracy(
+    target: Target, traces: Sequence[Trace], drafter: Any, depth: int, batch_size: int = 16
+) -> list[list[float]]:
+    """[depth][rank]: how often the rank-th token of a depth is the target's, the tokens before it
+    being right; over all starts of the traces. For `drafters.tree.calibrated_tree`."""
+    hits = np.zeros((depth, MAX_RANKS))
+    tried = np.zeros(depth)
+    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+    for i in range(0, len(order), batch_size):
+        group = order[i : i + batch_size]
+        rows = [t.prompt_ids + t.response_ids for t in group]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for row, text in enumerate(rows):
+            ids[row, : len(text)] = torch.tensor(text)
+        ids = ids.to(target.device)
+        outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
+        for j, states in enumerate(drafter.states(ids, outputs, depth)):
+            for row, trace in enumerate(group):
+                # the first token of an answer is the prefill's, the anchor of the first round
+                first = len(trace.prompt_ids) + j + 1
+                last = len(rows[row])
+                if first >= last:
+                    continue
+                logits = drafter.project(states[row, first - 1 : last - 1], j + 1)
+                best = logits.topk(MAX_RANKS, -1).indices
+                match = best == ids[row, first:last].unsqueeze(-1)
+                hits[j] += match.sum(0).cpu().numpy()
+                tried[j] += last - first
+    return (hits / np.maximum(tried, 1)[:, None]).tolist()

@@ -1,0 +1,51 @@
+"""EAGLE-1 training; its drafter decodes chains, the static tree, and EAGLE-2's dynamic tree.
+
+Li et al. 2024, arXiv:2401.15077: regress the target's next final-normed state and match its law
+through its own head. `method.steps` > 1 is HASS's multi-step alignment (Zhang et al. 2024,
+arXiv:2408.15766), in this project's indexing: later steps feed the head's own states, detached;
+`method.top_weight` is its loss on the target's ten best tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.traces import Trace
+from drafters.eagle import EagleDrafter, EagleSettings
+from recipes.parts.heads import HeadConfig, HeadRecipe
+from trainer.config import UserError, require
+
+
+@dataclass
+class Config(HeadConfig):
+    divergence_weight: float = 0.1  # the published weights: 0.1 and 1.0
+    feature_weight: float = 1.0
+    feature_noise: float = 0.1
+    depth_decay: float = 1.0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
+
+
+class Recipe(HeadRecipe):
+    kind = "eagle"
+
+    def accept(self, drafter: Any) -> None:
+        super().accept(drafter)
+        if drafter.settings.version != 1:
+            raise UserError("model.drafter is an EAGLE-3 head: train it with recipe=eagle3")
+        drafter.settings.detach_recycled = self.config.steps > 1
+
+    @property
+    def depth(self) -> int:
+        return self.config.steps
+
+    def build(self, traces: Sequence[Trace]) -> EagleDrafter:
+        settings = EagleSettings(
+            1, ["final_norm"], self.target.hidden_size, detach_recycled=self.config.steps > 1
+        )
+        return EagleDrafter.build(self.target, settings)

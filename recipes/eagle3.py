@@ -1,0 +1,77 @@
+"""EAGLE-3: one layer on three captured states of the target, unrolled on its own outputs.
+
+Li et al. 2025, arXiv:2503.01840. Training-time test: every step after the first feeds the head's
+own states under the mask that decoding has; no regression of states. Departures from the published
+code: positions are those that decoding visits (the code takes prompt tokens as anchors too), a
+token mean per sequence instead of a sum over all B L positions, and the head starts as the rows of
+the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.target import LayerId, Target, check_layers
+from data.traces import Trace
+from drafters.eagle import EagleDrafter, EagleSettings, default_captures
+from recipes.parts.heads import HeadConfig, HeadRecipe, frequent_tokens, say_coverage
+from trainer.config import UserError, require
+
+
+@dataclass
+class Config(HeadConfig):
+    reduction: str = "sequence"
+    steps: int = 4  # unrolled; 7 in the published recipe, what is drafted at least
+    layers: list[int] = field(default_factory=list)  # outputs captured; default 1, L/2-1, L-4
+    draft_vocab_size: int | None = None  # most frequent tokens of the traces; null: all
+    head_from_target: bool = True  # start the head as the target's rows
+    norm_before_residual: bool = False
+    fc_norm: bool = False  # EAGLE-3.1: normalise each captured state
+    norm_output: bool = False  # EAGLE-3.1: recycle the normed state
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
+
+
+class Recipe(HeadRecipe):
+    kind = "eagle"
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config, target)
+        layers: list[Any] = list(config.layers) or default_captures(target.num_layers)
+        self._captures = check_layers(layers, target.num_layers)
+
+    def accept(self, drafter: Any) -> None:
+        super().accept(drafter)
+        if drafter.settings.version != 3:
+            raise UserError("model.drafter is an EAGLE-1 head: train it with recipe=eagle")
+        if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
+            raise UserError(
+                f"model.drafter reads the layers {list(drafter.target_layers)}, got "
+                f"method.layers={self.config.layers}: leave method.layers out"
+            )
+        self._captures = drafter.target_layers
+
+    @property
+    def depth(self) -> int:
+        return self.config.steps
+
+    @property
+    def captures(self) -> tuple[LayerId, ...]:
+        return self._captures
+
+    def build(self, traces: Sequence[Trace]) -> EagleDrafter:
+        config = self.config
+        kept, covered = frequent_tokens(traces, config.draft_vocab_size, self.target)
+        say_coverage(config.draft_vocab_size, covered)
+        settings = EagleSettings(
+            3, list(self.captures), self.target.hidden_size,
+            norm_before_residual=config.norm_before_residual, fc_norm=config.fc_norm,
+            norm_output=config.norm_output,
+        )  # fmt: skip
+        return EagleDrafter.build(
+            self.target, settings, kept=kept, head_from_target=config.head_from_target
+        )

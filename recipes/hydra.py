@@ -1,0 +1,47 @@
+"""Hydra: Medusa's heads, each fed the tokens drafted before it.
+
+Ankner et al. 2024, arXiv:2402.05109: one block per head, cross-entropy on the text, every head
+weighted alike. Departures: layers are independent, only positions that decoding visits are trained,
+and the residual projection starts as the identity on the target's state
+(`method.identity_residual`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.traces import Trace
+from drafters.hydra import HydraDrafter, HydraSettings
+from recipes.parts.heads import HeadConfig, HeadRecipe
+
+
+@dataclass
+class Config(HeadConfig):
+    divergence: str = "ce_hard"
+    depth_decay: float = 1.0
+    num_heads: int = 4
+    num_layers: int = 1  # blocks per head
+    prefix_layer: bool = False  # a decoder layer over the prefix
+    dropout: float = 0.0
+    shared_lm_head: bool = False  # the target's, frozen, instead of one per head
+    identity_residual: bool = True
+    tie_layers: bool = False
+
+
+class Recipe(HeadRecipe):
+    kind = "hydra"
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_heads
+
+    def build(self, traces: Sequence[Trace]) -> HydraDrafter:
+        config = self.config
+        settings = HydraSettings(
+            num_heads=config.num_heads, num_layers=config.num_layers,
+            prefix_layer=config.prefix_layer, dropout=config.dropout,
+            shared_lm_head=config.shared_lm_head, identity_residual=config.identity_residual,
+            tie_layers=config.tie_layers,
+        )  # fmt: skip
+        return HydraDrafter.build(self.target, settings)

@@ -1,0 +1,39 @@
+"""Medusa-1: independent heads on the target's last state, one per token ahead.
+
+Cai et al. 2024, arXiv:2401.10774. Departures from the published code: biases start at zero, so
+every head starts as the target's next-token predictor; layers of a head are independent (there they
+are one module twice); only positions that decoding visits are trained; soft labels by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.traces import Trace
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from recipes.parts.heads import HeadConfig, HeadRecipe
+
+
+@dataclass
+class Config(HeadConfig):
+    num_heads: int = 4
+    num_layers: int = 1  # residual blocks per head
+    own_head: bool = True  # a language-model head of its own, else the target's, frozen
+    tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
+
+
+class Recipe(HeadRecipe):
+    kind = "medusa"
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_heads
+
+    def build(self, traces: Sequence[Trace]) -> MedusaDrafter:
+        config = self.config
+        settings = MedusaSettings(
+            config.num_heads, config.num_layers, own_head=config.own_head,
+            tie_layers=config.tie_layers,
+        )  # fmt: skip
+        return MedusaDrafter.build(self.target, settings)

@@ -1,0 +1,45 @@
+"""The phase between training and report: the drafter in its own format and for an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export import hf, vllm
+from drafters.export.heads import method_of
+from drafters.hydra import HydraDrafter
+from eval.report import markdown_table
+from recipes.phases.run import Run
+from trainer.config import ModelConfig
+
+
+def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
+    """run/drafter in the project's own format and run/export/<engine>: transformers' layout for a
+    causal LM, which vLLM loads too; vLLM's for heads. No engine loads Hydra."""
+    drafter.save_pretrained(run.folder / "drafter")
+    if isinstance(drafter, HydraDrafter):
+        return
+    K, target = run.config.eval.K, run.target
+    head = not isinstance(drafter, CausalLMDrafter)
+    card = hf.model_card(
+        report,
+        target=target.name,
+        recipe=run.config.recipe,
+        num_assistant_tokens=K,
+        table=markdown_table(report["results"]),
+        license="apache-2.0" if target.name == ModelConfig.target else None,
+        engine="vllm" if head else "transformers",
+        method=method_of(drafter) if head else "draft_model",
+    )
+    if head:
+        vllm.export(drafter, run.folder / "export" / "vllm", card=card)
+        return
+    hf.export(
+        drafter.model,
+        target.tokenizer,
+        target.fingerprint["vocab_size"],
+        run.folder / "export" / "transformers",
+        num_assistant_tokens=K,
+        card=card,
+        eos_ids=target.eos_ids,
+    )

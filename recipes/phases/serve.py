@@ -1,0 +1,60 @@
+"""The same drafter in a serving engine: its counters as rows beside ours (`eval.engine=vllm`)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export import hf, vllm
+from drafters.export.heads import method_of
+from drafters.hydra import HydraDrafter
+from eval.measure import Bench, Cost
+from eval.served import Speculation, engine_python, serve, served_row
+from trainer.config import EvalConfig, UserError
+
+
+def check_engine(drafter: Any, config: EvalConfig) -> None:
+    """Before anything is paid for: the engine is there and can serve this kind of drafter."""
+    if config.engine == "own":
+        return
+    if isinstance(drafter, HydraDrafter):
+        raise UserError(
+            "eval.engine=vllm: no engine loads Hydra; vllm serves causal LMs, medusa, eagle and "
+            "eagle3"
+        )
+    engine_python()
+
+
+def served_rows(bench: Bench, name: str, drafter: Any, cost: Cost) -> list[dict[str, Any]]:
+    """Rows of vLLM on the bench's prompts: drafts drawn as ours are, and, where that differs, with
+    vLLM's own default, which drafts the likeliest tokens at every temperature."""
+    config, target = bench.config, bench.target
+    method = "draft_model" if isinstance(drafter, CausalLMDrafter) else method_of(drafter)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "drafter"
+        if isinstance(drafter, CausalLMDrafter):
+            hf.export(
+                drafter.model, target.tokenizer, target.fingerprint["vocab_size"], folder,
+                num_assistant_tokens=config.K, card="", eos_ids=target.eos_ids,
+            )  # fmt: skip
+        else:
+            vllm.export(drafter, folder, card="")
+        jobs: dict[str, Speculation | None] = {
+            "plain": None,
+            name: Speculation(method, folder, config.K),
+        }
+        default = f"{name}, greedy drafts"
+        if bench.sampling.temperature > 0:
+            jobs[default] = Speculation(method, folder, config.K, sampled=False)
+        served = serve(
+            target, jobs, [trace.prompt_ids for trace in bench.traces],
+            max_new_tokens=config.max_new_tokens, sampling=bench.sampling,
+            batch_size=config.batch_size, seed=config.seed,
+        )  # fmt: skip
+    return [
+        served_row(bench, job, served[job], served["plain"], cost).row
+        for job in jobs
+        if job != "plain"
+    ]

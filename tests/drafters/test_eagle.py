@@ -1,0 +1,530 @@
+"""EAGLE's layer: the unroll of training is what drafting does, on chains, branches and trees."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from data.sampling import Sampling, warp
+from data.target import Target, TargetOutputs
+from drafters.base import Budget, Drafter
+from drafters.eagle import EagleDrafter, EagleSettings, default_captures
+from drafters.layers import DecoderLayer, attend_unrolled, layer_config
+from drafters.tree import DynamicTree, parse_tree
+from tests.heads import (
+    BUSHY,
+    assert_branches_follow_the_unroll,
+    assert_causal,
+    assert_gradients_reach_everything,
+    assert_greedy_text_is_the_targets,
+    assert_one_token_prompts_begin,
+    assert_rounds_follow_the_unroll,
+    assert_starts_before_the_text_are_zero,
+    assert_stored_whole,
+    assert_target_is_not_part_of,
+    close,
+    fitted,
+    outputs_of,
+    prefilled,
+    randomised,
+    state_of,
+)
+from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny
+from trainer.config import UserError
+
+K = 4
+WIDTH = 32
+LOW_TO_HIGH = [0, 2, 3]
+KEPT = torch.tensor([token for token in range(VOCAB_SIZE) if token % 3])
+
+
+def three(captures=LOW_TO_HIGH, **changed) -> EagleSettings:
+    return EagleSettings(3, list(captures), WIDTH, **changed)
+
+
+KINDS = {
+    "eagle": EagleSettings(1, ["final_norm"], WIDTH),
+    "eagle3": three(),
+    "eagle3 final": three([1, "final_norm"]),
+    "eagle3 kept": three(),
+    "norm_before_residual": three(norm_before_residual=True),
+    "fc_norm": three(fc_norm=True),
+    "norm_output": three(norm_output=True),
+    "everything": three(norm_before_residual=True, fc_norm=True, norm_output=True),
+}
+
+
+def made(target, kind="eagle3") -> EagleDrafter:
+    torch.manual_seed(0)
+    kept = KEPT if kind == "eagle3 kept" else None
+    return EagleDrafter.build(target, copy.deepcopy(KINDS[kind]), kept=kept).eval()
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target("llama", layers=4)
+
+
+# --- the layer and its attention ------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
+def test_the_layer_is_transformers_own(name, tiny_target):
+    """Given what LlamaDecoderLayer norms for itself."""
+    config = layer_config(tiny_target(name).model.config)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    theirs, ours = LlamaDecoderLayer(config, 0), DecoderLayer(config, WIDTH)
+    for parameter in theirs.parameters():
+        parameter.normal_(0.0, 0.3)
+    weights = {k.removeprefix("self_attn."): v for k, v in theirs.state_dict().items()}
+    norm = theirs.input_layernorm
+    del weights["input_layernorm.weight"]
+    ours.load_state_dict(weights)
+    x, positions = torch.randn(2, 7, WIDTH), torch.arange(3, 10).expand(2, -1)
+    rotary = LlamaRotaryEmbedding(config)(x, positions)
+    wanted = theirs(x, position_embeddings=rotary)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    keys, values = ours.keys_values(norm(x), positions)
+    mixed = attend_unrolled(ours.queries(norm(x), positions), keys, values, [])
+    close(ours.finish(x, mixed), wanted)
+
+
+def unrolled(steps=4, length=6, heads=4, groups=2):
+    """Queries of the last step; keys and values of the first one; those of the later ones."""
+    torch.manual_seed(0)
+    queries = torch.randn(2, heads, length, 8)
+    keys, values = torch.randn(2, 2, groups, length, 8)
+    later = [tuple(torch.randn(2, 2, groups, length, 8)) for _ in range(steps - 1)]
+    return queries, keys, values, later
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_unrolled_attention_is_that_of_the_whole_mask(steps, groups):
+    """Columns 0..t of the first step, its own column of every later one, in one softmax."""
+    queries, keys, values, later = unrolled(steps, groups=groups)
+    length = queries.shape[2]
+    row = torch.arange(length)
+    causal = row.unsqueeze(0) <= row.unsqueeze(1)
+    mask = torch.cat([causal] + [torch.eye(length, dtype=torch.bool)] * (steps - 1), 1)
+    both = [torch.cat(parts, 2) for parts in zip((keys, values), *later, strict=True)]
+    whole = [one.repeat_interleave(4 // groups, 1) for one in both]
+    wanted = F.scaled_dot_product_attention(queries, *whole, attn_mask=mask)
+    close(attend_unrolled(queries, keys, values, later), wanted)
+    # some columns of each row alone
+    some = torch.tensor([[1, 4, 5], [0, 2, 3]])
+    rows = torch.arange(2).unsqueeze(1)
+
+    def of_some(one):
+        return one.transpose(1, 2)[rows, some].transpose(1, 2)
+
+    own = [(of_some(key), of_some(value)) for key, value in later]
+    got = attend_unrolled(of_some(queries), keys, values, own, causal[some])
+    close(got, of_some(wanted))
+
+
+def test_an_unrolled_query_sees_its_own_column_of_later_steps_only():
+    queries, keys, values, later = unrolled()
+    plain = attend_unrolled(queries, keys, values, later)
+    for step in range(4):
+        for column in range(6):
+            for part in (0, 1):
+                moved = [[one.clone() for one in pair] for pair in ((keys, values), *later)]
+                moved[step][part][:, :, column] += 1.0
+                got = attend_unrolled(queries, *moved[0], moved[1:])
+                change = (got - plain).abs().amax((0, 1, 3))
+                sees = torch.arange(6) == column if step else torch.arange(6) >= column
+                assert torch.equal(change > 1e-4, sees), (step, column, part)
+
+
+# --- the network against its formulas -------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_column_is_the_formula(kind, target):
+    """A column that sees itself alone: attention gives its own value back."""
+    drafter = randomised(made(target, kind))
+    settings = drafter.settings
+    ids = torch.tensor(prompts_of([8]))
+    outputs = outputs_of(drafter, target, ids)
+    token = target.model.get_input_embeddings().weight[ids[0, 1]]
+    states = [outputs.hidden[layer][0, 0] for layer in settings.captures]
+
+    def norm(weight, x):
+        eps = target.model.config.rms_norm_eps
+        return weight * x / (x.square().mean() + eps).sqrt()
+
+    def layer(residual, x):
+        value = drafter.layer.v_proj.weight @ x
+        s = (
+            residual
+            + drafter.layer.o_proj.weight @ value.view(2, 8).repeat_interleave(2, 0).flatten()
+        )
+        return s + drafter.layer.mlp(norm(drafter.layer.post_attention_layernorm.weight, s))
+
+    if settings.version == 1:
+        z = drafter.fc.weight @ torch.cat([token, states[0]])
+        scored = layer(z, z)
+        head = target.model.get_output_embeddings().weight
+    else:
+        if settings.fc_norm:
+            weights = [one.weight for one in drafter.fc_norms]
+            states = [norm(w, one) for w, one in zip(weights, states, strict=True)]
+        g = drafter.fc.weight @ torch.cat(states)
+        normed = norm(drafter.hidden_norm.weight, g)
+        x = torch.cat([norm(drafter.input_layernorm.weight, token), normed])
+        scored = norm(drafter.norm.weight, layer(normed if settings.norm_before_residual else g, x))
+        head = drafter.lm_head.weight
+    close(next(drafter.states(ids, outputs, 1))[0, 1], scored)
+    logits = drafter.draft_logits(ids, outputs)[0, 1]
+    if kind == "eagle3 kept":
+        outside = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+        outside[KEPT] = False
+        assert bool((logits[outside] == -torch.inf).all())
+        logits = logits[KEPT]
+    close(logits, head @ scored)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "norm_output"])
+def test_a_step_recycles_what_came_before_the_final_norm_unless_told(kind, target):
+    drafter = randomised(made(target, kind))
+    ids = torch.tensor(prompts_of([8]))
+    outputs = outputs_of(drafter, target, ids)
+    seen = []
+    inputs = drafter._inputs
+    drafter._inputs = lambda feature, token: (seen.append(feature), inputs(feature, token))[1]
+    projected = [one[:, depth:] for depth, one in enumerate(drafter.states(ids, outputs, 2), 1)]
+    recycled = seen[1][:, :7]
+    if kind == "eagle3":
+        assert not torch.allclose(recycled, projected[0], atol=1e-3)
+        recycled = drafter.norm(recycled)
+    close(recycled, projected[0])
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_columns_asked_for_are_those_of_the_whole_unroll(kind, target):
+    """Values and gradients; the other columns are keys of the first step all the same."""
+    drafter = randomised(made(target, kind), 0.15)
+    ids = torch.tensor(prompts_of([12, 12, 12]))
+    outputs = outputs_of(drafter, target, ids)
+    columns = torch.zeros(3, 12, dtype=torch.bool)
+    columns[0, 4:9], columns[1, 10:] = True, True  # the third row has none
+    found = []
+    for asked in (None, columns):
+        drafter.zero_grad()
+        unrolled = list(drafter.states(ids, outputs, K, columns=asked))
+        picked = []
+        for depth, states in enumerate(unrolled, start=1):
+            wanted = torch.zeros(3, 12, dtype=torch.bool)
+            wanted[:, depth:] = columns[:, :-depth]
+            if asked is not None:
+                assert not bool(states[~wanted].any())
+            picked.append(states[wanted])
+        torch.cat(picked).square().sum().backward()
+        gradients = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+        found.append((torch.cat(picked).detach(), gradients))
+    close(found[1][0], found[0][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        close(found[1][1][name], gradient)
+    nothing = torch.zeros_like(columns)
+    assert not any(bool(one.any()) for one in drafter.states(ids, outputs, K, columns=nothing))
+
+
+# --- what is drafted is what is trained ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_and_branches_follow_the_unroll(kind, target):
+    # no wider: a saturated layer enlarges the rounding of every step before
+    drafter = randomised(made(target, kind), 0.15)
+    assert isinstance(drafter, Drafter)
+    assert_rounds_follow_the_unroll(drafter, target, K)
+    assert_branches_follow_the_unroll(drafter, target)
+    assert_one_token_prompts_begin(drafter, target)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3", "gpt2", "llama_padded"])
+def test_heads_on_other_families_draft_what_they_train(name, tiny_target):
+    target = tiny_target(name, layers=4)
+    drafter = randomised(made(target, "eagle"), 0.2)
+    assert_rounds_follow_the_unroll(drafter, target, 3)
+    assert_branches_follow_the_unroll(drafter, target)
+    drafter = randomised(made(target, "eagle3"), 0.2)
+    assert_rounds_follow_the_unroll(drafter, target, 3)
+    assert drafter.draft_logits(torch.tensor([[5, 6, 7]]), outputs_of(
+        drafter, target, torch.tensor([[5, 6, 7]])
+    )).shape == (1, 3, VOCAB_SIZE)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_know_the_past_and_their_own_path_only(kind, target):
+    drafter = randomised(made(target, kind), 0.15)
+    assert_causal(drafter, target, K)
+    assert_starts_before_the_text_are_zero(drafter, target, K)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_padding_behind_a_text_changes_nothing(kind, target):
+    drafter = randomised(made(target, kind))
+    ids = torch.tensor(prompts_of([16]))
+    outputs = outputs_of(drafter, target, ids)
+    cut = TargetOutputs({k: v[:, :10] for k, v in outputs.hidden.items()})
+    for depth in range(1, K + 1):
+        whole = drafter.draft_logits(ids, outputs, depth)
+        close(drafter.draft_logits(ids[:, :10], cut, depth), whole[:, :10])
+
+
+@torch.inference_mode()
+def test_a_given_numbering_of_positions_is_followed(target):
+    drafter = randomised(made(target))
+    ids = torch.tensor(prompts_of([10]))
+    outputs = outputs_of(drafter, target, ids)
+    positions = torch.arange(10).unsqueeze(0)
+    plain = list(drafter.states(ids, outputs, 2))[1]
+    close(list(drafter.states(ids, outputs, 2, positions + 7))[1], plain, 1e-4)
+    moved = list(drafter.states(ids, outputs, 2, positions + 5 * (positions > 3)))[1]
+    close(moved[:, :5], plain[:, :5])
+    assert bool((moved[:, 7:] - plain[:, 7:]).abs().amax() > 1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_states_of_half_precision_are_taken(kind, target):
+    drafter = randomised(made(target, kind), 0.1)
+    ids = torch.tensor(prompts_of([9]))
+    outputs = outputs_of(drafter, target, ids)
+    plain = drafter.draft_logits(ids, outputs, 2)
+    outputs.hidden = {k: v.bfloat16() for k, v in outputs.hidden.items()}
+    half = drafter.draft_logits(ids, outputs, 2)
+    assert half.dtype == torch.float32
+    close(half, plain, 0.1)
+    prefilled(drafter, target, ids.tolist(), [5])
+    assert drafter.start(state_of(ids, [6], outputs), Budget(2)).dtype == torch.float32
+
+
+def test_checkpointing_changes_no_gradient(target):
+    drafter = randomised(made(target)).train()
+    ids = torch.tensor(prompts_of([12, 12]))
+    outputs = outputs_of(drafter, target, ids)
+
+    def gradients():
+        drafter.zero_grad()
+        found = drafter(ids, outputs, 3, lambda depth, states: states.square().sum())
+        sum(found).backward()
+        named = drafter.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    plain = gradients()
+    drafter.gradient_checkpointing_enable()
+    again = gradients()
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        close(again[name], gradient)
+
+
+def test_detached_states_carry_no_gradient_to_the_step_before(target):
+    ids = torch.tensor(prompts_of([12]))
+    got = []
+    for detach in (False, True):
+        settings = EagleSettings(1, ["final_norm"], WIDTH, detach_recycled=detach)
+        torch.manual_seed(0)
+        drafter = randomised(EagleDrafter.build(target, settings)).train()
+        outputs = outputs_of(drafter, target, ids)
+        outputs.hidden["final_norm"].requires_grad_()
+        second = list(drafter.states(ids, outputs, 2))[1]
+        # column 5's second output, with the keys and values of columns 0..5 in between
+        second[0, 7].sum().backward()
+        got.append((second.detach(), outputs.hidden["final_norm"].grad))
+    assert torch.equal(got[0][0], got[1][0])
+    assert not torch.allclose(got[0][1], got[1][1])
+
+
+# --- trees ----------------------------------------------------------------------------------------
+
+
+def committed(drafter, target):
+    """Two texts with all but the last token prefilled -> texts, their outputs and the state."""
+    texts = prompts_of([13, 9], seed=2)
+    ids = torch.full((2, 40), 77)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+    outputs = outputs_of(drafter, target, ids)
+    prefilled(drafter, target, texts, [len(text) - 1 for text in texts])
+    return texts, outputs, state_of(ids, [len(text) for text in texts], outputs)
+
+
+def law_after(drafter, texts, outputs, row, path):
+    """Logits of the token that follows this path of drafted ones."""
+    whole = torch.tensor([texts[row] + list(path)])
+    hidden = {k: v[row : row + 1, : whole.shape[1]] for k, v in outputs.hidden.items()}
+    return drafter.draft_logits(whole, TargetOutputs(hidden), len(path) + 1)[0, -1]
+
+
+def paths_of(tree, row):
+    found = {-1: ()}
+    for node, token in enumerate(tree.tokens[row].tolist()):
+        parent = int(tree.parents[row, node])
+        assert parent < node
+        found[node] = (*found[parent], token)
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3 kept"])
+def test_nodes_of_a_static_tree_are_the_ranks_of_their_path(kind, target):
+    drafter = randomised(made(target, kind))
+    texts, outputs, state = committed(drafter, target)
+    for shape in (BUSHY, parse_tree("eagle")):
+        tree = drafter.propose(state, Budget(shape.depth, tree=shape))
+        assert tree.laws is None
+        assert not tree.is_chain
+        assert tree.draft_forwards == shape.depth
+        fed = {path[:-1] for path in shape.paths if len(path) > 1}
+        assert tree.draft_tokens == shape.depth + 1 + len(fed)
+        for row in range(2):
+            paths = paths_of(tree, row)
+            for node, ranks in enumerate(shape.paths):
+                above = paths[int(tree.parents[row, node])]
+                law = law_after(drafter, texts, outputs, row, above)
+                assert int(tree.tokens[row, node]) == int(law.topk(ranks[-1] + 1).indices[-1])
+
+
+@torch.inference_mode()
+def test_sampled_children_are_drawn_from_the_law_of_their_path(target):
+    drafter = randomised(made(target), 0.1)
+    texts, outputs, state = committed(drafter, target)
+    state.sampling = Sampling(0.7)
+    tree = drafter.propose(state, Budget(3, tree=BUSHY, sample_children=True))
+    assert tree.laws.shape == (2, BUSHY.num_nodes, VOCAB_SIZE)
+    for row in range(2):
+        paths = paths_of(tree, row)
+        assert len(set(paths.values())) == BUSHY.num_nodes + 1  # siblings differ
+        for node in range(BUSHY.num_nodes):
+            law = law_after(drafter, texts, outputs, row, paths[int(tree.parents[row, node])])
+            close(tree.laws[row, node], warp(law, state.sampling), 1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("shape", [(12, 3, 4), (30, 4, 3), (7, 5, 2), (3, 1, 4)])
+def test_a_dynamic_tree_holds_the_best_of_all_it_looked_at(kind, shape, target):
+    """EAGLE-2 written out with whole forwards."""
+    drafter = randomised(made(target, kind), 0.15)
+    texts, outputs, state = committed(drafter, target)
+    shape = DynamicTree(*shape)
+    tree = drafter.propose(state, Budget(shape.depth, tree=shape))
+    for row in range(2):
+        frontier, candidates = {(): 0.0}, {}
+        for _ in range(shape.depth):
+            children = {}
+            for path, score in frontier.items():
+                law = law_after(drafter, texts, outputs, row, path).log_softmax(-1)
+                values, tokens = law.topk(shape.top_k)
+                for value, token in zip(values.tolist(), tokens.tolist(), strict=True):
+                    children[(*path, token)] = score + value
+            candidates |= children
+            best = sorted(children, key=children.get, reverse=True)[: shape.top_k]
+            frontier = {path: children[path] for path in best}
+        best = sorted(candidates, key=candidates.get, reverse=True)[: shape.num_nodes]
+        paths = paths_of(tree, row)
+        del paths[-1]
+        assert set(paths.values()) == set(best)
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 kept", "everything"])
+def test_greedy_decoding_gives_the_targets_text(kind, target):
+    drafter = fitted(made(target, kind), target, 3)
+    accepted = assert_greedy_text_is_the_targets(drafter, target, Budget(3))
+    assert {0, 1} < set(accepted), "the head must be right and wrong"
+    shapes = (DynamicTree(12, 3, 4), BUSHY, parse_tree("eagle"))
+    for shape in shapes[: 3 if kind == "eagle" else 1]:
+        budget = Budget(shape.depth, tree=shape)
+        with_tree = assert_greedy_text_is_the_targets(drafter, target, budget)
+        assert sum(with_tree) / len(with_tree) > sum(accepted) / len(accepted)
+
+
+# --- parameters, storage, errors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_heads_own_weights_are_trained(kind, target):
+    drafter = randomised(made(target, kind), 0.1)
+    assert_target_is_not_part_of(drafter, target)
+    assert_gradients_reach_everything(drafter, target, K)
+
+
+def test_the_output_head_follows_the_weights_it_was_made_of(target):
+    drafter = made(target, "eagle3 kept")
+    head = drafter.output_head(1)
+    assert drafter.output_head(2) is head
+    copied = copy.deepcopy(drafter)
+    assert copied.output_head(1).weight is copied.lm_head.weight
+    assert copied.output_head(1).weight is not head.weight
+    doubled = drafter.double().output_head(1)
+    assert doubled.weight.dtype == torch.float64
+    assert doubled.weight is drafter.lm_head.weight
+    assert doubled.kept is drafter.kept
+    drafter.lm_head.weight = torch.nn.Parameter(drafter.lm_head.weight.detach().clone())
+    assert drafter.output_head(1).weight is drafter.lm_head.weight
+
+
+def test_a_head_of_its_own_starts_as_the_targets_rows(target):
+    rows = target.head.weight
+    assert torch.equal(made(target).lm_head.weight, rows)
+    assert torch.equal(made(target, "eagle3 kept").lm_head.weight, rows[KEPT])
+    assert made(target, "eagle3").output_head(2).weight.data_ptr() != rows.data_ptr()
+    plain = EagleDrafter.build(target, three(), head_from_target=False)
+    assert not torch.equal(plain.lm_head.weight, rows)
+    shared = made(target, "eagle").output_head(1).weight
+    assert shared.data_ptr() == rows.data_ptr()
+    assert not any("lm_head" in name for name in made(target, "eagle").state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_heads_load_as_they_were(kind, target, tmp_path):
+    assert_stored_whole(randomised(made(target, kind)), target, tmp_path)
+
+
+def test_heads_of_another_target_are_refused(target, tmp_path):
+    made(target).save_pretrained(tmp_path / "draft")
+    other = Target.load(str(save_tiny(tmp_path / "other", "llama", seed=5, layers=4)))
+    with pytest.raises(UserError, match=r"another target \(weights differ\)"):
+        EagleDrafter.from_pretrained(tmp_path / "draft", other)
+
+
+def test_settings_that_make_no_head_are_refused(target, tiny_target):
+    with pytest.raises(UserError, match="version must be 1 or 3, got 2"):
+        EagleSettings(2, ["final_norm"], WIDTH)
+    for name in ("norm_before_residual", "fc_norm", "norm_output"):
+        with pytest.raises(UserError, match="settings of EAGLE-3"):
+            EagleSettings(1, ["final_norm"], WIDTH, **{name: True})
+    with pytest.raises(UserError, match=r"one layer, got \[1, 2\]"):
+        EagleSettings(1, [1, 2], WIDTH)
+    with pytest.raises(UserError, match=r"layer id must lie in 0\.\.3"):
+        EagleDrafter.build(target, three([0, 1, 4]))
+    with pytest.raises(UserError, match="layer ids must be distinct"):
+        EagleDrafter.build(target, three([1, 1, 2]))
+    narrow = layer_config(tiny_target("llama", width=16).model.config)
+    with pytest.raises(UserError, match="16 wide, the target 32"):
+        EagleDrafter(three(), narrow, target)
+
+
+def test_the_default_layers_are_low_middle_and_high():
+    assert default_captures(8) == [1, 3, 4]
+    assert default_captures(32) == [1, 15, 28]
+    for few in (2, 4, 5, 6):
+        with pytest.raises(UserError, match=r"method\.layers: the defaults"):
+            default_captures(few)

@@ -1,0 +1,538 @@
+"""Exports of heads: written, read back on an independent road, and refused when they are spoilt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PhiConfig, PhiForCausalLM
+
+from data.target import Target
+from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.export import sglang, speculators, vllm
+from drafters.export.hf import model_card
+from drafters.export.reread import reread
+from drafters.hydra import HydraDrafter, HydraSettings
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from scripts.export import main
+from tests.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
+from trainer.config import RunFault, UserError
+
+WIDTH = 32
+KEPT = torch.arange(3, 90, 4)
+IDS = "eagle_aux_hidden_state_layer_ids"
+MEDUSA = {
+    "medusa": MedusaSettings(3, 2),
+    "medusa_shared": MedusaSettings(2, 1, own_head=False),
+    "medusa_tied": MedusaSettings(2, 2, tie_layers=True),
+    "medusa_no_layers": MedusaSettings(2, 0),
+}
+EAGLE = {
+    "eagle": EagleSettings(1, ["final_norm"], WIDTH),
+    "eagle3": EagleSettings(3, [2, 0, 1], WIDTH),  # not in the order in which engines join
+    "eagle3_reduced": EagleSettings(3, [0, 1, 2], WIDTH),
+    "eagle3_variants": EagleSettings(3, [0, 2], WIDTH, fc_norm=True, norm_output=True),
+}
+
+
+def noisy(drafter, seed=0):
+    """Fresh heads repeat the target: no weight may be a 0 or 1 that hides a wrong name."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+            else:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return drafter.eval()
+
+
+def made(kind, target):
+    if kind in MEDUSA:
+        return noisy(MedusaDrafter.build(target, MEDUSA[kind]))
+    kept = KEPT if kind == "eagle3_reduced" else None
+    return noisy(EagleDrafter.build(target, EAGLE[kind], kept=kept))
+
+
+def exported(engine, drafter, folder):
+    if engine == "speculators":
+        return speculators.export(drafter, folder, card="x", target="org/target", num_tokens=3)
+    return {"vllm": vllm, "sglang": sglang}[engine].export(drafter, folder, card="x")
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+CASES = [
+    *[("vllm", kind) for kind in (*MEDUSA, *EAGLE)],
+    *[("sglang", kind) for kind in EAGLE],
+    *[("speculators", kind) for kind in EAGLE if kind != "eagle"],
+]
+
+
+@pytest.mark.parametrize(("engine", "kind"), CASES)
+@pytest.mark.parametrize("name", ["llama", "llama_padded"])
+def test_every_head_is_read_back_with_the_same_logits(tiny_target, tmp_path, name, engine, kind):
+    drafter = made(kind, tiny_target(name, layers=4))
+    folder = exported(engine, drafter, tmp_path / "deep" / "out")
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert reread(folder, drafter) < 1e-5
+    config = config_of(folder)
+    vocabulary = config.get("transformer_layer_config", config)["vocab_size"]
+    assert vocabulary == (VOCAB_SIZE if name == "llama" else PADDED_WIDTH)
+
+
+# --- what the documents of the engines say ------------------------------------------------------
+
+
+def test_medusa_heads_are_numbered_and_padded_with_the_mean_of_the_real_rows(tiny_target, tmp_path):
+    drafter = made("medusa", tiny_target("llama_padded", layers=4))
+    folder = exported("vllm", drafter, tmp_path / "out")
+    tensors, config = tensors_of(folder), config_of(folder)
+    names = {f"medusa_heads.{i}.2.weight" for i in range(3)}
+    names |= {f"medusa_heads.{i}.{j}.linear.{p}" for i in range(3) for j in range(2) for p in
+              ("weight", "bias")}  # fmt: skip
+    assert set(tensors) == names
+    rows = tensors["medusa_heads.1.2.weight"]
+    assert torch.equal(rows[:VOCAB_SIZE], drafter.lm_heads[1].weight)
+    assert torch.allclose(rows[VOCAB_SIZE:], rows[:VOCAB_SIZE].mean(0), atol=1e-6)
+    assert config["architectures"] == ["MedusaModel"]
+    assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
+    assert config["medusa_fc_bias"] is True
+
+
+def test_a_shared_output_matrix_is_written_once(tiny_target, tmp_path):
+    target = tiny_target("llama", layers=4)
+    folder = exported("vllm", made("medusa_shared", target), tmp_path / "out")
+    tensors = tensors_of(folder)
+    assert config_of(folder)["original_lm_head"] is True
+    assert torch.equal(tensors["medusa_heads.0.1.weight"], target.head.weight)
+    assert "medusa_heads.1.1.weight" not in tensors
+
+
+def test_captured_layers_are_named_for_each_engine_and_joined_in_order(tiny_target, tmp_path):
+    drafter = made("eagle3", tiny_target("llama", layers=4))
+    folder = exported("vllm", drafter, tmp_path / "out")
+    config = config_of(folder)
+    assert config[IDS] == [1, 2, 3]
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 1, 2]}
+    fused = tensors_of(folder)["fc.weight"]
+    assert torch.equal(fused[:, :WIDTH], drafter.fc.weight[:, WIDTH : 2 * WIDTH])  # layer 0
+    assert torch.equal(fused[:, 2 * WIDTH :], drafter.fc.weight[:, :WIDTH])  # layer 2
+    nested = config_of(exported("speculators", drafter, tmp_path / "nested"))
+    assert nested[IDS] == [1, 2, 3]
+    assert nested["norm_before_residual"] is False
+    assert nested["transformer_layer_config"]["num_aux_hidden_states"] == 3
+    assert nested["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+def test_vocabulary_maps_stand_only_beside_a_reduced_vocabulary(tiny_target, tmp_path, engine):
+    target = tiny_target("llama_padded", layers=4)
+    reduced = exported(engine, made("eagle3_reduced", target), tmp_path / "reduced")
+    tensors = tensors_of(reduced)
+    assert config_of(reduced)["draft_vocab_size"] == len(KEPT)
+    assert tensors["d2t"].dtype == torch.int64
+    assert torch.equal(tensors["d2t"] + torch.arange(len(KEPT)), KEPT)
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].shape == (PADDED_WIDTH,)
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == KEPT.tolist()
+    full = exported(engine, made("eagle3", target), tmp_path / "full")
+    assert config_of(full)["draft_vocab_size"] == PADDED_WIDTH
+    assert tensors_of(full)["lm_head.weight"].shape == (PADDED_WIDTH, WIDTH)
+    assert not {"d2t", "t2d"} & set(tensors_of(full))
+
+
+def test_eagle1_is_named_for_each_engine(tiny_target, tmp_path):
+    drafter = made("eagle", tiny_target("llama", layers=4))
+    ours, theirs = (exported(e, drafter, tmp_path / e) for e in ("vllm", "sglang"))
+    assert config_of(ours)["architectures"] == ["LlamaForCausalLM"]
+    assert config_of(theirs)["architectures"] == ["LlamaForCausalLMEagle"]
+    assert not tensors_of(theirs)["fc.bias"].any()
+    names = set(tensors_of(ours))
+    assert names == set(tensors_of(theirs)) - {"fc.bias"}
+    assert "layers.0.self_attn.q_proj.weight" in names
+    assert not {"layers.0.input_layernorm.weight", "norm.weight", "lm_head.weight"} & names
+
+
+def test_rotary_settings_survive_in_both_spellings(tiny_target, tmp_path):
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    drafter = made("eagle", tiny_target("llama", layers=4))
+    drafter = EagleDrafter(
+        drafter.settings,
+        LlamaConfig(**{**drafter.config.to_dict(), "rope_parameters": rope}),
+        drafter.shared.target,
+    )
+    config = config_of(exported("vllm", noisy(drafter), tmp_path / "out"))
+    new, old = dict(config), dict(config)
+    del new["rope_theta"], new["rope_scaling"], old["rope_parameters"]
+    for spelling in (new, old):
+        assert LlamaConfig.from_dict(spelling).rope_parameters == rope
+
+
+def test_a_target_that_scales_its_embeddings_needs_the_table_in_the_file(tiny_target, tmp_path):
+    target = tiny_target("gemma3", layers=4)
+    for kind in ("eagle", "eagle3"):
+        drafter = made(kind, target)
+        folder = exported("vllm", drafter, tmp_path / kind)
+        table = tensors_of(folder)["embed_tokens.weight"]
+        assert torch.equal(table, target.embedding(torch.arange(VOCAB_SIZE)))
+        spoil(folder, lambda tensors, config: tensors.pop("embed_tokens.weight"))
+        with pytest.raises(RunFault, match=r"'embed_tokens\.weight' is missing"):
+            reread(folder, drafter)
+        with pytest.raises(UserError, match="scales its embeddings"):
+            exported("sglang", drafter, tmp_path / "sglang")
+
+
+def test_soft_capped_logits_keep_their_order(tiny_target, tmp_path):
+    target = tiny_target("gemma3", layers=4, final_logit_softcapping=3.0)
+    assert target.head.transform is not None
+    for kind in ("medusa", "medusa_shared", "eagle"):
+        exported("vllm", made(kind, target), tmp_path / kind)
+
+
+def test_a_biased_target_head_is_refused(tmp_path):
+    config = PhiConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    model = PhiForCausalLM(config).eval()
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"))
+    for kind in ("medusa", "medusa_shared", "eagle"):
+        with pytest.raises(UserError, match="output head has a bias"):
+            exported("vllm", made(kind, target), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "complaint"),
+    [
+        ("vllm", EagleSettings(1, [1], WIDTH), "final-normed state"),
+        ("vllm", EagleSettings(3, [0, "final_norm"], WIDTH), "numbered layers"),
+        ("sglang", EagleSettings(3, [0, 1, 3], WIDTH), "last layer"),
+        ("sglang", EagleSettings(3, [1], WIDTH), "single captured state"),
+        ("sglang", EagleSettings(3, [0, 1], WIDTH, norm_before_residual=True), "norm_before_resi"),
+    ],
+)
+def test_what_an_engine_cannot_serve_is_refused(tiny_target, tmp_path, engine, settings, complaint):
+    drafter = EagleDrafter.build(tiny_target("llama", layers=4), settings)
+    with pytest.raises(UserError, match=complaint):
+        exported(engine, drafter, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+# --- spoilt exports -----------------------------------------------------------------------------
+
+
+def spoil(folder, change):
+    tensors, config = tensors_of(folder), config_of(folder)
+    change(tensors, config)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rename(old, new):
+    return lambda tensors, config: tensors.update({new: tensors.pop(old)})
+
+
+def recast(name, dtype):
+    return lambda tensors, config: tensors.update({name: tensors[name].to(dtype)})
+
+
+def both_ids_wrong(tensors, config):
+    config[IDS], config["eagle_config"][IDS] = [1, 2, 4], [0, 1, 3]
+
+
+def swap_norms(tensors, config):
+    names = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
+    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+
+SPOILT = {
+    "renamed tensor": (rename("norm.weight", "normal.weight"), "'norm.weight'.*is missing"),
+    "missing tensor": (
+        lambda t, c: t.pop("midlayer.mlp.up_proj.weight"),
+        "'.*mlp.up_proj.weight' of shape .64, 32. is missing",
+    ),
+    "unknown tensor": (
+        lambda t, c: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
+        "unknown tensor 'midlayer.self_attn.q_norm.weight'",
+    ),
+    "missing d2t": (lambda t, c: t.pop("d2t"), "'d2t' of shape .22. is missing"),
+    "missing t2d": (lambda t, c: t.pop("t2d"), "'t2d' of shape .100. is missing"),
+    "float d2t": (recast("d2t", torch.float32), "'d2t' must be torch.int64, got torch.float32"),
+    "bf16 d2t": (recast("d2t", torch.bfloat16), "'d2t' must be torch.int64, got torch.bfloat16"),
+    "d2t holds ids": (lambda t, c: t.update({"d2t": KEPT.clone()}), "'d2t' must lead from"),
+    "d2t shifted": (lambda t, c: t["d2t"].add_(1), "'t2d' and 'd2t' name different ids"),
+    "both maps shifted": (
+        lambda t, c: (t["d2t"].add_(1), t.update({"t2d": t["t2d"].roll(1)})),
+        "'d2t' names other ids",
+    ),
+    "wrong shape": (
+        lambda t, c: t.update({"fc.weight": t["fc.weight"][:, :64]}),
+        "'fc.weight' must have shape .32, 96., got .32, 64.",
+    ),
+    "not finite": (lambda t, c: t["fc.weight"][3].fill_(torch.nan), "'fc.weight' holds values"),
+    "integer weights": (recast("norm.weight", torch.int32), "'norm.weight' must be torch.float32"),
+    "wrong vocabulary": (lambda t, c: c.update(vocab_size=99), "'t2d' must have shape .99."),
+    "wrong draft vocabulary": (lambda t, c: c.update(draft_vocab_size=50), "' must have shape .50"),
+    "missing key": (lambda t, c: c.pop("draft_vocab_size"), "key 'draft_vocab_size' is missing"),
+    "unknown key": (lambda t, c: c.update(norm_after=True), "unknown key 'norm_after'"),
+    "key of another type": (lambda t, c: c.update(fc_norm="no"), "'fc_norm' must be of type bool"),
+    "unknown variant": (lambda t, c: c.update(attention_bias=True), "'attention_bias' must be"),
+    "unknown architecture": (
+        lambda t, c: c.update(architectures=["GptEagle3"]),
+        "'architectures' must name one of .*got .'GptEagle3'",
+    ),
+    "not even a head": (lambda t, c: c.update(architectures=["Gpt"]), "'architectures' is .'Gpt'"),
+    "top-level ids off by one": (lambda t, c: c.update({IDS: [0, 1, 2]}), f"key '{IDS}' is"),
+    "inner ids off by one": (
+        lambda t, c: c["eagle_config"].update({IDS: [1, 2, 3]}),
+        f"key '{IDS}' is .1, 2, 3., in eagle_config .1, 2, 3.",
+    ),
+    "both ids wrong": (both_ids_wrong, "logits at depth 1 differ.*the layer ids"),
+    "ids out of range": (
+        lambda t, c: (c.update({IDS: [1, 2, 9]}), c["eagle_config"].update({IDS: [0, 1, 8]})),
+        f"key '{IDS}' must name distinct layers",
+    ),
+    "inner ids missing": (lambda t, c: c.pop("eagle_config"), "key 'eagle_config' is missing"),
+    "swapped norms": (swap_norms, "logits at depth 1 differ"),
+    "changed value": (lambda t, c: t["lm_head.weight"][5].mul_(1.001), "logits at depth 1 differ"),
+    "changed setting": (
+        lambda t, c: c.update(norm_before_residual=True),
+        "logits at depth 1 differ.*a setting",
+    ),
+    "recycled state": (lambda t, c: c.update(norm_output=True), "logits at depth 2 differ"),
+    "rotary base": (
+        lambda t, c: c.update(rope_theta=7.0),
+        "'rope_parameters' is .* but rope_theta and rope_scaling",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_target, tmp_path_factory):
+    """Exports to copy and spoil: folder and drafter by kind."""
+    found = {}
+
+    def get(kind, engine="vllm"):
+        if (kind, engine) not in found:
+            drafter = made(kind, tiny_target("llama", layers=4))
+            folder = tmp_path_factory.mktemp(kind) / "out"
+            found[kind, engine] = exported(engine, drafter, folder), drafter
+        return found[kind, engine]
+
+    return get
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_eagle3_export_is_refused_by_name(whole, tmp_path, name):
+    change, complaint = SPOILT[name]
+    folder, drafter = whole("eagle3_reduced")
+    shutil.copytree(folder, tmp_path / "out")
+    spoil(tmp_path / "out", change)
+    with pytest.raises(RunFault, match=complaint):
+        reread(tmp_path / "out", drafter)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "change", "complaint"),
+    [
+        ("medusa", "vllm", lambda t, c: c.update(medusa_fc_bias=False), "'medusa_fc_bias' must be"),
+        ("medusa", "vllm", lambda t, c: c.update(num_heads=4), "'num_heads' must be 3"),
+        ("medusa", "vllm", lambda t, c: c.update(num_hidden_layers=1), "'num_hidden_layers' must"),
+        (
+            "medusa",
+            "vllm",
+            lambda t, c: t.pop("medusa_heads.1.0.linear.bias"),
+            "'medusa_heads.1.0.linear.bias' of shape .32. is missing",
+        ),
+        (
+            "medusa",
+            "vllm",
+            rename("medusa_heads.1.2.weight", "medusa_heads.1.1.weight"),
+            "unknown tensor 'medusa_heads.1.1.weight'",
+        ),
+        ("medusa", "vllm", lambda t, c: c.update(original_lm_head=True), "unknown tensor"),
+        (
+            "medusa_shared",
+            "vllm",
+            lambda t, c: t.pop("medusa_heads.0.1.weight"),
+            "'medusa_heads.0.1.weight' is missing",
+        ),
+        ("medusa_shared", "vllm", lambda t, c: c.update(vocab_size=128), "'truncated_vocab_size'"),
+        (
+            "medusa_shared",
+            "vllm",
+            lambda t, c: c.update(vocab_size=128, truncated_vocab_size=128),
+            "'medusa_heads.0.1.weight' must have shape .128, 32.",
+        ),
+        ("eagle", "vllm", lambda t, c: t.update({"fc.bias": torch.zeros(32)}), "tensor 'fc.bias'"),
+        ("eagle", "sglang", lambda t, c: t.pop("fc.bias"), "'fc.bias' of shape .32. is missing"),
+        ("eagle", "sglang", lambda t, c: t["fc.bias"].add_(1), "'fc.bias' must be zero"),
+        (
+            "eagle3",
+            "vllm",
+            lambda t, c: t.update({"d2t": torch.zeros(100, dtype=torch.int64)}),
+            "unknown tensor 'd2t'",
+        ),
+        (
+            "eagle3",
+            "speculators",
+            lambda t, c: c.pop("norm_before_residual"),
+            "'norm_before_residual' is missing",
+        ),
+        ("eagle3", "speculators", lambda t, c: c.update({IDS: [2, 3, 4]}), "logits at depth 1"),
+        (
+            "eagle3",
+            "speculators",
+            lambda t, c: c["speculators_config"].pop("verifier"),
+            "'speculators_config.verifier'",
+        ),
+        (
+            "eagle3",
+            "speculators",
+            lambda t, c: c["transformer_layer_config"].pop("rms_norm_eps"),
+            "'rms_norm_eps' is missing",
+        ),
+    ],
+)
+def test_other_spoilt_exports_are_refused_by_name(whole, tmp_path, kind, engine, change, complaint):
+    folder, drafter = whole(kind, engine)
+    shutil.copytree(folder, tmp_path / "out")
+    spoil(tmp_path / "out", change)
+    with pytest.raises(RunFault, match=complaint):
+        reread(tmp_path / "out", drafter)
+
+
+def test_weights_that_are_not_finite_leave_no_folder(tiny_target, tmp_path):
+    drafter = made("eagle3", tiny_target("llama", layers=4))
+    with torch.no_grad():
+        drafter.hidden_norm.weight[3] = torch.inf
+    with pytest.raises(RunFault, match=r"'midlayer\.hidden_norm\.weight' holds values"):
+        exported("vllm", drafter, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_earlier_one_and_others_folders_are_refused(
+    tiny_target, tmp_path, monkeypatch
+):
+    drafter = made("medusa", tiny_target("llama", layers=4))
+    folder = exported("vllm", drafter, tmp_path / "out")
+    before = (folder / "model.safetensors").read_bytes()
+
+    def fail(*_):
+        raise RunFault("damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("drafters.export.heads.reread", fail)
+        with pytest.raises(RunFault):
+            exported("vllm", noisy(drafter, 5), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (folder / "model.safetensors").read_bytes() == before
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.md").write_text("precious")
+    drafter.save_pretrained(tmp_path / "drafter")
+    for name in ("thesis", "drafter"):
+        with pytest.raises(UserError, match="holds other files"):
+            exported("vllm", drafter, tmp_path / name)
+
+
+# --- the command and the card -------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tiny_target, tiny_folder, tmp_path):
+    """run(drafter) -> its folder inside a run folder of the tiny target"""
+    target = str(tiny_folder("llama", layers=4))
+    config = {"recipe": "some", "model": {"target": target}, "eval": {"K": 5}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def save(drafter):
+        drafter.save_pretrained(tmp_path / "drafter")
+        return tmp_path / "drafter"
+
+    return save
+
+
+def arguments(drafter, engine, out):
+    return [f"script.drafter={drafter}", f"script.engine={engine}", f"script.out={out}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "says"),
+    [
+        ("medusa", "vllm", '{"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": 3}'),
+        ("eagle", "sglang", "--speculative-algorithm EAGLE "),
+        ("eagle3", "speculators", '"method": "eagle3"'),
+        ("eagle3", "sglang", "--speculative-num-draft-tokens 6"),
+    ],
+)
+def test_script_exports_heads(run, tiny_target, tmp_path, capsys, kind, engine, says):
+    drafter = made(kind, tiny_target("llama", layers=4))
+    out = tmp_path / "out"
+    assert main(arguments(run(drafter), engine, out)) == 0
+    assert reread(out, drafter) < 1e-5
+    card = (out / "README.md").read_text()
+    assert says in card
+    assert "Transformers has no loader for such heads" in card
+    assert "library_name" not in card
+    assert ("vllm serve" in card) == (engine != "sglang")
+
+
+def test_script_says_which_engines_serve_a_kind(run, tiny_target, tmp_path, capsys):
+    target = tiny_target("llama", layers=4)
+    cases = [
+        (made("medusa", target), "sglang", "must be one of vllm for a drafter of kind 'medusa'"),
+        (made("eagle", target), "speculators", "must be one of vllm, sglang for a drafter of kind"),
+        (made("eagle3", target), "transformers", "must be one of vllm, speculators, sglang"),
+        (
+            HydraDrafter.build(target, HydraSettings()),
+            "vllm",
+            "no engine loads Hydra, its own format is all there is; engines serve causal_lm: ",
+        ),
+    ]
+    for drafter, engine, complaint in cases:
+        assert main(arguments(run(drafter), engine, tmp_path / "out")) == 2
+        error = capsys.readouterr().err
+        assert complaint in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_script_refuses_another_target_with_one_line(
+    run, tiny_target, tiny_folder, tmp_path, capsys
+):
+    folder = run(made("medusa", tiny_target("llama", layers=4)))
+    other = f"model.target={tiny_folder('llama', layers=4, seed=3)}"
+    assert main([*arguments(folder, "vllm", tmp_path / "out"), other]) == 2
+    error = capsys.readouterr().err
+    assert "was made for another target" in error
+    assert error.count("\n") == 1
+
+
+def test_the_card_of_a_head_names_its_kind():
+    card = model_card(
+        None, target="org/model", recipe="eagle3", num_assistant_tokens=4, engine="vllm",
+        method="eagle3",
+    )  # fmt: skip
+    assert card.split("---\n")[2].startswith("\n# Drafter for org/model\n\nAn EAGLE-3 head for")
+    assert yaml.safe_load(card.split("---\n")[1])["tags"][1] == "eagle3"

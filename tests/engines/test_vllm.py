@@ -1,0 +1,233 @@
+"""vLLM against our own engine and replay: same tokens, same counters, greedy, float32.
+
+A case is a method of vLLM, our drafter, and how it is exported; all are served by one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.batches import Batches
+from data.generate import GenerationPlan, generate_traces
+from data.prompts import load_prompts
+from data.sampling import Sampling
+from data.target import Target
+from drafters.base import Budget
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export import speculators, vllm
+from drafters.export.hf import export
+from eval.measure import NEAR_TIE, Bench, Cost
+from eval.metrics import paired_difference
+from eval.offline import OfflineEvaluator
+from eval.served import Speculation, prompt_counters, serve, served_row
+from trainer.config import EvalConfig
+
+pytestmark = pytest.mark.engine
+
+K, PROMPTS = 4, 12
+STEPS = 60
+CONFIG = EvalConfig(
+    num_prompts=PROMPTS, max_new_tokens=48, temperatures=[0.0], K=K, timing_prompts=0,
+    bootstrap_draws=20,
+)  # fmt: skip
+# of a row: what takes the drafter's law, which vLLM does not tell, and where the row came from
+UNTOLD = {
+    "alpha", "alpha_ci95", "greedy_match", "greedy_match_ci95", "by_domain", "measured_by",
+    "identical_to_plain", "num_compared",
+}  # fmt: skip
+NO_COST = Cost(0.0, 1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`load(target)` -> our drafter; `export(drafter, target, folder)` writes it for vLLM."""
+
+    name: str
+    method: str
+    load: Callable[[Target], Any]
+    export: Callable[[Any, Target, Path], object]
+
+
+def load_causal_lm(target):
+    return CausalLMDrafter.from_pretrained("assets/toy/draft", target)
+
+
+def export_causal_lm(drafter, target, folder):
+    export(
+        drafter.model, target.tokenizer, target.model.config.vocab_size, folder,
+        num_assistant_tokens=K, card="", eos_ids=target.eos_ids,
+    )  # fmt: skip
+
+
+def head(recipe, **options):
+    """A head trained for a minute on the toy: enough that drafts are accepted at every depth."""
+
+    def load(target):
+        module = importlib.import_module(f"recipes.{recipe}")
+        method = module.Recipe(module.Config(**options), target)
+        prompts = load_prompts("toy", count=160, seed=3)
+        plan = GenerationPlan("toy", tuple(prompts), (0.0, 1.0), max_new_tokens=48)
+        with tempfile.TemporaryDirectory() as folder:
+            traces = generate_traces(target, plan, Path(folder), batch_size=32, rows_per_shard=256)
+        torch.manual_seed(0)
+        drafter = method.drafter = method.build(traces)
+        batches = Batches(traces, {"target": 1.0}, 16, seed=0)
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+        for step in range(STEPS):
+            batch = batches.at(step)
+            request = method.target_request(batch, step)
+            outputs = target.outputs(
+                batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+            )
+            terms = method.loss(batch, outputs, step).terms
+            optimizer.zero_grad()
+            sum(weight * total / n for total, n, weight in terms).backward()
+            optimizer.step()
+        return drafter
+
+    return load
+
+
+def export_flat(drafter, target, folder):
+    vllm.export(drafter, folder, card="")
+
+
+def export_speculators(drafter, target, folder):
+    speculators.export(drafter, folder, target=target.name, num_tokens=K, card="")
+
+
+eagle3 = head("eagle3", layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
+CASES = [
+    Case("draft_model", "draft_model", load_causal_lm, export_causal_lm),
+    Case("medusa", "medusa", head("medusa"), export_flat),
+    Case("eagle", "eagle", head("eagle", steps=2), export_flat),
+    Case("eagle3", "eagle3", eagle3, export_flat),
+    Case("eagle3 whole vocabulary", "eagle3", head("eagle3", steps=K), export_flat),
+    Case("eagle3 speculators", "eagle3", eagle3, export_speculators),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def decided(target, trace):
+    """Whether no two best logits come so close that another kernel could swap them."""
+    ids = torch.tensor([trace.prompt_ids + trace.response_ids + trace.lookahead_ids])
+    best = target.outputs(ids).logits[0, len(trace.prompt_ids) - 1 : -1].topk(2).values
+    return float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE
+
+
+@pytest.fixture(scope="module")
+def bench(vllm_python, tmp_path_factory):
+    """Held-out prompts of the toy with the target's answers, by our own decoding."""
+    target = Target.load("assets/toy/target", dtype="float32")
+    prompts = load_prompts("toy", count=PROMPTS + 4, seed=21, toy_split="eval")
+    plan = GenerationPlan(
+        "toy eval", tuple(prompts), (0.0,), max_new_tokens=CONFIG.max_new_tokens, lookahead=K
+    )
+    folder = tmp_path_factory.mktemp("traces") / "traces"
+    traces = generate_traces(target, plan, folder, batch_size=16, rows_per_shard=64)
+    traces = [trace for trace in traces if decided(target, trace)][:PROMPTS]
+    assert len(traces) == PROMPTS
+    return Bench(target, traces, Sampling(0.0), CONFIG, {"name": "toy", "hash": ""})
+
+
+@pytest.fixture(scope="module")
+def drafters(bench):
+    found: dict[Any, Any] = {}  # one training for both layouts
+    for case in CASES:
+        again = next((c for c in CASES if c.name in found and c.load is case.load), None)
+        found[case.name] = found[again.name] if again else case.load(bench.target).eval()
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(bench, drafters, tmp_path_factory):
+    """What vLLM made of every case, and of the target alone under the name "plain"."""
+    jobs: dict[str, Speculation | None] = {"plain": None}
+    for case in CASES:
+        folder = tmp_path_factory.mktemp("exports") / "export"
+        case.export(drafters[case.name], bench.target, folder)
+        jobs[case.name] = Speculation(case.method, folder, K)
+    prompts = [trace.prompt_ids for trace in bench.traces]
+    return serve(
+        bench.target, jobs, prompts, max_new_tokens=CONFIG.max_new_tokens, sampling=Sampling(0.0),
+        batch_size=4, seed=0,
+    )  # fmt: skip
+
+
+def same(a, b):
+    """Equal, but for the order in which a mean was summed."""
+    return a == pytest.approx(b) if isinstance(a, float) and isinstance(b, float) else a == b
+
+
+def test_plain_decoding_equals_ours(bench, served):
+    assert served["plain"].tokens == [trace.response_ids for trace in bench.traces]
+    endings = {trace.finish_reason for trace in bench.traces}
+    assert endings == {"eos", "length"}  # both ways in which the last round is cut
+
+
+@each_case
+def test_tokens_equal_plain_decoding(bench, served, case):
+    assert served[case.name].tokens == served["plain"].tokens
+
+
+@each_case
+def test_every_round_equals_ours(bench, drafters, served, case):
+    ours = bench.decoded(case.name, drafters[case.name], NO_COST)
+    rounds = {trace.prompt_hash: [] for trace in bench.traces}
+    for one in ours.rounds:
+        rounds[one.prompt_hash].append([one.submitted, one.engine_accepted])
+    assert served[case.name].rounds == list(rounds.values())
+    # not equal because nothing is accepted
+    assert min(ours.row["engine_accepted_per_position"]) > 0, ours.row
+    assert ours.row["engine_accepted"] > 2 * PROMPTS
+
+
+@each_case
+def test_the_report_row_equals_replay_and_decoding(bench, drafters, served, case):
+    name, drafter = case.name, drafters[case.name]
+    row = served_row(bench, name, served[name], served["plain"], NO_COST).row
+    counters = served[name].counters
+    assert row["measured_by"] == "vllm"
+    assert row["identical_to_plain"] == 1.0
+    assert row["lossless"]
+    assert row["engine_drafts"] == counters.drafts
+    assert row["engine_drafted"] == counters.drafted
+    assert row["engine_accepted"] == counters.accepted
+    assert row["engine_accepted_per_position"] == counters.accepted_per_position
+    assert row["engine_tokens_per_round"] == counters.tokens_per_round
+    for ours in (bench.replayed(name, drafter, NO_COST), bench.decoded(name, drafter, NO_COST)):
+        differing = {k for k in row.keys() & ours.row.keys() if not same(row[k], ours.row[k])}
+        assert differing <= UNTOLD
+
+
+def test_sampled_acceptance_is_what_replay_expects_of_the_same_answers(bench, drafters, tmp_path):
+    """At temperature 1, given vLLM's own answers. 64 prompts gave 2.06 tokens a round against 2.07
+    expected; with the CPU kernel not repaired, 1.04."""
+    target, drafter, sampling = bench.target, drafters["draft_model"], Sampling(1.0)
+    export_causal_lm(drafter, target, tmp_path / "export")
+    prompts = [trace.prompt_ids for trace in bench.traces] * 2
+    served = serve(
+        target, {"sampled": Speculation("draft_model", tmp_path / "export", K)}, prompts,
+        max_new_tokens=CONFIG.max_new_tokens, sampling=sampling, batch_size=8, seed=3,
+    )["sampled"]  # fmt: skip
+    traces = [
+        dataclasses.replace(
+            trace, prompt_hash=str(index), response_ids=tokens, lookahead_ids=[], temperature=1.0
+        )
+        for index, (trace, tokens) in enumerate(zip(bench.traces * 2, served.tokens, strict=True))
+    ]
+    replay = OfflineEvaluator(target, traces, sampling, Budget(K), engine_counters=False)
+    expected = replay(drafter).counters
+    found = [prompt_counters(served, index, trace, K) for index, trace in enumerate(traces)]
+    difference = paired_difference(found, expected, "tokens_per_round")
+    assert abs(difference["diff"]) < 0.2, difference
+    assert difference["p"] > 0.001, difference

@@ -1,0 +1,344 @@
+"""Asking an engine, without one: a module named vllm stands in its place, or a plain web server."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import http.server
+import json
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.generate import GenerationPlan, generate_traces
+from data.prompts import Prompt
+from data.sampling import Sampling
+from drafters.causal_lm import CausalLMDrafter
+from eval import served as module
+from eval import vllm_worker
+from eval.measure import Bench, Cost
+from eval.report import build_report
+from eval.served import (
+    Counters,
+    Served,
+    Speculation,
+    engine_python,
+    from_metrics,
+    prompt_counters,
+    scrape,
+    serve,
+    served_row,
+)
+from tests.tiny import EOS, perturbed
+from trainer.config import EvalConfig, RunFault, UserError
+
+K, NEW = 3, 20
+SAMPLED = Sampling(0.7, top_k=5, top_p=0.9)
+
+METRICS = """
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a {b} \\"c\\""} 60.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="a {b} \\"c\\""} 15.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="a"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a"} 900.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a"} 1.5e+02
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="10"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="2"} 19.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"} 90.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="a",position="0"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="1"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="a",position="1"} 1.7e9
+vllm:generation_tokens_total{engine="0",model_name="a"} 4000.0
+"""
+EARLIER = METRICS.replace(" 60.0", " 40.0").replace(" 90.0", " 50.0").replace(" 900.0", " 700.0")
+
+# Answers each prompt with its own ids and rounds of one drafted token, or as FAKE_VLLM says.
+FAKE_VLLM = """
+import os, sys
+from types import SimpleNamespace as Box
+__version__ = "0"
+how = os.environ.get("FAKE_VLLM", "")
+class SamplingParams:
+    def __init__(self, **given): self.given = given
+class LLM:
+    def __init__(self, **given):
+        print("loading", *given)
+        if how == "die": raise RuntimeError("Model architectures ['X'] are not supported")
+        if how == "leave": sys.exit(0)
+        self.given, self.llm_engine = given, Box(engine_core=Box(shutdown=lambda: None))
+    def generate(self, prompts, params, use_tqdm):
+        import json
+        with open(os.environ["FAKE_LOG"], "a") as log:
+            log.write(json.dumps([self.given, [p.given for p in params]]) + "\\n")
+        rounds = {"spec_decode_metrics": Box(per_step_drafted=[1, 1], per_step_accepted=[1, 0])}
+        return [Box(outputs=[Box(token_ids=p["prompt_token_ids"], **rounds)]) for p in prompts]
+    def get_metrics(self):
+        rounds = 2 * (how != "lose")
+        sums = {"drafts": 2 * rounds, "draft_tokens": 2 * rounds, "accepted_tokens": rounds}
+        prefix = "vllm:spec_decode_num_"
+        yield Box(name="vllm:other", value=1)
+        for name, value in sums.items(): yield Box(name=prefix + name, value=value)
+        yield Box(name=prefix + "accepted_tokens_per_pos", values=[rounds])
+"""
+PLATFORMS = """
+from types import SimpleNamespace as Box
+current_platform = Box(is_cpu=lambda: False)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """This interpreter in place of the engine's, with a module vllm. Returns its log file."""
+    package = tmp_path / "modules" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_VLLM)
+    (package / "platforms.py").write_text(PLATFORMS)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv(module.PYTHON_VARIABLE, sys.executable)
+    return tmp_path / "log"
+
+
+def ask(target, **changed):
+    jobs = {"plain": None, "a": Speculation("medusa", "some/folder", 1)}
+    options = dict(max_new_tokens=NEW, sampling=Sampling(0.0), batch_size=8, seed=5)
+    return serve(target, jobs, [[4, 5], [6, 7, 8]], **(options | changed))
+
+
+def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_target):
+    target = tiny_target("llama")
+    found = ask(target)
+    assert found["plain"] == Served([[4, 5], [6, 7, 8]], None, [], None, "vllm 0")
+    one = found["a"]
+    assert one.tokens == [[4, 5], [6, 7, 8]]
+    assert one.rounds == [[[1, 1], [1, 0]]] * 2
+    assert one.counters == Counters(4, 4, 2, [2])
+    (plain, _), (engine, params) = map(json.loads, fake.read_text().splitlines())
+    speculative = engine.pop("speculative_config")
+    assert engine.pop("per_request_spec_decode_metrics") == "detailed"
+    assert plain == engine
+    assert engine["model"] == str(Path(target.name).resolve())
+    assert (engine["dtype"], engine["max_num_seqs"]) == ("float32", 2)
+    assert engine["max_model_len"] >= 3 + NEW + 1
+    folder = str(Path("some/folder").resolve())
+    assert speculative == {"method": "medusa", "model": folder, "num_speculative_tokens": 1}
+    assert [one["seed"] for one in params] == [5, 6]
+    assert params[0]["stop_token_ids"] == [EOS]
+    assert params[0]["ignore_eos"]
+    assert (params[0]["temperature"], params[0]["max_tokens"]) == (0.0, NEW)
+
+
+def test_sampling_reaches_the_engine_and_the_drafter(fake, tiny_target):
+    ask(tiny_target("llama"), sampling=SAMPLED)
+    _, (engine, params) = map(json.loads, fake.read_text().splitlines())
+    assert {k: params[0][k] for k in ("temperature", "top_k", "top_p")} == vars(SAMPLED)
+    assert engine["speculative_config"]["draft_sample_method"] == "probabilistic"
+    greedy = dataclasses.replace(Speculation("medusa", "x", 1), sampled=False)
+    assert "draft_sample_method" not in greedy.config(SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("die", r"ended with code 1:(?s:.*)RuntimeError: Model architectures \['X'\] are not"),
+        ("leave", "ended with code 0:\nloading"),
+        ("lose", "a: vLLM's rounds add up to .*drafts=4.*counters say .*drafts=0"),
+    ],
+)
+def test_an_engine_that_fails_is_a_fault_with_its_last_words(
+    fake, tiny_target, monkeypatch, how, told
+):
+    monkeypatch.setenv("FAKE_VLLM", how)
+    with pytest.raises(RunFault, match=told):
+        ask(tiny_target("llama"))
+
+
+def test_a_missing_environment_is_one_line_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.delenv(module.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "DEFAULT_PYTHON", tmp_path / "python")
+    with pytest.raises(UserError, match=r"run `bash scripts/engine_env.sh`") as error:
+        engine_python()
+    assert "\n" not in str(error.value)
+    monkeypatch.setenv(module.PYTHON_VARIABLE, str(tmp_path))  # a folder
+    with pytest.raises(UserError, match="is no program"):
+        engine_python()
+    monkeypatch.setenv(module.PYTHON_VARIABLE, sys.executable)
+    assert str(engine_python()) == sys.executable
+
+
+def test_the_worker_imports_nothing_of_the_project():
+    tree = ast.parse(module.WORKER.read_text())
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "."]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert names <= {"__future__", "gc", "json", "sys", "pathlib", "typing", "torch", "vllm"}
+
+
+def test_the_repaired_kernel_repeats_by_prompt_and_replaces(monkeypatch):
+    sampler = types.ModuleType("vllm.v1.sample.rejection_sampler")
+    sample = types.ModuleType("vllm.v1.sample")
+    sample.rejection_sampler = sampler
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample", sample)
+    vllm_worker.repair()
+    expand = sampler.expand_batch_to_tokens
+    temperatures = expand(torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6]), 6, 0, 1)
+    assert temperatures.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    top_k = expand(torch.tensor([7, 0], dtype=torch.int32), torch.tensor([1, 3]), 3)
+    assert top_k.tolist() == [7, 0, 0]
+    assert top_k.dtype == torch.int32
+
+
+# --- counters --------------------------------------------------------------------------------
+
+
+def test_metrics_are_summed_over_engines_and_ordered_by_position():
+    found = from_metrics(METRICS.replace('position="10"', 'position="3"'))
+    assert found == Counters(75, 900, 150, [100, 30, 19, 1])
+    assert found.tokens_per_round == 3.0
+    ten = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {i}.0' for i in
+           range(11)]  # fmt: skip
+    lines = [line for line in METRICS.splitlines() if "per_pos" not in line]
+    assert from_metrics("\n".join(lines + ten[::-1])).accepted_per_position == list(range(11))
+
+
+def test_a_server_without_speculation_is_refused():
+    with pytest.raises(UserError, match="start vLLM with --speculative-config"):
+        from_metrics('vllm:generation_tokens_total{engine="0"} 4000.0\n')
+
+
+def test_no_rounds_no_mean():
+    assert Counters(0, 0, 0, [0]).tokens_per_round is None
+
+
+@pytest.fixture
+def server():
+    """A web server on this machine; `text` is its metrics page."""
+    page = types.SimpleNamespace(text=EARLIER)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(page.text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    running = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    page.url = f"http://127.0.0.1:{running.server_port}"
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield page
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def test_scraping_before_and_after(server):
+    before = scrape(server.url)
+    server.text = METRICS
+    after = scrape(server.url + "/metrics")
+    assert after - before == Counters(20, 200, 40, [40, 0, 0, 0])
+    with pytest.raises(RunFault, match="started again"):
+        before - after
+
+
+def test_what_cannot_be_read_is_one_line(server):
+    with pytest.raises(UserError, match=r"cannot read http://127.*404.*is the server running"):
+        scrape(server.url + "/v1")
+    with pytest.raises(UserError, match="must begin with http"):
+        scrape("localhost:8000")
+    with pytest.raises(UserError, match="is the server running"):
+        scrape("http://127.0.0.1:9")
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_target, tmp_path_factory):
+    """(bench, our decoding of it, the same as an engine would tell it), some answers ended."""
+    target = tiny_target("llama")
+    drafter = CausalLMDrafter._of(perturbed(target.model, 0.1), target, "draft")
+    texts = [f"{'word ' * (i % 4)}{chr(97 + i)} {i}" for i in range(8)]
+    prompts = tuple(Prompt(text, None, None, "d", "t", text) for text in texts)
+    plan = GenerationPlan("tiny", prompts, (0.0,), max_new_tokens=NEW, lookahead=K)
+
+    def traces_of(target, name):
+        folder = tmp_path_factory.mktemp(name) / "traces"
+        return list(generate_traces(target, plan, folder, batch_size=8, rows_per_shard=64))
+
+    free = traces_of(target, "free")
+    ending = {free[0].response_ids[6], free[1].response_ids[9], free[2].response_ids[14]}
+    target = dataclasses.replace(target, eos_ids=tuple(sorted(ending)))
+    config = EvalConfig(
+        num_prompts=8, max_new_tokens=NEW, temperatures=[0.0], K=K, timing_prompts=0,
+        bootstrap_draws=20,
+    )  # fmt: skip
+    traces = traces_of(target, "ended")
+    assert {trace.finish_reason for trace in traces} == {"eos", "length"}
+    bench = Bench(target, traces, Sampling(0.0), config, {"name": "tiny", "hash": ""})
+    ours = bench.decoded("draft", drafter, Cost(0.1, 1.0, 0.1, 0.1))
+    rounds: dict[str, list[list[int]]] = {trace.prompt_hash: [] for trace in bench.traces}
+    for one in ours.rounds:
+        rounds[one.prompt_hash].append([one.submitted, one.engine_accepted])
+    tokens = [trace.response_ids for trace in bench.traces]
+    told = Served(tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0")
+    return bench, ours, told
+
+
+def test_a_prompt_counts_as_in_our_own_decoding(measured):
+    bench, ours, told = measured
+    assert sum(one.truncated_rounds for one in ours.counters) > 0
+    for index, (trace, expected) in enumerate(zip(bench.traces, ours.counters, strict=True)):
+        found = prompt_counters(told, index, trace, K)
+        same = dataclasses.replace(expected, overlap_sum=0.0, overlap_count=0.0)
+        assert found == same
+
+
+@pytest.mark.parametrize("change", [lambda log: log[:-1], lambda log: [*log, [K, 0]]])
+def test_rounds_that_do_not_make_up_the_answer_are_a_fault(measured, change):
+    bench, _, told = measured
+    changed = dataclasses.replace(told, rounds=[change(log) for log in told.rounds])
+    with pytest.raises(RunFault, match="do not make up its answer"):
+        prompt_counters(changed, 0, bench.traces[0], K)
+
+
+def test_a_row_has_the_shape_and_the_numbers_of_our_own(measured):
+    bench, ours, told = measured
+    plain = dataclasses.replace(told, drafter=None)
+    row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
+    build_report({}, {}, {}, [row], [], [])  # would refuse another shape
+    origin = {"measured_by", "num_compared", "identical_to_plain"}
+    assert {k for k in row.keys() & ours.row.keys() if row[k] != ours.row[k]} == origin
+    assert (row["measured_by"], row["engine"]) == ("vllm", "vllm 0")
+    assert row["identical_to_plain"] == 1.0
+    assert row["lossless"]
+    assert row["engine_accepted"] > 0
+
+
+def test_an_answer_that_differs_from_plain_decoding_is_listed(measured):
+    bench, _, told = measured
+    other = [[*tokens[:-1], tokens[-1] ^ 1] for tokens in told.tokens]
+    plain = dataclasses.replace(told, drafter=None, tokens=[other[0], *told.tokens[1:]])
+    row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
+    assert row["identical_to_plain"] == 1 - 1 / len(told.tokens)
+    (differing,) = row["differing_prompts"]
+    assert differing["prompt_hash"] == bench.traces[0].prompt_hash
+    assert differing["position"] == len(told.tokens[0]) - 1
+    assert not row["lossless"]

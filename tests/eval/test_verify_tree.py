@@ -1,0 +1,192 @@
+"""Tree verification against enumeration: whatever the tree, the target's law comes out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from data.sampling import Sampling
+from drafters.base import Budget, DraftState, TrainedDrafter
+from drafters.draft import draft
+from drafters.tree import DynamicTree, static_tree
+from eval.verify import Typical, verify_tree
+from tests.tabular import dirichlet_table
+
+V = 3
+PLAIN = Sampling(1.0)
+
+
+class Replaying:
+    """Gives recorded outcomes; at the first call beyond them, tells what was possible."""
+
+    def __init__(self, outcomes):
+        self.outcomes, self.cursor, self.fork = outcomes, 0, None
+
+    def _next(self, law):
+        possible = [(i, w) for i, w in enumerate(law) if w > 0]
+        if self.cursor < len(self.outcomes):
+            chosen = self.outcomes[self.cursor]
+        else:
+            self.fork = self.fork or possible
+            chosen = possible[0][0]
+        self.cursor += 1
+        return chosen
+
+    def choice(self, probs, positions, stream):
+        return torch.tensor([self._next(row) for row in probs.tolist()])
+
+    def flip(self, probability, positions, stream):
+        return torch.tensor([bool(self._next([1 - a, a])) for a in probability.tolist()])
+
+
+class Tabular(TrainedDrafter):
+    """Order-1 law of the next token."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def start(self, state, budget):
+        return self.table[state.ids.gather(1, state.lengths[:, None] - 1)[:, 0]].log()
+
+    def extend(self, tokens, parents, depth):
+        return self.table[tokens].log()
+
+
+def one_round(target, drafter, context, budget, random, verify=verify_tree, **more):
+    ids = torch.tensor([[*context, *[0] * 8]])
+    lengths = torch.tensor([len(context)])
+    state = DraftState(ids, lengths, len(context), PLAIN, random)
+    tree = draft(drafter, state, budget)
+    texts = [list(context)]
+    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+        texts.append([*texts[parent + 1], token])
+    logits = torch.stack([target[t[-2], t[-1]].log() for t in texts])[None]
+    verdict = verify(tree, logits, PLAIN, random, lengths, **more)
+    path = [n for n in verdict.path[0].tolist() if n >= 0]
+    assert len(path) == int(verdict.accepted)
+    assert [tree.parents[0, n].item() for n in path] == [-1, *path][: len(path)]
+    return [tree.tokens[0, n].item() for n in path] + [int(verdict.emitted)]
+
+
+def error(budget, seed=0, verify=verify_tree, **more):
+    """Largest difference between the law of depth + 1 tokens and the target's own."""
+    target, own = dirichlet_table([V] * 3, 100 + seed), dirichlet_table([V] * 2, 200 + seed)
+    drafter, length, worst = Tabular(own), budget.max_tokens + 1, 0.0
+    for context in ((0, 1), (2, 2)):
+        law, total, open_ = {}, 0.0, [((), 1.0)]
+        while open_:
+            outcomes, weight = open_.pop()
+            random = Replaying(outcomes)
+            emitted = one_round(target, drafter, context, budget, random, verify, **more)
+            if random.fork is not None:
+                open_ += [((*outcomes, i), weight * w) for i, w in random.fork]
+                continue
+            total += weight
+            for rest in itertools.product(range(V), repeat=length - len(emitted)):
+                text, share = (*emitted, *rest), weight
+                for i in range(len(emitted), length):
+                    before = (*context, *text[:i])[-2:]
+                    share *= float(target[before][text[i]])
+                law[text] = law.get(text, 0.0) + share
+        assert total == pytest.approx(1.0, abs=1e-12)
+        for text in itertools.product(range(V), repeat=length):
+            wanted = 1.0
+            for i, token in enumerate(text):
+                wanted *= float(target[(*context, *text[:i])[-2:]][token])
+            worst = max(worst, abs(law.get(text, 0.0) - wanted))
+    return worst
+
+
+STATIC = static_tree([[0], [1], [0, 0], [0, 1], [1, 0]])
+WIDE = static_tree([[0], [1], [2], [0, 0], [0, 1], [0, 2]])  # every token is a child
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "tree", [STATIC, WIDE, DynamicTree(4, 2, 2)], ids=["two", "all", "dynamic"]
+)
+def test_deterministic_trees_leave_the_targets_law(tree, seed):
+    assert error(Budget(2, tree=tree), seed) < 1e-12
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("tree", [STATIC, WIDE], ids=["two", "all"])
+def test_children_drawn_without_replacement_leave_the_targets_law(tree, seed):
+    assert error(Budget(2, tree=tree, sample_children=True), seed) < 1e-12
+
+
+def test_control_typical_acceptance_is_seen_to_change_the_law():
+    assert error(Budget(2, tree=STATIC), typical=Typical()) > 0.01
+
+
+def test_control_sampled_children_taken_as_deterministic_are_exact_too():
+    """Drawing from the target is exact for every tree that does not look at the draw."""
+
+    def follow(tree, *rest, **more):
+        tree.laws = None
+        return verify_tree(tree, *rest, **more)
+
+    assert error(Budget(2, tree=STATIC, sample_children=True), verify=follow) < 1e-12
+
+
+def test_control_deterministic_children_taken_as_sampled_are_seen():
+    own = dirichlet_table([V] * 2, 200)
+
+    def lie(tree, logits, sampling, random, first, **more):
+        parents = tree.parents[0].tolist()
+        tokens = [1 if p < 0 else int(tree.tokens[0, p]) for p in parents]
+        tree.laws = own[torch.tensor(tokens)][None]
+        return verify_tree(tree, logits, sampling, random, first, **more)
+
+    assert error(Budget(2, tree=STATIC), verify=lie) > 0.01
+
+
+def test_greedy_follows_the_longest_path_of_best_tokens():
+    target = dirichlet_table([V] * 3, 1)
+    best = [int(target[0, 1].argmax())]
+    best.append(int(target[1, best[0]].argmax()))
+
+    class Best(Tabular):
+        def start(self, state, budget):
+            return torch.nn.functional.one_hot(torch.tensor([best[0]]), V).double()
+
+        def extend(self, tokens, parents, depth):
+            return (
+                torch.nn.functional.one_hot(torch.tensor(best[1]), V)
+                .double()
+                .expand(*tokens.shape, V)
+            )
+
+    state = DraftState(
+        torch.tensor([[0, 1, 0, 0]]), torch.tensor([2]), 2, Sampling(0.0), Replaying(())
+    )
+    tree = draft(Best(target), state, Budget(2, tree=STATIC))
+    texts = [[0, 1]]
+    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+        texts.append([*texts[parent + 1], token])
+    logits = torch.stack([target[t[-2], t[-1]].log() for t in texts])[None]
+    verdict = verify_tree(tree, logits, Sampling(0.0), Replaying(()), torch.tensor([2]))
+    assert verdict.accepted.tolist() == [2]
+    assert not bool(verdict.rejected)
+    assert [tree.tokens[0, n].item() for n in verdict.path[0]] == best
+    assert verdict.emitted.item() == int(target[best[0], best[1]].argmax())
+
+
+def test_typical_accepts_what_passes_the_threshold_and_takes_the_longest_path():
+    p = torch.full((1, 6, V), 1 / 3).double()
+    p[0, 1] = torch.tensor([0.98, 0.01, 0.01])
+    tokens = torch.tensor([[0, 1, 0, 1, 0]])
+    parents = torch.tensor([[-1, -1, 0, 0, 1]])
+    from drafters.tree import TokenTree
+
+    tree = TokenTree(tokens, parents, None, torch.tensor([5]))
+    rule = Typical(epsilon=0.09, delta=0.3)
+    verdict = verify_tree(tree, p.log(), PLAIN, Replaying(()), torch.tensor([2]), rule)
+    # from the root all pass (1/3 > 0.09), under node 0 only token 0: the likelier of two paths
+    assert verdict.path.tolist() == [[0, 2]]
+    strict = verify_tree(tree, p.log(), PLAIN, Replaying(()), torch.tensor([2]), Typical(0.5, 2.0))
+    assert strict.path.tolist() == [[-1, -1]]  # min(0.5, 2 exp(-ln 3)) = 0.5 > 1/3
+    assert strict.accepted.tolist() == [0]

@@ -1,0 +1,299 @@
+"""The recipes of heads: which positions they train, what their options change, what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from data.batches import Batches, collate
+from data.generate import GenerationPlan, generate_traces
+from data.prompts import Prompt
+from drafters.eagle import EagleDrafter
+from recipes.parts.heads import frequent_tokens
+from tests.tiny import VOCAB_SIZE
+from trainer.config import UserError
+from trainer.losses import DIVERGENCES, divergence
+from trainer.shift import supervised
+
+HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
+EXTRA = {"eagle3": {"layers": [0, 1], "steps": 3}, "eagle": {"steps": 2, "feature_noise": 0.0},
+         "hydrapp": {"dropout": 0.0}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def traces(target, tmp_path_factory):
+    prompts = [Prompt(f"Question {i}: ", None, "yes.", "test", "", f"c{i}") for i in range(16)]
+    plan = GenerationPlan("test", tuple(prompts), (1.0,), max_new_tokens=12)
+    folder = tmp_path_factory.mktemp("traces")
+    made = generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)
+    for trace in made:
+        trace.response_ids = trace.response_ids[: 3 + trace.index % 9]
+    return made
+
+
+def make(name, target, traces, **options):
+    module = importlib.import_module(f"recipes.{name}")
+    recipe = module.Recipe(module.Config(**(EXTRA.get(name, {}) | options)), target)
+    torch.manual_seed(0)
+    recipe.drafter = recipe.build(traces)
+    torch.manual_seed(1)
+    with torch.no_grad():  # away from the zeros and copies that a fresh head begins with
+        for parameter in recipe.drafter.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return recipe
+
+
+def batch_of(traces, size=6):
+    return Batches(traces, {"target": 1.0}, size, seed=0).at(0)
+
+
+def outputs_of(recipe, batch):
+    request = recipe.target_request(batch, 0)
+    return recipe.target.outputs(
+        batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+    )
+
+
+def terms_of(recipe, batch):
+    terms = recipe.loss(batch, outputs_of(recipe, batch), 0).terms
+    assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+    return terms
+
+
+def loss_of(recipe, batch):
+    torch.manual_seed(2)
+    return sum(weight * total / max(float(n), 1) for total, n, weight in terms_of(recipe, batch))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces):
+    """Term by term against the plain divergence of `draft_logits` at the positions that a round can
+    draft at that depth: its anchor and everything since are the target's own."""
+    recipe = make(name, target, traces, divergence="jsd", feature_weight=0.0)
+    batch = batch_of(traces)
+    outputs = outputs_of(recipe, batch)
+    teacher = target.outputs(batch.input_ids).logits
+    terms = terms_of(recipe, batch)
+    assert len(terms) == recipe.depth
+    for depth, (total, count, weight) in enumerate(terms, start=1):
+        logits = recipe.drafter.draft_logits(batch.input_ids, outputs, depth)
+        expected, number = torch.zeros(()), 0
+        for row, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
+            for r in range(depth, len(response)):  # index of the drafted token in its response
+                i = len(prompt) + r - 1
+                expected = (
+                    expected
+                    + divergence(
+                        "jsd", logits[row, i : i + 1], teacher[row, i : i + 1, :VOCAB_SIZE]
+                    ).sum()
+                )
+                number += 1
+        if recipe.config.reduction == "token":
+            assert float(count) == number
+            torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+        assert weight == pytest.approx(
+            recipe.config.depth_decay ** (depth - 1) * recipe.config.divergence_weight
+        )
+
+
+def test_the_last_supervised_token_is_reached_at_every_depth_it_can_be():
+    mask = torch.zeros(1, 8, dtype=torch.bool)
+    mask[0, 3:7] = True  # response at 3..6
+    found = {d: supervised(mask, d)[0].nonzero()[:, 0].tolist() for d in (0, 1, 2, 3, 4)}
+    # logit index i scores token i + 1; the anchor, `depth` before it, is in the response as well
+    assert found == {0: [2, 3, 4, 5], 1: [3, 4, 5], 2: [4, 5], 3: [5], 4: []}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_prompts_and_padding_do_not_change_the_loss_of_a_row(name, target, traces):
+    recipe = make(name, target, traces)
+    short = batch_of(traces, 2)
+    wide = collate([*short.prompts, [5] * 40], [*short.responses, []], [*short.sources, "target"])
+    for (a, n, _), (b, m, _) in zip(terms_of(recipe, short), terms_of(recipe, wide), strict=True):
+        assert float(n) == float(m)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_divergence_gives_another_loss(name, target, traces):
+    batch = batch_of(traces)
+    values = [loss_of(make(name, target, traces, divergence=d), batch).item() for d in DIVERGENCES]
+    assert len({round(value, 5) for value in values}) == len(DIVERGENCES)
+
+
+@pytest.mark.parametrize(
+    ("name", "common", "change"),
+    [
+        ("medusa", {}, {"depth_decay": 0.5}),
+        ("medusa", {}, {"num_heads": 2}),
+        ("medusa", {}, {"num_layers": 2}),
+        ("medusa", {}, {"own_head": False}),
+        ("medusa", {"num_layers": 2}, {"tie_layers": True}),
+        ("medusa", {"divergence": "jsd"}, {"beta": 0.2}),
+        ("medusa", {"divergence": "lk_hybrid"}, {"eta": 1.0}),
+        ("medusa", {"divergence": "kl_mix"}, {"mix": 0.5}),
+        ("medusa", {}, {"reduction": "sequence"}),
+        ("medusa", {}, {"top_weight": 1.0}),
+        ("hydra", {}, {"num_layers": 2}),
+        ("hydra", {}, {"prefix_layer": True}),
+        ("hydra", {}, {"dropout": 0.5}),
+        ("hydra", {}, {"shared_lm_head": True}),
+        ("hydra", {}, {"identity_residual": False}),
+        ("hydra", {"num_layers": 3}, {"tie_layers": True}),
+        ("hydra", {}, {"feature_weight": 1.0}),
+        ("eagle", {}, {"feature_weight": 0.5}),
+        ("eagle", {}, {"divergence_weight": 0.5}),
+        ("eagle", {}, {"feature_noise": 0.1}),
+        ("eagle", {}, {"steps": 3}),
+        ("eagle3", {}, {"layers": [1, 0]}),
+        ("eagle3", {}, {"steps": 2}),
+        ("eagle3", {}, {"draft_vocab_size": 30}),
+        ("eagle3", {}, {"head_from_target": False}),
+        ("eagle3", {}, {"norm_before_residual": True}),
+        ("eagle3", {}, {"fc_norm": True}),
+        ("eagle3", {}, {"norm_output": True}),
+    ],
+)
+def test_every_option_changes_the_loss(name, common, change, target, traces):
+    batch = batch_of(traces)
+    before = make(name, target, traces, **common)
+    after = make(name, target, traces, **common, **change)
+    for recipe in (before, after):
+        recipe.drafter.train()
+    assert abs(loss_of(before, batch).item() - loss_of(after, batch).item()) > 1e-6
+
+
+def test_recycled_states_are_detached_in_hass_only(target, traces):
+    batch = batch_of(traces)
+    gradients = []
+    for detached in (True, False):
+        recipe = make("eagle", target, traces, steps=3)
+        recipe.drafter.settings.detach_recycled = detached
+        loss_of(recipe, batch).backward()
+        gradients.append(recipe.drafter.fc.weight.grad.clone())
+    assert not torch.allclose(*gradients)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_training_lowers_the_loss_and_leaves_the_target_alone(name, target, traces):
+    recipe, batch = make(name, target, traces), batch_of(traces)
+    before = {n: p.clone() for n, p in target.model.named_parameters()}
+    trained = [p for p in recipe.drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    recipe.drafter.train()
+    losses = []
+    for _ in range(12):
+        loss = loss_of(recipe, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        missing = [n for n, p in recipe.drafter.named_parameters() if p.grad is None]
+        assert not missing
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for n, p in target.model.named_parameters():
+        assert torch.equal(p, before[n])
+        assert p.grad is None
+
+
+def test_gradient_checkpointing_changes_nothing(target, traces):
+    batch, found = batch_of(traces), []
+    for checkpointed in (False, True):
+        recipe = make("eagle3", target, traces)
+        recipe.drafter.train()
+        if checkpointed:
+            recipe.drafter.gradient_checkpointing_enable()
+        loss_of(recipe, batch).backward()
+        found.append([p.grad for p in recipe.drafter.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_response_of_one_token_trains_nothing_but_does_not_break(target, traces):
+    recipe = make("eagle3", target, traces)
+    batch = collate([[5, 6, 7]], [[8]], ["target"])
+    for total, count, _ in terms_of(recipe, batch):
+        assert float(count) == 0
+        assert float(total.detach()) == 0
+        assert total.requires_grad
+
+
+# --- draft vocabulary -----------------------------------------------------------------------------
+
+
+def test_the_draft_vocabulary_counts_responses_not_prompts(target, traces):
+    kept, covered = frequent_tokens(traces, 10, target)
+    counts = torch.bincount(
+        torch.tensor([t for trace in traces for t in trace.response_ids]), minlength=VOCAB_SIZE
+    )
+    assert covered == pytest.approx(float(counts[kept].sum() / counts.sum()))
+    assert float(counts[kept].min()) >= float(counts.sort(descending=True).values[9])
+    assert kept.tolist() == sorted(kept.tolist())
+    assert frequent_tokens(traces, None, target) == (None, 1.0)
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused(target, traces):
+    with pytest.raises(UserError, match=r"method\.draft_vocab_size must lie in 1\.\.100"):
+        make("eagle3", target, traces, draft_vocab_size=VOCAB_SIZE + 1)
+
+
+def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
+    """A reduced head may fit its own tokens well; what it leaves out still counts."""
+    recipe = make("eagle3", target, traces, draft_vocab_size=20)
+    batch = batch_of(traces)
+    outputs = outputs_of(recipe, batch)
+    metrics = recipe.loss(batch, outputs, 0).metrics
+    p = target.outputs(batch.input_ids).logits[..., :VOCAB_SIZE].softmax(-1)
+    q = recipe.drafter.draft_logits(batch.input_ids, outputs, 1).softmax(-1)
+    where = supervised(batch.loss_mask, 1)
+    expected = torch.minimum(p, q).sum(-1)[:, :-1][where]
+    total, number = metrics["alpha_1"]
+    assert number == int(where.sum())
+    torch.testing.assert_close(total, expected.sum(), rtol=1e-4, atol=1e-5)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("eagle3", {"layers": [0, 2]}, r"layer id must lie in 0\.\.1"),
+        ("eagle3", {"layers": [1, 1]}, "distinct"),
+        ("eagle3", {"layers": []}, "collide on a target of 2 layers"),
+        ("eagle3", {"steps": 0}, r"method\.steps must be >= 1"),
+        ("eagle", {"feature_weight": -1.0}, r"method\.feature_weight must be >= 0"),
+        ("medusa", {"num_heads": 0}, r"method\.num_heads must be >= 1"),
+        ("medusa", {"divergence": "nonsense"}, "unknown method.divergence"),
+        ("medusa", {"reduction": "row"}, r"method\.reduction must be"),
+        ("medusa", {"depth_decay": 0.0}, r"method\.depth_decay must be > 0"),
+        ("hydra", {"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_bad_settings_are_refused(name, options, says, target, traces):
+    with pytest.raises(UserError, match=says):
+        make(name, target, traces, **options)
+
+
+def test_a_drafter_of_another_kind_or_size_is_refused(target, traces):
+    medusa = make("medusa", target, traces, num_heads=2)
+    eagle, eagle3 = make("eagle", target, traces), make("eagle3", target, traces)
+    with pytest.raises(UserError, match="kind 'eagle'"):
+        medusa.accept(eagle.drafter)
+    with pytest.raises(UserError, match=r"method\.num_heads=2"):
+        make("medusa", target, traces).accept(medusa.drafter)
+    with pytest.raises(UserError, match="train it with recipe=eagle3"):
+        eagle.accept(eagle3.drafter)
+    with pytest.raises(UserError, match=r"train it with recipe=eagle$"):
+        eagle3.accept(eagle.drafter)
+    other = make("eagle3", target, traces, layers=[1])
+    with pytest.raises(UserError, match=r"reads the layers \[1\]"):
+        eagle3.accept(other.drafter)
+    assert isinstance(other.drafter, EagleDrafter)

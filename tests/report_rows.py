@@ -1,0 +1,111 @@
+"""Rows of reports from simulated counters: chains, and the tree of a head."""
+
+import numpy as np
+
+from eval.metrics import PromptCounters, paired_difference, per_domain, summarise
+from eval.report import build_report, plain_row
+from eval.speed_model import COST_RATIOS, mbsu, modelled_speedup
+
+TREE = "dynamic, 25 nodes, depth 5, top 8"
+
+
+def measured(alpha, K=4, num_prompts=12, seed=0):
+    """Counters of a drafter with i.i.d. acceptance, half the prompts timed."""
+    rng = np.random.default_rng(seed)
+    counters = []
+    for i in range(num_prompts):
+        a = float(np.clip(alpha + rng.normal(0, 0.08), 0.02, 0.98))
+        reach = [20 * a**j for j in range(1, K + 1)]
+        accepted = sum(reach)
+        counters.append(
+            PromptCounters(
+                f"hash{i}",
+                ("code", "prose", "math")[i % 3],
+                K,
+                rounds=20,
+                emitted=20 + accepted,
+                submitted=20 * K,
+                accepted=accepted,
+                rejections=20 - reach[-1],
+                reach=reach,
+                tested=[20.0, *reach[:-1]],
+                overlap_sum=90 * a,
+                overlap_count=90,
+                greedy_sum=90 * a,
+                greedy_count=90,
+                engine_drafts=20,
+                engine_drafted=20 * K,
+                engine_accepted=accepted,
+                engine_accepted_per_position=reach,
+                identical=True,
+                plain_s=1.0 * (i % 2),
+                plain_tokens=90 * (i % 2),
+                speculative_s=0.8 * (1.6 - a) * (i % 2),
+                speculative_tokens=90 * (i % 2),
+            )
+        )
+    return counters
+
+
+def result_row(name, counters, temperature=0.0, cost_ratio=0.12, **more):
+    row = summarise(counters, draws=200, seed=0)
+    K = counters[0].K
+    return {
+        "drafter": name,
+        "prompts": {"name": "toy", "hash": "abc123"},
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "verifier": "token",
+        "policy": "fixed",
+        "K": K,
+        "counting": "emitted_per_target_forward",
+        "bonus_counted": True,
+        "lossless": True,
+        "measured_by": "decoding",
+        **row,
+        "cost_ratio": cost_ratio,
+        "modelled_speedup": modelled_speedup(row["tokens_per_round"], K, cost_ratio),
+        "mbsu": mbsu(row["tokens_per_round"], K, 0.1),
+        "by_domain": per_domain(counters),
+        **more,
+    }
+
+
+def shaped(row, tree=None, nodes=None):
+    """The row with what `eval.measure` adds for every shape."""
+    tokens, depth = row["tokens_per_round"], row["K"]
+    return row | {
+        "tree": tree,
+        "tree_children": "top" if tree else None,
+        "nodes": nodes or depth,
+        "verify_cost": 1.1,
+        "modelled_speedup_at": {str(c): modelled_speedup(tokens, depth, c) for c in COST_RATIOS},
+    }
+
+
+def report_with_tree(temperature=0.0, **tree_changes):
+    """A head's run: every drafter as a chain on the traces, `after` as a tree too, both decoded."""
+    alphas = {"before": 0.5, "control": 0.52, "after": 0.6, "prompt_lookup": 0.2}
+    counters = {name: measured(alpha) for name, alpha in alphas.items()}
+    rows = []
+    for name, of_name in counters.items():
+        row = shaped(result_row(name, of_name, temperature, measured_by="offline"))
+        if name != "prompt_lookup":
+            row["alpha_by_depth"] = [0.61, 0.58, 0.57, 0.56]
+        rows.append(row)
+    after = rows[2]
+    rows.append(after | {"measured_by": "decoding", "alpha": None, "draft_time_share": 0.25})
+    deep = measured(0.75, K=5)
+    tree = shaped(result_row("after", deep, temperature, measured_by="offline"), TREE, 25)
+    tree |= tree_changes
+    rows += [tree, tree | {"measured_by": "decoding"}]
+    comparisons = []
+    for a, b, pair in (
+        ("after", "before", (counters["after"], counters["before"])),
+        ("after", "control", (counters["after"], counters["control"])),
+        (f"after, {TREE}", "after", (deep, counters["after"])),
+    ):
+        diff = paired_difference(*pair, "tokens_per_round", draws=200)
+        comparisons.append({"a": a, "b": b, "temperature": temperature} | diff)
+    return build_report({"recipe": "eagle"}, {}, {}, [plain_row(after), *rows], comparisons, [])

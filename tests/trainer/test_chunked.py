@@ -1,0 +1,319 @@
+"""The chunked loss against `losses.divergence` on all logits at once: values, gradients, memory."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from trainer.chunked import OutputHead, chunked_divergence
+from trainer.config import RunFault, UserError
+from trainer.losses import DIVERGENCES, divergence
+
+N, D, V = 7, 4, 12
+KEPT = [0, 2, 3, 5, 8, 9, 11]
+WARM = {"draft_temperature": 1.7, "teacher_temperature": 0.6, "loss_temperature_scale": True}
+CASES = {
+    "plain": {},
+    "everything": {"bias": True, "cap": True, "weights": True, "options": WARM},
+    "padded": {"bias": True, "padding": 3},
+    "reduced": {"kept": KEPT},
+    "reduced everything": {"kept": KEPT, "bias": True, "cap": True, "weights": True}
+    | {"options": WARM},
+}
+
+
+def _cap(logits):
+    return 2 * torch.tanh(logits / 2)
+
+
+def _problem(dtype=torch.float64, kept=None, bias=False, cap=False, padding=0, weights=False, **_):
+    """States and head that need a gradient, the target's logits, labels and weights."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(dtype)
+
+    width = len(kept) if kept else V + padding
+    states, teacher = draw(N, D).requires_grad_(), draw(N, V, scale=2.0)
+    head = OutputHead(
+        draw(width, D).requires_grad_(),
+        draw(width).requires_grad_() if bias else None,
+        torch.tensor(kept) if kept else None,
+        _cap if cap else None,
+        V if padding else None,
+    )
+    labels = torch.tensor([0, 1, 11, 3, 4, 5, 8])
+    return states, head, teacher, labels, draw(N).abs() if weights else None
+
+
+def _expected(name, states, head, teacher, labels, weights, options):
+    """Total with its graph, values, overlap, match, counted, of all logits at once."""
+    logits = head.logits(states)
+    kept = range(V) if head.kept is None else head.kept.tolist()
+    ids = torch.tensor(list(kept))
+    best = teacher.argmax(-1)
+    counted = torch.isin(labels if name == "ce_hard" else best, ids)
+    places = torch.tensor([list(kept).index(y) if y in kept else 0 for y in labels.tolist()])
+    some = divergence(
+        name, logits[counted], teacher[counted][:, ids], places[counted], beta=0.3, **options
+    )
+    values = torch.zeros_like(logits[:, 0])
+    values[counted] = some
+    q = torch.zeros_like(teacher).index_copy(1, ids, logits.detach().softmax(-1))
+    overlap = torch.minimum(teacher.softmax(-1), q).sum(-1)
+    total = (values * (1 if weights is None else weights)).sum()
+    return total, values.detach(), overlap, q.argmax(-1) == best, counted
+
+
+def _gradients(total, states, head):
+    inputs = [states, head.weight] + ([head.bias] if head.bias is not None else [])
+    return torch.autograd.grad(total, inputs)
+
+
+class _Watch(TorchDispatchMode):
+    """Shapes of every tensor made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_equals_the_divergence_of_all_logits_at_once(name, case, dtype, tolerance):
+    spec = CASES[case]
+    states, head, teacher, labels, weights = _problem(dtype, **spec)
+    options = spec.get("options", {})
+    problem = states, head, teacher, labels, weights
+    total, *others = _expected(name, *problem, options)
+    gradients = _gradients(total, states, head)
+    close = {"rtol": tolerance, "atol": tolerance}
+    assert head.kept is None or 0 < others[-1].sum() < N  # some positions count, some do not
+    for chunk in (1, 3, N, None):
+        got = chunked_divergence(
+            name, states, head, teacher.__getitem__, labels, weights,
+            beta=0.3, chunk_positions=chunk, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(got.total, total, **close)
+        found = (got.values, got.overlap, got.match, got.counted)
+        torch.testing.assert_close(found, tuple(others), **close)
+        assert not any(x.requires_grad for x in found)
+        torch.testing.assert_close(_gradients(got.total, states, head), gradients, **close)
+
+
+def test_hard_labels_need_no_teacher():
+    states, head, teacher, labels, _ = _problem(kept=KEPT)
+    given = chunked_divergence("ce_hard", states, head, teacher.__getitem__, labels)
+    alone = chunked_divergence("ce_hard", states, head, None, labels, chunk_positions=2)
+    torch.testing.assert_close(alone.values, given.values)
+    assert alone.counted.tolist() == [y in KEPT for y in labels.tolist()]
+    # all of p lies on the label
+    torch.testing.assert_close(alone.overlap, torch.where(alone.counted, (-alone.values).exp(), 0))
+    first = torch.tensor(KEPT)[head.logits(states).argmax(-1)]
+    assert torch.equal(alone.match, first == labels)
+
+
+# lk_hybrid and tvd_pp hold a stop-gradient, so finite differences do not apply to them.
+@pytest.mark.parametrize("name", [n for n in DIVERGENCES if n not in ("lk_hybrid", "tvd_pp")])
+def test_gradient_matches_finite_differences(name):
+    states, head, teacher, labels, weights = _problem(bias=True, cap=True, weights=True)
+
+    def loss(states, weight, bias):
+        head = OutputHead(weight, bias, transform=_cap)
+        get = teacher.__getitem__
+        return chunked_divergence(name, states, head, get, labels, weights, chunk_positions=3).total
+
+    def again(*inputs):  # gradcheck runs backward often, a loss runs it once: compute it anew
+        return checkpoint(loss, *inputs, use_reentrant=False)
+
+    assert torch.autograd.gradcheck(again, (states, head.weight, head.bias), fast_mode=True)
+
+
+def test_tied_weight_collects_the_gradient_of_both_uses():
+    _, head, teacher, labels, _ = _problem()
+
+    def total(loss):
+        states = torch.tanh(head.weight[labels])  # the embedding is the head
+        return 3 * loss(states) + states.square().sum()
+
+    def plain(states):
+        return divergence("jsd", head.logits(states), teacher).sum() / N
+
+    def chunked(states):
+        get = teacher.__getitem__
+        return chunked_divergence("jsd", states, head, get, labels, chunk_positions=2).total / N
+
+    expected = torch.autograd.grad(total(plain), head.weight)
+    torch.testing.assert_close(torch.autograd.grad(total(chunked), head.weight), expected)
+    total(chunked).backward()
+    total(chunked).backward()  # a second micro-batch adds to the first
+    torch.testing.assert_close(head.weight.grad, 2 * expected[0])
+
+
+def test_backward_runs_once():
+    states, head, teacher, labels, _ = _problem()
+    total = chunked_divergence("fkl", states, head, teacher.__getitem__, labels).total
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_no_positions_give_zero_with_a_graph(name, kept):
+    states, head, teacher, labels, _ = _problem(kept=kept, bias=True)
+    none = states[:0]
+    out = chunked_divergence(name, none, head, teacher.__getitem__, labels[:0])
+    assert out.total == 0
+    assert [len(x) for x in (out.values, out.overlap, out.match, out.counted)] == [0] * 4
+    out.total.backward()
+    assert not any(x.grad.any() for x in (states, head.weight, head.bias))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_broken_logits_name_their_model(name, bad, kept):
+    for token in (2, 4):  # the second is not kept
+        states, head, teacher, labels, _ = _problem(kept=kept)
+        teacher[5, token] = bad
+        with pytest.raises(RunFault, match="logits of the target contain NaN or Inf"):
+            chunked_divergence(name, states, head, teacher.__getitem__, labels, chunk_positions=2)
+    states, head, teacher, labels, _ = _problem(kept=kept)
+    with torch.no_grad():
+        states[5, 0] = bad
+    with pytest.raises(RunFault, match="logits of the draft contain NaN or Inf"):
+        chunked_divergence(name, states, head, teacher.__getitem__, labels, chunk_positions=2)
+
+
+def test_infinite_divergence_is_a_fault_that_names_the_remedy():
+    states, head, teacher, labels, _ = _problem()
+    teacher[5, 0] = -math.inf
+    with pytest.raises(RunFault, match=r"rkl is infinite.*use tvd or jsd"):
+        chunked_divergence("rkl", states, head, teacher.__getitem__, labels, chunk_positions=2)
+    out = chunked_divergence("tvd", states, head, teacher.__getitem__, labels)
+    torch.testing.assert_close(out.overlap, 1 - out.values)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_teacher_is_called_once_a_chunk_and_without_gradient(name):
+    states, head, teacher, labels, _ = _problem()
+    teacher.requires_grad_()
+    spans = []
+
+    def get(span):
+        assert not torch.is_grad_enabled()
+        spans.append((span.start, span.stop))
+        return 1 * teacher[span]
+
+    chunked_divergence(name, states, head, get, labels, chunk_positions=3).total.backward()
+    assert spans == [(0, 3), (3, 6), (6, 7)] * (2 if name == "tvd_pp" else 1)
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logits_live_one_chunk_at_a_time(name, frozen):
+    num, width, vocab, chunk = 40, 3, 50, 4
+    states = torch.randn(num, width, requires_grad=True)
+    head = OutputHead(torch.randn(vocab, width, requires_grad=not frozen), torch.randn(vocab))
+    teacher_states, teacher_weight = torch.randn(num, width), torch.randn(width, vocab)
+    with _Watch() as watch:
+        chunked_divergence(
+            name, states, head, lambda span: teacher_states[span] @ teacher_weight,
+            torch.zeros(num, dtype=torch.int64), chunk_positions=chunk,
+        ).total.backward()  # fmt: skip
+    assert max(map(math.prod, watch.shapes)) == chunk * vocab < num * width * vocab
+    assert (chunk, vocab) in watch.shapes
+
+
+def test_frozen_head_gets_no_gradient_and_no_room_for_one():
+    states, head, teacher, labels, _ = _problem(bias=True)
+    head = OutputHead(head.weight.detach(), head.bias)
+    made = []
+
+    class Zeros(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if "zeros" in str(func) or "empty" in str(func):
+                made.append(tuple(out.shape))
+            return out
+
+    with Zeros():
+        chunked_divergence("fkl", states, head, teacher.__getitem__, labels).total.backward()
+    assert (V, D) not in made
+    assert (N, D) in made
+    assert states.grad.any()
+    assert head.bias.grad.any()
+
+
+def test_gradient_is_skipped_where_nothing_needs_it():
+    states, head, teacher, labels, _ = _problem()
+    expected = chunked_divergence("fkl", states, head, teacher.__getitem__, labels)
+    frozen = OutputHead(head.weight.detach())
+    with torch.no_grad():
+        evaluated = chunked_divergence("fkl", states, head, teacher.__getitem__, labels)
+    detached = chunked_divergence("fkl", states.detach(), frozen, teacher.__getitem__, labels)
+    for out in (evaluated, detached):
+        assert not out.total.requires_grad
+        torch.testing.assert_close(out.values, expected.values)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_projects_in_bfloat16_and_takes_the_softmax_in_float32(autocast, monkeypatch):
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 5 * D)  # the head in several pieces
+    states, head, teacher, labels, _ = _problem(torch.float32, bias=True, padding=2)
+    if not autocast:
+        leaves = [x.detach().bfloat16().requires_grad_() for x in (head.weight, head.bias)]
+        states, head = (
+            states.detach().bfloat16().requires_grad_(),
+            OutputHead(*leaves, vocab_size=V),
+        )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = head.logits(states)
+        assert logits.dtype == torch.bfloat16
+        expected = divergence("jsd", logits, teacher)
+        got = chunked_divergence(
+            "jsd", states, head, teacher.__getitem__, labels, chunk_positions=2
+        )
+    assert got.values.dtype == torch.float32
+    torch.testing.assert_close(got.values, expected.detach())
+    pairs = zip(
+        _gradients(got.total, states, head), _gradients(expected.sum(), states, head), strict=True
+    )
+    for mine, plain in pairs:
+        assert mine.dtype == plain.dtype
+        torch.testing.assert_close(mine, plain, rtol=2e-2, atol=3e-3)  # sums of bfloat16 products
+
+
+def test_unusable_inputs_are_refused():
+    states, head, teacher, labels, _ = _problem()
+    weight = head.weight
+    get = teacher.__getitem__
+    for options, message in (
+        ({"name": "fkll"}, "unknown method.divergence 'fkll'"),
+        ({"beta": 1.3}, "method.beta must lie in"),
+        ({"teacher": None}, "teacher must be given for fkl"),
+        ({"chunk_positions": 0}, "chunk_positions must be >= 1, got 0"),
+        ({"teacher": lambda span: get(span)[:, :-1]}, r"logits of the target must have the shape"),
+    ):
+        arguments = {"name": "fkl", "teacher": get, **options}
+        with pytest.raises(UserError, match=message):
+            chunked_divergence(states=states, head=head, labels=labels, **arguments)
+    for options, message in (
+        ({"vocab_size": V + 1}, f"vocab_size must lie in 1..{V}"),
+        ({"vocab_size": 3, "kept": torch.arange(V)}, "stand without a reduced vocabulary, got 3"),
+        ({"kept": torch.arange(V).flip(0)}, f"kept must be {V} ascending ids"),
+        ({"kept": torch.arange(3)}, f"kept must be {V} ascending ids"),
+    ):
+        with pytest.raises(UserError, match=message):
+            OutputHead(weight, **options)
