@@ -16,7 +16,7 @@ decoding share, so they cannot drift apart. Training-free drafters offer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from data.sampling import Sampling
-from data.target import LayerId, TargetOutputs
+from data.target import LayerId, Target, TargetOutputs
 from drafters.tree import TokenTree, TreeShape
 from trainer.chunked import OutputHead
 from trainer.config import UserError
@@ -57,9 +57,23 @@ class Budget:
     tree: TreeShape | None = None
     sample_children: bool = False
 
+    def __post_init__(self) -> None:
+        if self.tree is not None and self.tree.depth > self.max_tokens:
+            raise UserError(
+                f"a tree of depth {self.tree.depth} needs a budget of as many tokens, got "
+                f"{self.max_tokens}"
+            )
+
     @property
     def max_nodes(self) -> int:
+        """Of what is verified."""
         return self.tree.num_nodes if self.tree else self.max_tokens
+
+    @property
+    def max_slots(self) -> int:
+        """Of target and drafter behind the committed text: a dynamic tree feeds more nodes to the
+        drafter than it keeps."""
+        return max(self.max_nodes, self.tree.num_fed if self.tree else 0)
 
 
 @dataclass
@@ -199,6 +213,16 @@ class TrainedDrafter(torch.nn.Module):
 
         return draft(self, state, budget)
 
+    # --- what it needs to serve ------------------------------------------------------------------
+
+    def served_target(self) -> Target | None:
+        """The target that verifies, where it was trained with the drafter; None: the given one."""
+        return None
+
+    def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Those that drafting reads."""
+        return self.parameters()
+
     # --- own format ------------------------------------------------------------------------------
 
     @property
@@ -231,6 +255,11 @@ class TrainedDrafter(torch.nn.Module):
         about = {"kind": self.kind, "vocab_size": self.vocab_size, "target": self.fingerprint}
         about["rank_accuracy"] = self.rank_accuracy
         (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
+
+
+def served_target(drafter: Any) -> Target | None:
+    """Of any drafter; one that is not trained leaves the target as it is."""
+    return drafter.served_target() if isinstance(drafter, TrainedDrafter) else None
 
 
 FINGERPRINT_MUST_AGREE = ("tokenizer", "weights", "vocab_size")

@@ -19,11 +19,13 @@ from drafters.export.hf import real_ids
 from drafters.export.reader import Head, layout_of, read
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.medusa2 import Medusa2Drafter
 from trainer.config import UserError
 
 HEADS: dict[str, Callable[[Path, Target], TrainedDrafter]] = {
     "eagle": EagleDrafter.from_pretrained,
     "medusa": MedusaDrafter.from_pretrained,
+    "medusa2": Medusa2Drafter.from_pretrained,
     "hydra": HydraDrafter.from_pretrained,
 }
 SETTINGS = ("*.json",)

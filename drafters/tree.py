@@ -109,6 +109,11 @@ class StaticTree:
         return len(self.paths)
 
     @property
+    def num_fed(self) -> int:
+        """Nodes that a drafter is fed, those with children."""
+        return len({path[:-1] for path in self.paths} - {()})
+
+    @property
     def width(self) -> int:
         """The largest number of children of one node."""
         return max(path[-1] for path in self.paths) + 1
@@ -139,6 +144,10 @@ class DynamicTree:
                 f"eval.tree: {self.num_nodes} nodes are more than the {most} candidates of depth "
                 f"{self.depth} and top_k {self.top_k}"
             )
+
+    @property
+    def num_fed(self) -> int:
+        return self.top_k * (self.depth - 1)
 
     @property
     def width(self) -> int:

@@ -80,7 +80,7 @@ class SpeculativeDecoder:
         depth = self.budget.max_tokens
         # the last round may begin one token before the limit and lie on a row's last nodes
         capacity = len(waiting[-1].prompt_ids) + self.max_new_tokens + depth + 2
-        capacity += self.budget.max_nodes
+        capacity += self.budget.max_slots
         self.capacity = capacity
         device = self.target.device
         self.target.begin(size, capacity)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from data.batches import collate
 from data.cache import CachedModel
 from data.decode import Request
 from data.sampling import KeyedRandom, Sampling, row_key
@@ -32,6 +33,8 @@ from eval.report import COUNTING
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
 from eval.verify import Typical
 from trainer.config import EvalConfig
+from trainer.losses import ce_hard
+from trainer.shift import align
 
 NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
 
@@ -73,7 +76,7 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
     if isinstance(drafter, CausalLMDrafter):
         step = read_per_step(drafter.model)
         return step[0] * forwards, step[1] * forwards
-    own = list(drafter.parameters())
+    own = list(drafter.drafting_parameters())
     head = drafter.output_head(1).weight
     shared = [] if any(p is head for p in own) else [head]
     share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
@@ -106,7 +109,7 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
     """Median seconds of drafting one round at batch 1."""
     device = target.device
     ids = torch.ones(1, context, dtype=torch.long, device=device)
-    capacity = context + budget.max_tokens + budget.max_nodes + 2
+    capacity = context + budget.max_tokens + budget.max_slots + 2
     hidden = target.outputs(ids, layers=drafter.target_layers, logits=False).hidden
     lengths = torch.tensor([context - 1], device=device)
     state = DraftState(
@@ -148,14 +151,16 @@ class Bench:
         sampling: Sampling,
         config: EvalConfig,
         prompts: dict[str, str],
+        about: dict[str, Any] | None = None,
     ):
+        """`prompts`: their name and hash; `about`: what all rows say beside their numbers."""
         self.target, self.traces, self.sampling, self.config = (
             target,
             list(traces),
             sampling,
             config,
         )
-        self.prompts = prompts  # name and hash
+        self.prompts, self.about = prompts, about or {}
         self.chain = make_budget(config.policy, config.K)
         self.offline = OfflineEvaluator(target, traces, sampling, self.chain)
 
@@ -331,6 +336,7 @@ class Bench:
             "batch_size": config.batch_size,
             "seed": config.seed,
             "by_domain": per_domain(counters),
+            **self.about,
         }
 
 
@@ -340,6 +346,23 @@ def timed(call: Any, target: Target) -> tuple[Any, float]:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
     return result, time.perf_counter() - began
+
+
+@torch.inference_mode()
+def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 16) -> float:
+    """Mean -log p of the traces' responses at temperature 1, in nats per token."""
+    total, count = 0.0, 0
+    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+    for i in range(0, len(order), batch_size):
+        group = order[i : i + batch_size]
+        texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
+        batch = collate(*texts, ["target"] * len(group)).to(target.device)
+        logits = target.outputs(batch.input_ids).logits
+        assert logits is not None
+        found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
+        total += float(ce_hard(found.draft, found.labels).sum())
+        count += len(found.labels)
+    return total / count
 
 
 @torch.inference_mode()

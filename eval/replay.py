@@ -66,7 +66,7 @@ class TreeReplay:
     def _group(self, drafter: Any, group: Sequence[Trace]) -> list[list[Round]]:
         device, depth = self.target.device, self.budget.max_tokens
         texts = [t.prompt_ids + t.response_ids + t.lookahead_ids for t in group]
-        capacity = max(map(len, texts)) + depth + self.budget.max_nodes + 2
+        capacity = max(map(len, texts)) + depth + self.budget.max_slots + 2
         ids = torch.zeros(len(group), capacity, dtype=torch.long)
         for row, text in enumerate(texts):
             ids[row, : len(text)] = torch.tensor(text)

@@ -7,13 +7,16 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         target_access = "outputs"           # outputs | forward | trainable
         def __init__(self, config: Config, target: Target): ...
         def stages(self) -> list[Stage]: ...
+        builds_from_traces = False          # optional; true: `build` counts their tokens
         def build(self, traces) -> Drafter: ...   # a fresh one, where model.drafter is null
         def accept(self, drafter): ...      # refuse a given one that this recipe cannot train
+        def enter(self, stage, drafter, max_steps) -> Drafter: ...  # optional, what it trains
         def begin(self, stage, max_new_tokens): ...
         def target_request(self, batch, step) -> TargetRequest | None: ...
         def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
+        def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.

@@ -56,6 +56,10 @@ class Recipe(HeadRecipe):
         self._captures = drafter.target_layers
 
     @property
+    def builds_from_traces(self) -> bool:
+        return self.config.draft_vocab_size is not None
+
+    @property
     def depth(self) -> int:
         return self.config.steps
 

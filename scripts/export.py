@@ -23,6 +23,7 @@ from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.heads import method_of
 from drafters.export.hf import model_card
 from drafters.load import load_drafter, stored
+from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table, read_report
 from trainer.config import (
     EvalConfig,
@@ -37,6 +38,7 @@ from trainer.config import (
 SERVED_BY = {
     KIND: ("transformers", "vllm"),
     "medusa": ("vllm",),
+    "medusa2": ("vllm",),
     "eagle": ("vllm", "sglang"),
     "eagle3": ("vllm", "speculators", "sglang"),
     "hydra": (),
@@ -127,6 +129,8 @@ def _export_head(
     drafter: TrainedDrafter, engine: str, out: Path, num_tokens: int, card: dict[str, Any]
 ) -> Path:
     num_tokens = min(num_tokens, drafter.max_depth or num_tokens)
+    if isinstance(drafter, Medusa2Drafter):  # its heads serve on the target trained with them
+        drafter, out = drafter.merged(out / "target"), out / "drafter"
     text = model_card(
         **card, num_assistant_tokens=num_tokens, engine=engine, method=method_of(drafter)
     )

@@ -124,6 +124,38 @@ def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
     refused(*words, "data.teacher_top_k=4", "method.control=false", says=says, written=True)
 
 
+# heads
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("eagle3", [], "the defaults [1, 0, -2] collide on a target of 2 layers"),
+        ("eagle3", ["method.layers=[0,2]"], "layer id must lie in 0..1"),
+        ("eagle3", ["method.layers=[1,1]"], "must be distinct"),
+        ("eagle3", ["method.layers=[0,1]", "method.draft_vocab_size=101"], "lie in 1..100"),
+        ("eagle3", ["method.layers=[0,1]", "eval.tree=dynamic:9"], "eval.tree must be dynamic:"),
+        ("medusa", ["method.num_heads=0"], "method.num_heads must be >= 1"),
+        ("medusa", ["eval.K=9", "eval.tree=null"], "this drafter has 4 heads"),
+        ("medusa", ["eval.tree=no/such.json"], "eval.tree must be eagle, dynamic:"),
+        ("hydra", ["method.dropout=1"], "method.dropout"),
+        ("hydra", ["eval.engine=vllm", "eval.tree=null"], "no engine loads Hydra"),
+        ("eagle", ["method.steps=0"], "method.steps must be >= 1"),
+        ("eagle", ["model.drafter=none/such"], "model.drafter"),
+    ],
+)
+def test_what_a_head_cannot_do_is_said_before_it_is_trained(
+    tmp_path, tiny_folder, capsys, recipe, words, says
+):
+    given = command(tmp_path, tiny_folder("llama"), f"recipe={recipe}", *words)
+    kept = [w for w in given if not w.startswith("method.") or w in words]
+    kept = [w for w in kept if w != "model.drafter=null" or "model.drafter" not in str(words)]
+    assert train.main(kept) == 2
+    err = capsys.readouterr().err
+    assert says in err.splitlines()[-1], err
+    assert not (tmp_path / "run").exists()
+
+
 # prompts
 
 

@@ -39,7 +39,8 @@ def check_run_folder(folder, recipe="distillspec"):
     names = (
         "config.yaml run.json metrics.jsonl drafter/drafter.json rounds.jsonl report.json report.md"
     )
-    exported = f"export/{'vllm' if head else 'transformers'}/model.safetensors"
+    places = {"distillspec": "transformers", "medusa2": "vllm/drafter"}
+    exported = f"export/{places.get(recipe, 'vllm')}/model.safetensors"
     own = () if recipe.startswith("hydra") else (exported,)  # no engine loads Hydra
     for name in (*names.split(), "report.html", *own):
         assert (folder / name).stat().st_size, name

@@ -10,6 +10,7 @@
   runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
 - optional: `recipe.refresh(step, context(step, batch)) -> Batch | None`, `recipe.state_dict()` and
   `load_state_dict()` (equal on all ranks; tensors and plain containers).
+- optional: `recipe.lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
 - `outputs(batch, step)`: what the frozen target says, or None.
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised. The random state is put back.
 
@@ -64,8 +65,11 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     return config.lr * (1 - (1 - config.lr_min_ratio) * fall)
 
 
-def make_optimizer(drafter: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over what requires a gradient; norms and biases (1-D) are not decayed."""
+def make_optimizer(
+    drafter: nn.Module, config: TrainerConfig, multiplier: Callable[[str], float] = lambda name: 1.0
+) -> torch.optim.AdamW:
+    """AdamW over what requires a gradient; norms and biases (1-D) are not decayed. `multiplier`: of
+    the learning rate, by the parameter's name."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     if not trained:
         raise UserError("the drafter has no trainable parameter: nothing to fit")
@@ -73,10 +77,15 @@ def make_optimizer(drafter: nn.Module, config: TrainerConfig) -> torch.optim.Ada
         if p.dtype != torch.float32:  # bfloat16 weights lose small updates
             remedy = "build the drafter in float32 and set trainer.precision=bf16"
             raise UserError(f"trained parameter {name!r} must be float32, got {p.dtype}: {remedy}")
-    decayed = {"params": [p for p in trained.values() if p.ndim > 1]}
-    others = {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0}
-    betas, decay = (config.adam_beta1, config.adam_beta2), config.weight_decay
-    return torch.optim.AdamW([decayed, others], lr=config.lr, betas=betas, weight_decay=decay)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, p in trained.items():
+        decay = config.weight_decay if p.ndim > 1 else 0.0
+        groups.setdefault((multiplier(name), decay), []).append(p)
+    options = [
+        {"params": found, "lr_multiplier": factor, "weight_decay": decay}
+        for (factor, decay), found in groups.items()
+    ]
+    return torch.optim.AdamW(options, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,7 +115,8 @@ class Fit:
             if not hasattr(drafter, "gradient_checkpointing_enable"):
                 raise UserError("trainer.gradient_checkpointing must be false for this drafter")
             drafter.gradient_checkpointing_enable()
-        optimizer = make_optimizer(self.drafter, self.config)
+        by_name = getattr(self.recipe, "lr_multiplier", lambda name: 1.0)
+        optimizer = make_optimizer(self.drafter, self.config, by_name)
         found, self.counters = self.store.find(resume=self.config.resume == "auto")
         if found is not None:
             load_weights(found, self.drafter)
@@ -192,7 +202,7 @@ class Fit:
         accelerator, step = self.accelerator, self.counters.step
         record = StepRecord(step, [batch for batch, _ in batches])
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.config)
+            group["lr"] = learning_rate(step, self.config) * group["lr_multiplier"]
         for i, (batch, announced) in enumerate(batches, start=1):
             last = i == len(batches)
             with nullcontext() if last else accelerator.no_sync(self.model):

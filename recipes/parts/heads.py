@@ -25,6 +25,8 @@ from trainer.config import UserError, require
 from trainer.losses import LossOutput, check_options, position_weights
 from trainer.shift import supervised
 
+Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput
+
 LOW_COVERAGE = 0.98
 KEEP_TEACHER_BYTES = 1 << 28
 
@@ -111,33 +113,14 @@ class HeadRecipe:
 
     def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
         assert target_outputs is not None
-        final = target_outputs.hidden["final_norm"]
         metrics: dict[str, Any] = {}
-        teacher = self._teacher(batch, final)
-
-        def score(depth: int, states: torch.Tensor) -> list[tuple[Any, Any, float]]:
-            rows, index = supervised(batch.loss_mask, depth).nonzero(as_tuple=True)
-            picked, wanted = states[rows, index], final[rows, index]
-            labels = batch.input_ids[rows, index + 1]
-            weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
-            head = self._unwrapped().output_head(depth)
-            scale = self.config.depth_decay ** (depth - 1)
-            law = teacher(rows, index)
-            value = self._divergence(self.config.divergence, picked, head, law, labels, weights)
-            terms = [(value.total, count, scale * self.config.divergence_weight)]
-            if self.config.feature_weight:
-                error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
-                total = (error * weights).sum()
-                terms.append((total, count, scale * self.config.feature_weight))
-            if self.config.top_weight:
-                best = self._divergence("ce_top", picked, head, law, labels, weights)
-                terms.append((best.total, count, scale * self.config.top_weight))
-            number = float(len(rows))
-            metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
-            metrics[f"match_{depth}"] = (value.match.float().sum(), number)
-            return terms
-
+        score = self._scorer(batch, target_outputs.hidden["final_norm"], self.target.head, metrics)
         outputs = TargetOutputs({k: self._noisy(v) for k, v in target_outputs.hidden.items()})
+        return LossOutput(self._scored(batch, outputs, score), metrics)
+
+    def _scored(
+        self, batch: Batch, outputs: TargetOutputs | None, score: Callable[..., list[Term]]
+    ) -> list[Term]:
         scored = self.drafter(
             batch.input_ids,
             outputs,
@@ -146,7 +129,38 @@ class HeadRecipe:
             batch.position_ids,
             supervised(batch.loss_mask, 1)[:, 1:],  # logit index t + 1 is column t
         )
-        return LossOutput([term for terms in scored for term in terms], metrics)
+        return [term for terms in scored for term in terms]
+
+    def _scorer(
+        self, batch: Batch, final: torch.Tensor, head: OutputHead, metrics: dict[str, Any]
+    ) -> Callable[[int, torch.Tensor], list[Term]]:
+        """(depth, states) -> the terms of that depth, against what `head` says of the target's
+        states `final` [B, L, d]. Acceptance is added to `metrics`."""
+        teacher = self._teacher(batch, final, head)
+
+        def score(depth: int, states: torch.Tensor) -> list[Term]:
+            rows, index = supervised(batch.loss_mask, depth).nonzero(as_tuple=True)
+            picked, wanted = states[rows, index], final[rows, index]
+            labels = batch.input_ids[rows, index + 1]
+            weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
+            own = self._unwrapped().output_head(depth)
+            scale = self.config.depth_decay ** (depth - 1)
+            law = teacher(rows, index)
+            value = self._divergence(self.config.divergence, picked, own, law, labels, weights)
+            terms: list[Term] = [(value.total, count, scale * self.config.divergence_weight)]
+            if self.config.feature_weight:
+                error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
+                total = (error * weights).sum()
+                terms.append((total, count, scale * self.config.feature_weight))
+            if self.config.top_weight:
+                best = self._divergence("ce_top", picked, own, law, labels, weights)
+                terms.append((best.total, count, scale * self.config.top_weight))
+            number = float(len(rows))
+            metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
+            metrics[f"match_{depth}"] = (value.match.float().sum(), number)
+            return terms
+
+        return score
 
     def _unwrapped(self) -> Any:
         return getattr(self.drafter, "module", self.drafter)
@@ -167,11 +181,10 @@ class HeadRecipe:
         )  # fmt: skip
 
     def _teacher(
-        self, batch: Batch, final: torch.Tensor
+        self, batch: Batch, final: torch.Tensor, head: OutputHead
     ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], torch.Tensor]]:
         """(rows, logit indices) -> the target's logits of a span of them. Every depth asks for some
         of the first one's positions, so where all of those fit they are computed once."""
-        head = self.target.head
         where = supervised(batch.loss_mask, 1)
         rows, index = where.nonzero(as_tuple=True)
         size = len(rows) * self.target.vocab_size * final.element_size()

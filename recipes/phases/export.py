@@ -8,6 +8,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
 from drafters.export.heads import method_of
 from drafters.hydra import HydraDrafter
+from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table
 from recipes.phases.run import Run
 from trainer.config import ModelConfig
@@ -15,11 +16,15 @@ from trainer.config import ModelConfig
 
 def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
     """run/drafter in the project's own format and run/export/<engine>: transformers' layout for a
-    causal LM, which vLLM loads too; vLLM's for heads. No engine loads Hydra."""
+    causal LM, which vLLM loads too; vLLM's for heads, beside the target where that was trained with
+    them. No engine loads Hydra."""
     drafter.save_pretrained(run.folder / "drafter")
     if isinstance(drafter, HydraDrafter):
         return
-    K, target = run.config.eval.K, run.target
+    K, target, out = run.config.eval.K, run.target, run.folder / "export" / "vllm"
+    if isinstance(drafter, Medusa2Drafter):
+        drafter, out = drafter.merged(out / "target"), out / "drafter"
+        print(f"export: the target that these heads serve on is {drafter.shared.target.name}")
     head = not isinstance(drafter, CausalLMDrafter)
     card = hf.model_card(
         report,
@@ -32,7 +37,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         method=method_of(drafter) if head else "draft_model",
     )
     if head:
-        vllm.export(drafter, run.folder / "export" / "vllm", card=card)
+        vllm.export(drafter, out, card=card)
         return
     hf.export(
         drafter.model,

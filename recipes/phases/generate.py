@@ -10,6 +10,7 @@ from typing import Any
 
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
+from data.target import Target
 from data.traces import Trace, estimate_bytes
 from drafters.tree import parse_tree
 from recipes.phases.run import Run, check_model_pair
@@ -18,6 +19,7 @@ from trainer.config import Config, EvalConfig, UserError
 
 def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """(training, evaluation) prompts, disjoint."""
+    tree_depth(config.eval)  # what is wrong with eval.tree is said before anything is read
     data, evaluation = config.data, config.eval
     common = {
         "config": data.prompts_config,
@@ -48,13 +50,19 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     return train, held_out
 
 
-def _generate(run: Run, plan: GenerationPlan, folder: Path, label: str) -> list[Trace]:
+def _generate(
+    run: Run, plan: GenerationPlan, folder: Path, label: str, served: Target | None = None
+) -> list[Trace]:
+    """`served`: another target than the run's, whose text this process generates alone."""
     data, accelerator = run.config.data, run.accelerator
+    together: dict[str, Any] = {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "barrier": accelerator.wait_for_everyone,
+    }
     traces = generate_traces(
-        run.target, plan, folder, batch_size=data.batch_size, rows_per_shard=data.rows_per_shard,
-        rank=accelerator.process_index, world=accelerator.num_processes,
-        barrier=accelerator.wait_for_everyone,
-        label=label,
+        served or run.target, plan, folder, batch_size=data.batch_size,
+        rows_per_shard=data.rows_per_shard, label=label, **({} if served else together),
     )  # fmt: skip
     if not traces:
         raise UserError(
@@ -101,10 +109,10 @@ def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
 
 
 def evaluation_traces(
-    run: Run, prompts: list[Prompt], temperature: float
+    run: Run, prompts: list[Prompt], temperature: float, served: Target | None = None
 ) -> tuple[list[Trace], GenerationPlan]:
     """Traces of the held-out prompts at one temperature, with look-ahead for the engine's
-    counters."""
+    counters; by the target that is `served` where it is not the run's own."""
     evaluation = run.config.eval
     if not prompts:
         raise UserError(
@@ -118,8 +126,9 @@ def evaluation_traces(
         max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
         lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,
     )  # fmt: skip
-    folder = traces_folder(plan, run.target, run.config.data.cache_dir)
-    return _generate(run, plan, folder, f"evaluation traces T={temperature:g}"), plan
+    folder = traces_folder(plan, served or run.target, run.config.data.cache_dir)
+    label = f"evaluation traces T={temperature:g}" + ", trained target" * (served is not None)
+    return _generate(run, plan, folder, label, served), plan
 
 
 def tree_depth(config: EvalConfig) -> int:

@@ -15,11 +15,11 @@ from data.prompts import Prompt
 from data.sampling import Sampling
 from data.target import Target
 from data.traces import Trace
-from drafters.base import TrainedDrafter
+from drafters.base import TrainedDrafter, served_target
 from drafters.causal_lm import CausalLMDrafter
 from drafters.lookup import PromptLookup
 from drafters.tree import TreeShape, calibrated_tree, parse_tree
-from eval.measure import Bench, Measurement, cost_of, read_per_round
+from eval.measure import Bench, Measurement, cost_of, next_token_loss, read_per_round
 from eval.metrics import paired_difference
 from eval.policies import make_budget, tree_budget
 from eval.replay import rank_accuracy
@@ -63,6 +63,8 @@ def check_drafter(drafter: Any, config: EvalConfig) -> None:
     check_engine(drafter, config)
     most = getattr(drafter, "max_depth", None)
     asked = max(config.K, tree_depth(config))
+    context = drafter.shared.target.context if drafter.target_layers else asked + 1
+    require(asked < context, "eval.K", f"be below the target's context {context}", asked)
     if most is not None and asked > most:
         raise UserError(
             f"eval.K={config.K}, eval.tree={config.tree}: this drafter has {most} heads, so it "
@@ -102,7 +104,8 @@ def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
     """How often each rank of each depth is the target's, on held-out training traces."""
     if dev and drafter.target_layers:
         depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
-        drafter.rank_accuracy = rank_accuracy(run.target, dev, drafter, depth)
+        target = served_target(drafter) or run.target
+        drafter.rank_accuracy = rank_accuracy(target, dev, drafter, depth)
 
 
 @dataclasses.dataclass
@@ -132,8 +135,10 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
-        bench = Bench(run.target, traces, sampling, config, name_and_hash)
-        measured = {n: bench.replayed(n, d, costs[n]) for n, d in drafters.items()}
+        frozen = Bench(run.target, traces, sampling, config, name_and_hash)
+        benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
+        measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
+        bench = benches[decoded]
         real = bench.decoded(decoded, drafters[decoded], costs[decoded])
         mine = measured[decoded]
         _merge(mine, real, temperature, config)
@@ -157,6 +162,25 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
             out.rows.append(replayed.row)
             out.comparisons += _against(replayed, mine, temperature, run)
     return out
+
+
+def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Bench:
+    """Where the drafter brings a target of its own: that one, on the text that it writes itself.
+    How far it went from the run's target shows on the text of the latter."""
+    served = served_target(drafter)
+    if served is None:
+        return frozen
+    traces, _ = evaluation_traces(run, prompts, frozen.sampling.temperature, served)
+    before, now = (next_token_loss(target, frozen.traces) for target in (run.target, served))
+    change = 100 * (now / before - 1)
+    about = {
+        "target_changed": True,
+        "next_token_loss": {"original": before, "served": now, "change_percent": change},
+        "note": "the target was trained too, and lossless means: equal to that one. Its next-token "
+        f"loss on the original target's text is {now:.4f} nats/token, the original's {before:.4f} "
+        f"({change:+.2f} %).",
+    }
+    return Bench(served, traces, frozen.sampling, frozen.config, frozen.prompts, about)
 
 
 def _merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
@@ -233,8 +257,9 @@ def finish(
     calibrate(run, after, dev)
     drafters = {"before": base, **trained, **baselines(run, base)}
     measured = measure(run, drafters, prompts, "after")
+    chosen_by = "best_dev_tokens_per_round" if after.target_layers else "best_dev_alpha"
     stages = {
-        name: {"steps": r.steps, "best_step": r.best_step, "best_dev_alpha": r.best_metric}
+        name: {"steps": r.steps, "best_step": r.best_step, chosen_by: r.best_metric}
         for name, r in results.items()
     }
     report = build_report(

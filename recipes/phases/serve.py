@@ -10,6 +10,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
 from drafters.export.heads import method_of
 from drafters.hydra import HydraDrafter
+from drafters.medusa2 import Medusa2Drafter
 from eval.measure import Bench, Cost
 from eval.served import Speculation, engine_python, serve, served_row
 from trainer.config import EvalConfig, UserError
@@ -31,8 +32,11 @@ def served_rows(bench: Bench, name: str, drafter: Any, cost: Cost) -> list[dict[
     """Rows of vLLM on the bench's prompts: drafts drawn as ours are, and, where that differs, with
     vLLM's own default, which drafts the likeliest tokens at every temperature."""
     config, target = bench.config, bench.target
-    method = "draft_model" if isinstance(drafter, CausalLMDrafter) else method_of(drafter)
     with tempfile.TemporaryDirectory() as scratch:
+        if isinstance(drafter, Medusa2Drafter):
+            drafter = drafter.merged(Path(scratch) / "target")
+            target = drafter.shared.target
+        method = "draft_model" if isinstance(drafter, CausalLMDrafter) else method_of(drafter)
         folder = Path(scratch) / "drafter"
         if isinstance(drafter, CausalLMDrafter):
             hf.export(

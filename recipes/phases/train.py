@@ -21,12 +21,13 @@ from data.prompts import (
 from data.sampling import Sampling, row_key
 from data.target import Target
 from data.traces import Trace
+from drafters.base import served_target
 from drafters.load import load_drafter
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
 from recipes.base import Context, Stage, TargetRequest
 from recipes.phases.run import Run
-from trainer.config import UserError
+from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
 from trainer.tracking import Tracker
 
@@ -53,7 +54,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
             )
     model = run.config.model
     if model.drafter is None:
-        return None
+        return None if getattr(recipe, "builds_from_traces", False) else build(run, recipe, [])
     drafter = load_drafter(
         model.drafter,
         run.target,
@@ -61,6 +62,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
         trust_remote_code=model.trust_remote_code,
     )
     recipe.accept(drafter)
+    chosen_stages(run, recipe)  # a trained drafter may leave out some
     return drafter
 
 
@@ -71,11 +73,17 @@ def build(run: Run, recipe: Any, traces: list[Trace]) -> Any:
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
+    """All of them, or the one asked for and those whose weights it starts from."""
     stages, wanted = recipe.stages(), run.config.run.stage
+    if wanted is None:
+        return stages
     known = [stage.name for stage in stages]
-    if wanted is not None and wanted not in known:
+    if wanted not in known:
         raise UserError(f"run.stage must be one of {', '.join(known)}, got {wanted!r}")
-    return [stage for stage in stages if wanted in (None, stage.name)]
+    first = last = known.index(wanted)
+    while first and stages[first].start == "previous":
+        first -= 1
+    return stages[first : last + 1]
 
 
 def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
@@ -103,6 +111,9 @@ def train_stages(
     names = [stage.name for stage in recipe.stages()]
     for stage in chosen_stages(run, recipe):
         drafter = copy.deepcopy(base if stage.start == "base" else current)
+        if hasattr(recipe, "enter"):
+            torch.manual_seed(run.config.run.seed)  # whether the stage before ran or was found done
+            drafter = recipe.enter(stage, drafter, _settings(run, stage).max_steps)
         results[stage.name] = _fit_stage(
             run, recipe, stage, names.index(stage.name), drafter, train, dev
         )
@@ -110,6 +121,10 @@ def train_stages(
         if stage.row:
             rows[stage.row] = drafter
     return rows, results
+
+
+def _settings(run: Run, stage: Stage) -> TrainerConfig:
+    return dataclasses.replace(run.config.trainer, **stage.overrides)
 
 
 def _fit_stage(
@@ -122,8 +137,7 @@ def _fit_stage(
     dev: list[Trace],
 ) -> FitResult:
     config, accelerator, target = run.config, run.accelerator, run.target
-    settings = dataclasses.replace(config.trainer, **stage.overrides)
-    needs = stage.needs
+    settings, needs = _settings(run, stage), stage.needs
     if stage.row == "control" and any(not t.fixed_ids for t in train):
         needs = dataclasses.replace(needs, mix={"target": 1.0})
         if accelerator.is_main_process:
@@ -250,18 +264,20 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
     groups: dict[Sampling, list[Trace]] = {}
     for trace in dev:
         groups.setdefault(Sampling(trace.temperature, trace.top_k, trace.top_p), []).append(trace)
-    evaluators = [
-        OfflineEvaluator(
-            run.target,
-            traces,
-            sampling,
-            make_budget("fixed", depth),
-            engine_counters=False,
-        )
-        for sampling, traces in groups.items()
-    ]
+
+    def prepared(target: Target) -> list[OfflineEvaluator]:
+        budget = make_budget("fixed", depth)
+        return [
+            OfflineEvaluator(target, traces, sampling, budget, engine_counters=False)
+            for sampling, traces in groups.items()
+        ]
+
+    frozen = prepared(run.target)
 
     def evaluate(drafter: Any, step: int) -> dict[str, Any]:
+        # a target that trains too is taken as it is now, on the text of the frozen one
+        served = served_target(drafter)
+        evaluators = frozen if served is None else prepared(served)
         counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         rounds = sum(c.rounds for c in counters)

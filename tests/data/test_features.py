@@ -404,9 +404,11 @@ def together(folder: Path, name: str, world: int, dying: int | None = None) -> N
     """One thread a rank, each with a target of its own; rank `dying` breaks at its second shard."""
     barrier = threading.Barrier(world)
     faults = []
+    # loaded here: transformers swaps torch's initialisers while it loads, for all threads
+    targets = [Target.load(name) for _ in range(world)]
 
     def work(rank: int) -> None:
-        target = Target.load(name)
+        target = targets[rank]
         outputs, calls = target.outputs, iter(range(99))
 
         def breaking(*arguments, **options):

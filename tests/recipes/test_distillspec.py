@@ -18,6 +18,7 @@ from recipes.distillspec import ALGORITHMS, Config, Recipe
 from recipes.phases.train import sample_drafter
 from tests.commands import command, read_jsonl
 from tests.tiny import EOS, tiny_model
+from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError
 from trainer.losses import DIVERGENCES, divergence
 from trainer.shift import align
@@ -58,7 +59,7 @@ def traces(target, tmp_path_factory):
 def make(target, row="after", **options) -> Recipe:
     recipe = Recipe(Config(**options), target)
     torch.manual_seed(0)
-    recipe.drafter = recipe.build()
+    recipe.drafter = recipe.build([])
     recipe.begin(next(s for s in recipe.stages() if s.row == row), max_new_tokens=8)
     return recipe
 
@@ -325,15 +326,18 @@ def test_pitfall_3_length_is_capped_and_the_eos_rate_logged(target, traces):
 
 
 class Given(torch.nn.Module):
-    """Stands for a drafter: the logits themselves are the parameter."""
+    """Stands for a drafter: the logits themselves are the parameter, its head the identity."""
 
     def __init__(self, shape, dtype=torch.float32):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
 
-    def forward(self, ids, positions):
-        return self.logits
+    def forward(self, ids, outputs, depth, score, positions):
+        return [score(1, self.logits)]
+
+    def output_head(self, depth):
+        return OutputHead(torch.eye(self.logits.shape[-1], dtype=self.logits.dtype))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -21,6 +21,7 @@ from tests.tiny import save_tiny
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-5  # processors add in different orders
+NEAR_ZERO = 1e-6  # what that makes of a loss that begins at zero
 
 
 def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list[float]]]:
@@ -52,7 +53,7 @@ def test_losses_and_gradients_are_the_golden_ones(tmp_path, tiny_folder, recipe)
     for stage, values in expected.items():
         for name, numbers in values.items():
             assert len(numbers) == 10
-            assert found[stage][name] == pytest.approx(numbers, rel=TOLERANCE), (stage, name)
+            assert found[stage][name] == pytest.approx(numbers, TOLERANCE, NEAR_ZERO), (stage, name)
 
 
 def test_there_is_a_golden_file_for_every_recipe_and_no_other():

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -338,6 +339,32 @@ def test_the_schedule_reaches_the_optimiser(tmp_path):
     _, fast, _ = train(tmp_path / "b", evaluate=None, max_steps=4)
     assert [row["lr"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
     assert not same_weights(slow, fast)
+
+
+def test_a_recipe_may_let_parameters_learn_at_their_own_rate(tmp_path):
+    class Faster(Recipe):
+        def lr_multiplier(self, name):
+            return 4.0 if name.startswith("head.") else 1.0
+
+    torch.manual_seed(0)
+    before = TinyLM(dropout=0.0)
+    settings = {"max_steps": 2, "lr_schedule": "linear", "lr_min_ratio": 0.0, "evaluate": None}
+    for steps, folder in ((1, "one"), (2, "two")):
+        settings["max_steps"] = steps
+        drafter = deepcopy(before)
+        _, _, rows = train(tmp_path / folder, Faster(), drafter, **settings)
+        assert rows[0]["lr"] == 1e-2
+        if steps == 1:  # the first step of Adam is the learning rate, whatever the gradient
+            for name, factor in (("head.weight", 4), ("norm.weight", 1), ("embed.weight", 1)):
+                moved = drafter.get_parameter(name) - before.get_parameter(name)
+                assert moved.abs().max().item() == pytest.approx(factor * 1e-2, rel=1e-3)
+    # resumed, the rates are still their own
+    first, batches = deepcopy(before), StoppingBatches(2)
+    batches.stop_at = 1
+    with pytest.raises(Stopped):
+        train(tmp_path / "cut", Faster(), first, batches=batches, save_every=1, **settings)
+    train(tmp_path / "cut", Faster(), first, save_every=1, **settings)
+    assert same_weights(first, drafter)
 
 
 def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_path):

@@ -1,0 +1,254 @@
+"""Medusa, Hydra, Hydra++, EAGLE and EAGLE-3 on the embedded toy: who drafts better, by how much.
+
+    python -m benchmarks.heads            # all cells and seeds, resumable
+    python -m benchmarks.heads report     # only the statistics of what is there
+    python -m benchmarks.heads sweep      # learning rates, chosen on held-out training prompts
+
+Every cell trains on the same texts of the target in the same order, the same number of rows and
+steps. Each is measured on held-out prompts without decoding, at T=0 and T=1: as a chain of K=4, and
+with trees of 25 nodes: calibrated on held-out training prompts, EAGLE's static one, EAGLE-2's
+dynamic one. Differences are paired by prompt, bootstrapped over seeds and prompts. Settings were
+committed before the run; the learning rates come from `sweep` (seed 100, development prompts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batches import Batches
+from data.features import FeaturesPlan, features_folder, write_features
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import load_prompts
+from data.sampling import Sampling
+from data.target import LayerId, Target
+from data.traces import Trace
+from drafters.base import Budget
+from drafters.tree import calibrated_tree, parse_tree
+from eval.metrics import PromptCounters, hierarchical_difference
+from eval.offline import OfflineEvaluator
+from eval.policies import tree_budget
+from eval.replay import TreeReplay, rank_accuracy
+from eval.speed_model import COST_RATIOS, modelled_speedup
+from recipes.phases.train import split_dev
+from trainer.config import TrainerConfig
+from trainer.loop import fit, make_accelerator
+from trainer.tracking import Tracker
+
+SEEDS = (0, 1, 2, 3, 4)
+STEPS, ROWS, K, NODES = 240, 24, 4, 25
+NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 72, 64
+SMALL = 400  # prompts of the cells with less data
+TREES = {"static": "eagle", "dynamic": "dynamic:25:5:8"}
+# cell -> (recipe, settings, learning rate, prompts)
+CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "medusa": ("medusa", {}, 4e-3, NUM_PROMPTS),
+    "hydra": ("hydra", {}, 4e-3, NUM_PROMPTS),
+    "hydra++": ("hydrapp", {}, 4e-3, NUM_PROMPTS),
+    "eagle": ("eagle", {}, 4e-3, NUM_PROMPTS),
+    "hass": ("eagle", {"steps": 3, "top_weight": 0.1}, 4e-3, NUM_PROMPTS),
+    "eagle-3": ("eagle3", {}, 4e-3, NUM_PROMPTS),
+    "eagle-3, one step": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
+    "eagle, less data": ("eagle", {}, 4e-3, SMALL),
+    "eagle-3, less data": ("eagle3", {}, 4e-3, SMALL),
+}
+# claim -> ((cell, shape), the one it must beat, factor in tokens per round, temperature)
+Side = tuple[str, str]
+CLAIMS: dict[str, tuple[Side, Side, float]] = {
+    "Hydra > Medusa, chain": (("hydra", "chain"), ("medusa", "chain"), 1.0),
+    "Hydra > Medusa, tree": (("hydra", "calibrated"), ("medusa", "calibrated"), 1.0),
+    "Hydra++ > Hydra, chain": (("hydra++", "chain"), ("hydra", "chain"), 1.0),
+    "Hydra++ > Hydra, tree": (("hydra++", "calibrated"), ("hydra", "calibrated"), 1.0),
+    "EAGLE > 1.15 Medusa, chain": (("eagle", "chain"), ("medusa", "chain"), 1.15),
+    "EAGLE > 1.15 Medusa, tree": (("eagle", "calibrated"), ("medusa", "calibrated"), 1.15),
+    "EAGLE-2 tree > 1.05 static": (("eagle", "dynamic"), ("eagle", "static"), 1.05),
+    "EAGLE-3 > EAGLE-2, dynamic tree": (("eagle-3", "dynamic"), ("eagle", "dynamic"), 1.0),
+    "EAGLE-3 > EAGLE-2, chain": (("eagle-3", "chain"), ("eagle", "chain"), 1.0),
+    "EAGLE-3 > EAGLE-2, less data": (
+        ("eagle-3, less data", "dynamic"),
+        ("eagle, less data", "dynamic"),
+        1.0,
+    ),
+    "unrolled > one step, chain": (("eagle-3", "chain"), ("eagle-3, one step", "chain"), 1.0),
+    "HASS >= EAGLE-2, dynamic tree": (("hass", "dynamic"), ("eagle", "dynamic"), 1.0),
+}
+WORK = Path("runs/benchmarks/heads")
+LAYERS: tuple[LayerId, ...] = (1, 3, 4, "final_norm")
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.accelerator = make_accelerator(TrainerConfig())
+        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
+        traces = self._traces("train", NUM_PROMPTS, 1.0, 0)
+        self.train, self.dev = split_dev(traces, 0)
+        self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
+        plan = FeaturesPlan(LAYERS, "bf16")
+        folder = features_folder(self.target, self.train, plan, "runs/cache")
+        self.store = write_features(self.target, self.train, plan, folder, batch_size=32)
+
+    def _traces(self, split: str, count: int, temperature: float, seed: int) -> list[Trace]:
+        prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
+        plan = GenerationPlan(
+            f"toy {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS, seed=seed,
+            lookahead=8,
+        )  # fmt: skip
+        folder = traces_folder(plan, self.target, "runs/cache")
+        return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+
+    def fit(self, name: str, seed: int, lr: float | None = None, steps: int = STEPS) -> Any:
+        recipe_name, options, own_lr, prompts = CELLS[name]
+        module = importlib.import_module(f"recipes.{recipe_name}")
+        recipe = module.Recipe(module.Config(**options), self.target)
+        settings = TrainerConfig(
+            max_steps=steps, batch_size=ROWS, lr=lr or own_lr, lr_warmup_steps=20, adam_beta2=0.95,
+            log_every=steps, save_every=steps, eval_every=steps,
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        traces = self.train[:prompts]
+        drafter = recipe.build(traces)
+        recipe.begin(recipe.stages()[-1], NEW_TOKENS)
+        folder = WORK / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}-{steps}"
+        fit(
+            recipe=recipe, drafter=drafter,
+            batches=Batches(traces, {"target": 1.0}, ROWS, seed=seed), evaluate=None,
+            outputs=lambda batch, step: self.store.outputs(batch, self.target.device),
+            config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
+            tracker=Tracker(settings, folder, folder.name, {}),
+        )  # fmt: skip
+        return drafter.eval()
+
+    def measure(self, drafter: Any) -> dict[str, dict[str, Any]]:
+        """shape -> temperature -> counters, and alpha by depth of the chain."""
+        accuracy = rank_accuracy(self.target, self.dev, drafter, K)
+        shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
+        if drafter.max_depth is None:
+            shapes |= {name: parse_tree(text) for name, text in TREES.items()}
+        found: dict[str, dict[str, Any]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
+        for temperature, traces in self.held_out.items():
+            sampling, key = Sampling(temperature), f"{temperature:g}"
+            result = OfflineEvaluator(self.target, traces, sampling, Budget(K))(drafter)
+            found["chain"][key] = [dataclasses.asdict(c) for c in result.counters]
+            found["alpha"][key] = result.alpha_by_depth
+            for name, shape in shapes.items():
+                counters = TreeReplay(self.target, traces, sampling, tree_budget(shape))(drafter)
+                found[name][key] = [dataclasses.asdict(c) for c in counters]
+        return found
+
+
+def place(name: str, seed: int) -> Path:
+    return WORK / "counters" / f"{name.replace(' ', '-')}-{seed}.json"
+
+
+def run(seeds: tuple[int, ...] = SEEDS) -> None:
+    bench = Bench()
+    for seed in seeds:
+        for name in CELLS:
+            path = place(name, seed)
+            if path.exists():
+                continue
+            began = time.monotonic()
+            drafter = bench.fit(name, seed)
+            trained = time.monotonic() - began
+            found = bench.measure(drafter)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"seconds": trained, "parameters": drafter.num_parameters, **found}
+            path.with_suffix(".part").write_text(json.dumps(content))
+            path.with_suffix(".part").replace(path)
+            shown = {
+                shape: [round(tokens(load(name, seed, shape, t)), 3) for t in ("0", "1")]
+                for shape in found
+                if shape != "alpha"
+            }
+            print(f"{name} seed {seed}: {shown}, {trained:.0f} s of training", flush=True)
+
+
+def sweep() -> None:
+    bench = Bench()
+    for name in sys.argv[2:] or CELLS:
+        for lr in (1e-3, 2e-3, 4e-3):
+            drafter = bench.fit(name, 100, lr, 100)
+            dev = OfflineEvaluator(
+                bench.target, bench.dev, Sampling(1.0), Budget(K), engine_counters=False
+            )(drafter)
+            print(f"{name} lr {lr:g}: {tokens(dev.counters):.3f} tokens per round", flush=True)
+
+
+def load(name: str, seed: int, shape: str, temperature: str) -> list[PromptCounters]:
+    stored = json.loads(place(name, seed).read_text())
+    return [PromptCounters(**row) for row in stored[shape][temperature]]
+
+
+def tokens(counters: list[PromptCounters]) -> float:
+    return sum(c.emitted for c in counters) / sum(c.rounds for c in counters)
+
+
+def report() -> None:
+    lines = [
+        f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
+        f"held-out prompts, K={K}, {NODES} nodes, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "",
+        "| cell | shape | seeds | tokens per round T=0 | T=1 | modelled at c = "
+        + " / ".join(map(str, COST_RATIOS))
+        + " (T=1) | alpha by depth T=1 |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in CELLS:
+        seeds = [seed for seed in SEEDS if place(name, seed).exists()]
+        stored = [json.loads(place(name, seed).read_text()) for seed in seeds]
+        for shape in ("chain", "calibrated", *TREES):
+            if not stored or shape not in stored[0]:
+                continue
+            mean = {
+                t: sum(tokens(load(name, seed, shape, t)) for seed in seeds) / len(seeds)
+                for t in ("0", "1")
+            }
+            depth = stored[0][shape]["1"][0]["K"]
+            speed = " / ".join(f"{modelled_speedup(mean['1'], depth, c):.2f}" for c in COST_RATIOS)
+            alphas = [one["alpha"]["1"] for one in stored]
+            by_depth = ", ".join(f"{sum(a) / len(a):.3f}" for a in zip(*alphas, strict=True))
+            shown = by_depth if shape == "chain" else ""
+            lines.append(
+                f"| {name} | {shape} | {len(seeds)} | {mean['0']:.3f} | {mean['1']:.3f} | {speed} "
+                f"| {shown} |"
+            )
+    lines += [
+        "",
+        "| claim | T | seeds | difference in tokens per round | 95 % interval | ratio | holds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for claim, ((a, shape_a), (b, shape_b), factor) in CLAIMS.items():
+        seeds = [s for s in SEEDS if place(a, s).exists() and place(b, s).exists()]
+        for t in ("0", "1") if seeds else ():
+            pairs = [(load(a, s, shape_a, t), load(b, s, shape_b, t)) for s in seeds]
+            found = hierarchical_difference(pairs, "tokens_per_round")
+            ratio = sum(tokens(x) for x, _ in pairs) / sum(tokens(y) for _, y in pairs)
+            low, high = found["ci95"]
+            holds = ratio >= factor and low > 0
+            lines.append(
+                f"| {claim} | {t} | {len(seeds)} | {found['diff']:+.3f} | [{low:+.3f}, {high:+.3f}]"
+                f" | {ratio:.3f} | {'yes' if holds else 'no'} |"
+            )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    Path("benchmarks/results/heads.md").write_text(text)
+
+
+if __name__ == "__main__":
+    action = sys.argv[1] if len(sys.argv) > 1 else "run"
+    if action == "sweep":
+        sweep()
+    elif action == "report":
+        report()
+    else:
+        run(tuple(map(int, sys.argv[2:])) or SEEDS)
+        report()

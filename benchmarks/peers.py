@@ -1,0 +1,589 @@
+"""The training of an EAGLE-3 head beside speculators 0.9.0 and nvidia-modelopt 0.47.0, on a CPU.
+
+    python -m benchmarks.peers setup      # their environments, .venv-speculators, .venv-modelopt
+    OMP_NUM_THREADS=1 python -m benchmarks.peers speed
+    OMP_NUM_THREADS=1 python -m benchmarks.peers quality
+    ... speed --runs 1 --steps 10 --prompts 60       # a look in a minute; see also --help
+
+One network for all: the toy's width, its layers 1, 3 and 4 read, the whole vocabulary, three
+unrolled steps, float32. One set of the target's own answers, the same rows in the same order in
+every step, about `--tokens` of prompt and answer in each, and the same positions supervised at the
+first step of the unroll: those whose token and next token are the answer's. AdamW, weight decay
+0.01, clipping at 1, a linear schedule. Loss, initialisation and data path are each tool's own:
+
+- ours: recipe eagle3 in the loop of `trainer`, states cached in float32 or the target live;
+- speculators (cached): its trainer on its own files, packed to `--tokens`; its output head is the
+  target's, frozen, where ours trains a copy. Without its later norms (before fc and the residual,
+  of the output), which would be another network; `--speculators-norms` leaves it the two of them
+  that our loader knows;
+- modelopt (online, target in process): rows padded as ours are; by default it, too, lends the
+  target's head; `--modelopt-head own` trains a copy.
+
+What was patched in them, and why, is said in `peers_worker_<tool>.py`.
+
+`speed`: supervised tokens of a second, between the same moments of consecutive steps, so that
+start-up, logging and checkpoints are outside; the tools in turn, one process at a time. Beside it
+by CPU time, for a machine that is shared. Interval of the ratio: runs and steps drawn again.
+
+`quality`: each learning rate for each tool, on the same tokens; the best by tokens per round on
+development prompts, at K=3, mean of T=0 and T=1; with it `--seeds` trainings (order and start).
+The folder that a tool wrote is read by `drafters.load` and measured on held-out prompts by
+`eval.offline`. Before that the logits of the tool itself on one row must be those of the drafter
+that was read, at every step of the unroll: conventions that differ would show here. Modelopt's
+never agree fully: it trains with the feature normed twice, by `input_layernorm` of the layer it
+took from transformers and by `hidden_norm`, and exports neither this nor a way to say it, so an
+engine loses what the first has learnt. `modelopt folded` is the same draft with the product of both
+weights in `hidden_norm`, which is what it trained but for one number per position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.batches import Batch, collate
+from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import Prompt, load_prompts
+from data.sampling import Sampling
+from data.target import LayerId, Target
+from data.traces import Trace
+from drafters.base import Budget
+from drafters.load import load_drafter
+from eval.metrics import PromptCounters, hierarchical_difference, summarise
+from eval.offline import OfflineEvaluator
+from recipes import eagle3
+from trainer.config import TrainerConfig
+from trainer.loop import fit, make_accelerator
+from trainer.shift import supervised
+from trainer.tracking import Tracker
+
+TARGET = "assets/toy/target"
+LAYERS: list[LayerId] = [1, 3, 4]
+UNROLL = 3
+DEPTHS = (3, 4)
+TEMPERATURES = (0.0, 1.0)
+FIXED = {"weight_decay": 0.01, "max_grad_norm": 1.0}
+RESULTS = Path("benchmarks/results/peers.json")
+PLAIN_NETWORK = ["--no-norm-before-fc", "--no-norm-before-residual", "--no-norm-output"]
+
+
+# --- environments --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`packages`: what the peer needs on a CPU, and no more; `peer`: installed without what it asks
+    for, which brings torchvision, torchaudio and ninja."""
+
+    packages: tuple[str, ...]
+    peer: tuple[str, ...]
+    module: str
+
+    @property
+    def wanted(self) -> str:
+        return " ".join((*self.packages, *self.peer))
+
+
+# the local version of torch: else an index gives the build for CUDA
+ENVIRONMENTS = {
+    "speculators": Environment(
+        (
+            "torch==2.13.0+cpu", "transformers==5.19.0", "datasets==5.1.0", "numpy>=2,<=2.5.4",
+            "aiohttp", "click", "httpx", "huggingface-hub", "loguru==0.7.3", "openai>=2",
+            "protobuf", "psutil", "pydantic>=2", "pydantic-settings>=2", "rich", "safetensors",
+            "tqdm<=4.70.1", "typer>=0.12",
+        ),
+        ("speculators==0.9.0", "hs-connectors==0.9.0"),
+        "speculators.train.cli",
+    ),
+    "modelopt": Environment(
+        (
+            "torch==2.13.0+cpu", "transformers==5.14.1", "accelerate", "datasets",
+            "huggingface-hub", "numpy", "omegaconf>=2.3", "packaging", "pulp<4", "pydantic>=2",
+            "pyyaml", "regex", "requests", "rich", "safetensors", "scipy", "setuptools>=80", "tqdm",
+        ),
+        ("nvidia-modelopt==0.47.0",),
+        "modelopt.torch.speculative",
+    ),
+}  # fmt: skip
+
+
+def folder_of(tool: str) -> Path:
+    return Path(f".venv-{tool}")
+
+
+def set_up() -> None:
+    """A second call finds them and does nothing. Where packages come from is pip's own setting."""
+    for tool, environment in ENVIRONMENTS.items():
+        folder, began = folder_of(tool), time.monotonic()
+        stamp, python = folder / ".set-up", folder / "bin" / "python"
+        if not stamp.exists() or stamp.read_text() != environment.wanted:
+            print(f"installing {' '.join(environment.peer)} into {folder} (minutes)", flush=True)
+            if not python.exists():
+                subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+            subprocess.run([*pip, *environment.packages], check=True)
+            subprocess.run([*pip, "--no-deps", *environment.peer], check=True)
+            check = f"import torch, {environment.module}; assert torch.version.cuda is None"
+            subprocess.run([python, "-c", check], check=True, stdout=subprocess.DEVNULL)
+            stamp.write_text(environment.wanted)
+        print(f"{tool}: {folder}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+# --- the same text for all -----------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """`traces`: what is trained on; a row's number is its place there. `development` and
+    `held_out`: by temperature."""
+
+    target: Target
+    work: Path
+    traces: list[Trace]
+    development: dict[float, list[Trace]]
+    held_out: dict[float, list[Trace]]
+
+    @property
+    def plan(self) -> FeaturesPlan:
+        return FeaturesPlan((*LAYERS, "final_norm"), "fp32")
+
+    @property
+    def rows(self) -> Path:
+        return self.work / f"rows-{self.states.name}.json"
+
+    @property
+    def store(self) -> Path:
+        return features_folder(self.target, self.traces, self.plan, self.work)
+
+    @property
+    def states(self) -> Path:
+        """In the format of speculators, one file a row."""
+        return self.work / "states" / self.store.name
+
+
+def answers(
+    target: Target, prompts: Sequence[Prompt], temperatures: tuple[float, ...], work: Path
+) -> list[Trace]:
+    plan = GenerationPlan("toy", tuple(prompts), temperatures, max_new_tokens=96)
+    folder = traces_folder(plan, target, work)
+    traces = generate_traces(target, plan, folder, batch_size=32, rows_per_shard=512)
+    return sorted((t for t in traces if len(t.response_ids) > UNROLL), key=lambda t: t.index)
+
+
+def prepare(sizes: argparse.Namespace) -> Data:
+    target = Target.load(TARGET, dtype="float32")
+    prompts = load_prompts("toy", count=sizes.prompts + sizes.development, seed=3)
+    random.Random(0).shuffle(prompts)
+    kept_out, trained = prompts[: sizes.development], prompts[sizes.development :]
+    unseen = load_prompts("toy", count=sizes.held_out, seed=21, toy_split="eval")
+    data = Data(
+        target, sizes.work, answers(target, trained, TEMPERATURES, sizes.work),
+        {T: answers(target, kept_out, (T,), sizes.work) for T in TEMPERATURES},
+        {T: answers(target, unseen, (T,), sizes.work) for T in TEMPERATURES},
+    )  # fmt: skip
+    write_features(target, data.traces, data.plan, data.store, batch_size=16)
+    rows = [(len(t.prompt_ids), t.prompt_ids + t.response_ids) for t in data.traces]
+    data.rows.write_text(json.dumps(rows))
+    data.states.mkdir(parents=True, exist_ok=True)
+    last = target.num_layers - 1  # before the final norm, which it applies itself
+    for i, (_, ids) in enumerate(rows):
+        path = data.states / f"hs_{i}.safetensors"
+        if not path.exists():
+            tokens = torch.tensor(ids)
+            hidden = target.outputs(tokens[None], layers=[*LAYERS, last], logits=False).hidden
+            stacked = torch.stack([states[0] for states in hidden.values()], 1)
+            save_file({"hidden_states": stacked, "token_ids": tokens}, path)
+    return data
+
+
+def schedule(data: Data, tokens: int, steps: int, seed: int) -> list[list[int]]:
+    """The rows of every step: in a new order each epoch, as many as fit into `tokens`."""
+    rng, batches, order = random.Random(seed), [], list[int]()
+    batch, room = list[int](), tokens
+    while len(batches) < steps:
+        if not order:
+            order = list(range(len(data.traces)))
+            rng.shuffle(order)
+        length = len(data.traces[order[-1]].prompt_ids) + len(data.traces[order[-1]].response_ids)
+        if length > room:
+            batches.append(batch)
+            batch, room = [], tokens
+        batch.append(order.pop())
+        room -= length
+    return batches
+
+
+def assembled(traces: Sequence[Trace], index: int) -> Batch:
+    texts = [t.prompt_ids for t in traces], [t.response_ids for t in traces]
+    return collate(*texts, ["target"] * len(traces), index)
+
+
+def supervised_tokens(data: Data, batches: Sequence[Sequence[int]]) -> list[int]:
+    """Positions that count in the loss at the first step of the unroll."""
+    made = [assembled([data.traces[i] for i in rows], 0) for rows in batches]
+    return [int(supervised(batch.loss_mask, 1).sum()) for batch in made]
+
+
+# --- one training --------------------------------------------------------------------------------
+
+
+def run(
+    tool: str,
+    data: Data,
+    batches: list[list[int]],
+    sizes: argparse.Namespace,
+    out: Path,
+    **own: Any,
+) -> np.ndarray:
+    """Train in a process of its own; seconds and CPU seconds of each step, [steps, 2]. A draft that
+    is there already is not trained again."""
+    rows = [len(t.prompt_ids) + len(t.response_ids) for t in data.traces]
+    job: dict[str, Any] = {
+        **FIXED, "target": TARGET, "layers": LAYERS, "unroll": UNROLL, "tokens": sizes.tokens,
+        "rows": str(data.rows), "states": str(data.states), "store": str(data.store),
+        "work": str(data.work), "prompts": sizes.prompts, "development": sizes.development,
+        "held_out": sizes.held_out, "check": int(np.argmax(rows)), "out": str(out),
+        "warmup": len(batches) // 20, "batches": batches, "lr": 1e-3, "seed": 0, "draft": False,
+        "own_head": sizes.modelopt_head == "own", "features": "cached",
+        "flags": PLAIN_NETWORK[:1] if sizes.speculators_norms else PLAIN_NETWORK, **own,
+    }  # fmt: skip
+    text = json.dumps(job)
+    path, done = out / "job.json", out / "stamps.json"
+    if not (done.exists() and path.read_text() == text and (out / "draft").exists()):
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        out.mkdir(parents=True)
+        path.write_text(text)
+        command = [sys.executable, "-m", "benchmarks.peers", "one", str(path)]
+        if tool != "ours":
+            worker = f"benchmarks/peers_worker_{tool}.py"
+            command = [str(folder_of(tool) / "bin" / "python"), worker, str(path)]
+        quiet = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **quiet}
+        with open(out / "log.txt", "w") as log:
+            ended = subprocess.run(command, env=environment, stdout=log, stderr=log)
+        if ended.returncode:
+            tail = "".join((out / "log.txt").read_text().splitlines(keepends=True)[-15:])
+            raise SystemExit(f"{' '.join(command)} failed:\n{tail}")
+    return np.diff(np.array(json.loads(done.read_text())), axis=0)
+
+
+@dataclass
+class Scheduled:
+    """For our loop; stamps the moment in which each batch is asked for."""
+
+    traces: list[Trace]
+    batches: list[list[int]]
+
+    def __post_init__(self) -> None:
+        self.stamps: list[tuple[float, float]] = []
+
+    def at(self, index: int) -> Batch:
+        self.stamps.append((time.perf_counter(), time.process_time()))
+        return assembled([self.traces[i] for i in self.batches[index]], index)
+
+
+def train_ours(job: dict[str, Any]) -> None:
+    """What `train.py` does between the traces and the drafter, without evaluations."""
+    out, target = Path(job["out"]), Target.load(job["target"], dtype="float32")
+    sizes = argparse.Namespace(**{k: job[k] for k in ("prompts", "development", "held_out")})
+    sizes.work = Path(job["work"])
+    data = prepare(sizes)
+    recipe = eagle3.Recipe(eagle3.Config(steps=job["unroll"], layers=job["layers"]), target)
+    store = FeaturesStore.open(
+        job["store"], target_fingerprint=target.fingerprint, layers=data.plan.layers,
+        traces=data.traces,
+    )  # fmt: skip
+    torch.manual_seed(job["seed"])
+    drafter = recipe.build(data.traces)
+    recipe.begin(recipe.stages()[0], 0)
+    batches, count = Scheduled(data.traces, job["batches"]), len(job["batches"])
+    config = TrainerConfig(
+        max_steps=count, lr=job["lr"], lr_schedule="linear", lr_warmup_steps=job["warmup"],
+        lr_min_ratio=0.0, weight_decay=job["weight_decay"], max_grad_norm=job["max_grad_norm"],
+        log_every=count, save_every=count,
+    )  # fmt: skip
+
+    def outputs(batch: Batch, step: int) -> Any:
+        request = recipe.target_request(batch, step)
+        assert request is not None
+        if job["features"] == "cached":
+            return store.outputs(batch)
+        return target.outputs(
+            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+        )
+
+    fit(
+        recipe=recipe, drafter=drafter, batches=batches, evaluate=None, outputs=outputs,
+        config=config, folder=out / "fit", seed=job["seed"], tracker=Tracker(config, out, "", {}),
+        accelerator=make_accelerator(config, cpu=True),
+    )  # fmt: skip
+    (out / "stamps.json").write_text(json.dumps(batches.stamps))
+    if job["draft"]:
+        drafter.save_pretrained(out / "draft")
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+PAIRS = {"speculators": "ours cached", "modelopt": "ours live"}
+
+
+def interval(draws: np.ndarray) -> list[float]:
+    return [float(edge) for edge in np.percentile(draws, [2.5, 97.5])]
+
+
+def faster(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """Median rate of ours over theirs; tokens [steps], seconds [runs, steps]."""
+    rng = np.random.default_rng(0)
+
+    def ratio(runs: Any, steps: Any) -> float:
+        total = tokens[steps].sum()
+        rates = (np.median(total / one[runs][:, steps].sum(1)) for one in (ours, theirs))
+        return float(np.divide(*rates))
+
+    shape = ours.shape
+    draws = [ratio(*(rng.integers(0, count, count) for count in shape)) for _ in range(2000)]
+    return {"ratio": ratio(*map(np.arange, shape)), "ci95": interval(np.array(draws))}
+
+
+def speed(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
+    # one more, since our loop saves within its last
+    batches = schedule(data, sizes.tokens, sizes.warmup + sizes.steps + 1, 0)
+    timed = slice(sizes.warmup, sizes.warmup + sizes.steps)
+    found: dict[str, list[np.ndarray]] = {}
+    for number in range(sizes.runs):
+        for peer, ours in PAIRS.items():
+            for arm in (ours, peer) if number % 2 == 0 else (peer, ours):
+                tool, _, features = arm.partition(" ")
+                out = sizes.work / "speed" / arm.replace(" ", "-")
+                seconds = run(tool, data, batches, sizes, out, features=features)[timed]
+                found.setdefault(arm, []).append(seconds)
+                print(f"run {number}, {arm}: {seconds[:, 0].sum():.1f} s", flush=True)
+    tokens = np.array(supervised_tokens(data, batches[timed]))
+    seconds = {arm: np.stack(runs) for arm, runs in found.items()}  # [runs, steps, 2]
+    arms = {}
+    for arm, both in seconds.items():
+        rates, by_cpu = (tokens.sum() / both[..., clock].sum(1) for clock in (0, 1))
+        arms[arm] = {
+            "tokens_per_s": float(np.median(rates)),
+            "spread": [float(rates.min()), float(rates.max())],
+            "tokens_per_cpu_s": float(np.median(by_cpu)),
+            "median_step_ms": float(np.median(both[..., 0]) * 1000),
+        }
+    ratios = {
+        peer: {
+            "wall": faster(tokens, seconds[ours][..., 0], seconds[peer][..., 0]),
+            "cpu": faster(tokens, seconds[ours][..., 1], seconds[peer][..., 1]),
+        }
+        for peer, ours in PAIRS.items()
+    }
+    return {
+        "runs": sizes.runs, "steps": sizes.steps, "warmup": sizes.warmup,
+        "supervised_tokens_per_step": float(tokens.mean()), "arms": arms, "ratios": ratios,
+    }  # fmt: skip
+
+
+def speed_table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['runs']} runs of {result['steps']} steps after {result['warmup']}, "
+        f"{result['supervised_tokens_per_step']:.0f} supervised tokens a step",
+        "",
+        "| | tokens/s | spread | tokens per CPU second | step, ms | ours / it | by CPU time |",
+        "| --- | ---: | --- | ---: | ---: | --- | --- |",
+    ]
+    for arm, row in result["arms"].items():
+        low, high = row["spread"]
+        cells = [
+            f"{row['tokens_per_s']:,.0f}", f"{low:,.0f} to {high:,.0f}",
+            f"{row['tokens_per_cpu_s']:,.0f}", f"{row['median_step_ms']:.1f}",
+        ]  # fmt: skip
+        for clock in ("wall", "cpu"):
+            one = result["ratios"].get(arm, {}).get(clock)
+            cells.append("" if one is None else f"{one['ratio']:.2f} {between(one['ci95'])}")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def between(edges: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{edge:.3f}" for edge in edges) + "]"
+
+
+# --- quality -------------------------------------------------------------------------------------
+
+
+class Measure:
+    """Tokens per round of a drafter: counters by (temperature, K)."""
+
+    def __init__(self, target: Target, traces: dict[float, list[Trace]]):
+        self.evaluators = {
+            (T, K): OfflineEvaluator(target, rows, Sampling(T), Budget(K), engine_counters=False)
+            for T, rows in traces.items()
+            for K in DEPTHS
+        }
+
+    def __call__(self, drafter: Any) -> dict[tuple[float, int], list[PromptCounters]]:
+        return {cell: one(drafter).counters for cell, one in self.evaluators.items()}
+
+
+def tokens_per_round(counters: list[PromptCounters]) -> float:
+    return sum(one.emitted for one in counters) / sum(one.rounds for one in counters)
+
+
+@torch.no_grad()
+def disagreement(data: Data, drafter: Any, out: Path) -> list[float] | None:
+    """Largest distance between the tool's own log-probabilities and those of the drafter as it was
+    read, where either is likely; one number for each step of the unroll."""
+    if not (out / "check.safetensors").exists():
+        return None
+    theirs = load_file(out / "check.safetensors")
+    trace = max(data.traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+    ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+    outputs = data.target.outputs(ids, layers=drafter.target_layers, logits=False)
+    gaps = []
+    for j, states in enumerate(drafter.states(ids, outputs, UNROLL)):
+        own = drafter.project(states[0, j + 1 :], j + 1).log_softmax(-1)
+        other = theirs[str(j)].log_softmax(-1)
+        likely = torch.maximum(own, other) > np.log(1e-3)
+        gaps.append(float((own - other)[likely].abs().max()))
+    return gaps
+
+
+def quality(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
+    choose, measure = Measure(data.target, data.development), Measure(data.target, data.held_out)
+    tools: dict[str, Any] = {}
+    counters: dict[str, list[dict[Any, list[PromptCounters]]]] = {}
+    for tool in ("ours", "speculators", "modelopt"):
+
+        def trained(lr: float, seed: int, tool: str = tool) -> Path:
+            batches = schedule(data, sizes.tokens, sizes.steps, seed)
+            out = sizes.work / "quality" / f"{tool}-{lr:g}-{seed}"
+            run(tool, data, batches, sizes, out, lr=lr, seed=seed, draft=True)
+            return out
+
+        chosen: dict[float, float] = {}
+        for lr in sizes.lrs:
+            found = choose(load_drafter(str(trained(lr, 0) / "draft"), data.target))
+            chosen[lr] = statistics.fmean(tokens_per_round(found[T, 3]) for T in TEMPERATURES)
+            print(f"{tool}, learning rate {lr:g}: {chosen[lr]:.3f} on development", flush=True)
+        lr = max(chosen, key=lambda one: chosen[one])
+        gaps = []
+        for seed in range(sizes.seeds):
+            out = trained(lr, seed)
+            drafter = load_drafter(str(out / "draft"), data.target)
+            gaps.append(disagreement(data, drafter, out))
+            counters.setdefault(tool, []).append(measure(drafter))
+        tools[tool] = {"development": chosen, "lr": lr, "log_probability_gap": gaps}
+    rows = []
+    for tool, seeds in counters.items():
+        for T, K in measure.evaluators:
+            values = [tokens_per_round(one[T, K]) for one in seeds]
+            row = {"tool": tool, "temperature": T, "K": K, "tokens_per_round": values}
+            row["alpha"] = [summarise(one[T, K], draws=0)["alpha"] for one in seeds]
+            if tool != "ours":
+                pairs = [(a[T, K], b[T, K]) for a, b in zip(counters["ours"], seeds, strict=True)]
+                row["ours_minus_it"] = hierarchical_difference(pairs, "tokens_per_round")
+            rows.append(row)
+    tokens = sum(supervised_tokens(data, schedule(data, sizes.tokens, sizes.steps, 0)))
+    return {
+        "steps": sizes.steps, "supervised_tokens": tokens, "seeds": sizes.seeds,
+        "num_prompts": len(data.held_out[0.0]), "tools": tools, "rows": rows,
+    }  # fmt: skip
+
+
+def quality_table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['steps']} steps, {result['supervised_tokens']:,} supervised tokens, "
+        f"{result['seeds']} seeds, {result['num_prompts']} held-out prompts; tokens per round",
+        "",
+        "| | learning rate | T | K | tokens per round | alpha | ours - it | 95 % interval |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in result["rows"]:
+        difference = row.get("ours_minus_it")
+        cells = [
+            row["tool"], f"{result['tools'][row['tool']]['lr']:g}", f"{row['temperature']:g}",
+            str(row["K"]), f"{statistics.fmean(row['tokens_per_round']):.3f}",
+            f"{statistics.fmean(row['alpha']):.3f}",
+            "" if difference is None else f"{difference['diff']:+.3f}",
+            "" if difference is None else between(difference["ci95"]),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("command", choices=("setup", "speed", "quality", "one"))
+    parser.add_argument("job", nargs="?", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=int, default=1200, help="trained on")
+    parser.add_argument("--development", type=int, default=100, help="prompts")
+    parser.add_argument("--held-out", type=int, default=300, help="prompts")
+    parser.add_argument("--tokens", type=int, default=512, help="of prompt and answer, a step")
+    parser.add_argument("--steps", type=int, help="default: 60 for speed, 600 for quality")
+    parser.add_argument("--warmup", type=int, default=10, help="of speed: steps not timed")
+    parser.add_argument("--runs", type=int, default=5, help="of speed")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--seeds", type=int, default=3, help="of quality")
+    parser.add_argument("--modelopt-head", choices=("lent", "own"), default="lent")
+    parser.add_argument("--speculators-norms", action="store_true")
+    parser.add_argument("--work", type=Path, default=Path("runs/peers"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    sizes = parser.parse_args()
+    sizes.steps = sizes.steps or {"speed": 60, "quality": 600}.get(sizes.command)
+    return sizes
+
+
+def main() -> None:
+    sizes = arguments()
+    if sizes.command == "setup":
+        set_up()
+        return
+    if sizes.command == "one":
+        train_ours(json.loads(sizes.job.read_text()))
+        return
+    missing = [tool for tool in ENVIRONMENTS if not (folder_of(tool) / ".set-up").exists()]
+    if missing:
+        raise SystemExit(
+            f"no environment of {', '.join(missing)}: python -m benchmarks.peers setup"
+        )
+    data = prepare(sizes)
+    part, table = (speed, speed_table) if sizes.command == "speed" else (quality, quality_table)
+    result: dict[str, Any] = json.loads(sizes.out.read_text()) if sizes.out.exists() else {}
+    settings = {k: v for k, v in vars(sizes).items() if k not in ("command", "job", "work", "out")}
+    result[sizes.command] = part(data, sizes) | {
+        "settings": settings,
+        "machine": f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} "
+        f"threads, load {os.getloadavg()[1]:.1f}",
+        "python": platform.python_version(),
+        "peers": {tool: one.wanted for tool, one in ENVIRONMENTS.items()},
+    }
+    print(table(result[sizes.command]))
+    sizes.out.parent.mkdir(exist_ok=True)
+    sizes.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

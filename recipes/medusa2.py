@@ -1,0 +1,163 @@
+"""Medusa-2: Medusa's heads, then heads and target together, the target through LoRA.
+
+Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^(k-1) D_k. L_LM holds
+the target to what it was: KL(p || p') of the original's law p and the adapted p', or next-token
+cross-entropy. Stage 1 trains heads alone, as recipe medusa does; it is left out where model.drafter
+names trained ones. In stage 2 they follow p', the law that will verify them. Departures: those of
+recipe medusa.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from data.adapted import LoraSettings
+from data.batches import Batch
+from data.target import Target, TargetOutputs
+from drafters.medusa import MedusaDrafter
+from drafters.medusa2 import ADAPTER, Medusa2Drafter
+from recipes import medusa
+from recipes.base import Needs, Stage
+from recipes.parts.heads import Term
+from trainer.chunked import OutputHead
+from trainer.config import UserError, require
+from trainer.losses import LossOutput, position_weights
+from trainer.shift import supervised
+
+RAMPS: dict[str, Callable[[float], float]] = {  # of the share of steps, this one included
+    "constant": lambda share: 1.0,
+    "linear": lambda share: share,
+    "sine": lambda share: math.sin(math.pi / 2 * share),
+}
+LM_LOSSES = {"distill": "fkl", "ce": "ce_hard"}
+HEADS_WEIGHTS = {"distill": 0.01, "ce": 0.2}  # published
+
+
+@dataclass
+class Config(medusa.Config):
+    lm_loss: str = "distill"  # or ce: next-token cross-entropy
+    heads_weight: float | None = None  # c; null: 0.01 with distill, 0.2 with ce
+    heads_ramp: str = "sine"  # s: constant, or linear or sine up to 1 over stage 2
+    heads_lr_multiplier: float = 4.0  # of the heads; the adapter learns at trainer.lr
+    lora_rank: int = 32
+    lora_alpha: float = 16.0
+    lora_dropout: float = 0.05
+    lora_lm_head: bool = False  # an adapter on the target's output matrix too
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("lm_loss", LM_LOSSES), ("heads_ramp", RAMPS)):
+            value = getattr(self, name)
+            require(value in known, f"method.{name}", f"be one of {', '.join(known)}", value)
+        if self.heads_weight is None:
+            self.heads_weight = HEADS_WEIGHTS[self.lm_loss]
+        for name in ("heads_weight", "heads_lr_multiplier"):
+            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
+        rule = "be 0: stage 2 trains the very states that the noise would blur"
+        require(self.feature_noise == 0, "method.feature_noise", rule, self.feature_noise)
+        self.lora()  # for its checks
+
+    def lora(self) -> LoraSettings:
+        return LoraSettings(
+            self.lora_rank, self.lora_alpha, self.lora_dropout, lm_head=self.lora_lm_head
+        )
+
+
+class Recipe(medusa.Recipe):
+    target_access = "trainable"
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config, target)
+        self.has_heads = self.joint = False
+
+    def stages(self) -> list[Stage]:
+        text = Needs({"target": 1.0})
+        plain = {"gradient_checkpointing": False}  # stage 1 has no layers to compute again
+        heads = Stage("heads", text, plain, start="base", row="before")
+        joint = Stage("joint", text, row="after")
+        return [joint] if self.has_heads else [heads, joint]
+
+    def accept(self, drafter: Any) -> None:
+        """Trained heads, with or without an adapter to go on from."""
+        if isinstance(drafter, Medusa2Drafter):
+            self.kind = drafter.kind
+            if drafter.lora != self.config.lora():
+                raise UserError(
+                    f"model.drafter has an adapter of another shape, {drafter.lora}: set "
+                    "method.lora_* to that"
+                )
+        super().accept(drafter)
+        self.has_heads = True
+
+    def enter(self, stage: Stage, drafter: MedusaDrafter, max_steps: int) -> MedusaDrafter:
+        """From stage 2 on the heads come with an adapter."""
+        self.joint, self.max_steps = stage.name == "joint", max_steps
+        if self.joint and not isinstance(drafter, Medusa2Drafter):
+            return Medusa2Drafter.adapt(drafter, self.config.lora())
+        return drafter
+
+    def lr_multiplier(self, name: str) -> float:
+        own = name.startswith(f"{ADAPTER}.")
+        return 1.0 if own else self.config.heads_lr_multiplier
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        heads = super().denominators(batch, step)
+        if not self.joint:
+            return heads
+        sequences = self.config.reduction == "sequence"
+        count = batch.loss_mask.any(1).sum() if sequences else batch.num_supervised
+        return [float(count), *heads]
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        """`target_outputs`: of the original target, in both stages."""
+        if not self.joint:
+            return super().loss(batch, target_outputs, step)
+        assert target_outputs is not None
+        original, metrics = target_outputs.hidden["final_norm"], dict[str, Any]()
+        # never 0: all that is left then is rounding, which Adam would scale up to whole steps
+        ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
+        heads: Callable[[int, torch.Tensor], list[Term]] | None = None
+
+        def score(depth: int, states: torch.Tensor) -> list[Term]:
+            nonlocal heads
+            if depth == 0:
+                head = self._unwrapped().adapted.head()
+                heads = self._scorer(batch, states.detach(), head, metrics)
+                return [self._lm_term(batch, original, states, head, metrics)]
+            assert heads is not None
+            factor = self.config.heads_weight * ramp
+            return [
+                (total, count, factor * weight) for total, count, weight in heads(depth, states)
+            ]
+
+        return LossOutput(self._scored(batch, None, score), metrics)
+
+    def _lm_term(
+        self,
+        batch: Batch,
+        original: torch.Tensor,
+        states: torch.Tensor,
+        head: OutputHead,
+        metrics: dict[str, Any],
+    ) -> Term:
+        """The adapted target's states [B, L, d] against the original's, at every response token."""
+        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
+        value = self._divergence(
+            LM_LOSSES[self.config.lm_loss],
+            states[rows, index],
+            head,
+            lambda span: self.target.head.logits(original[rows[span], index[span]]),
+            batch.input_ids[rows, index + 1],
+            weights,
+        )
+        metrics["lm_loss"] = (value.total.detach(), count)
+        metrics["target_overlap"] = (value.overlap.sum(), float(len(rows)))
+        return value.total, count, 1.0

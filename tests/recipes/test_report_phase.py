@@ -1,0 +1,82 @@
+"""What eval.* may ask of a drafter: refused in one line, before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from drafters.causal_lm import CausalLMDrafter
+from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.hydra import HydraDrafter, HydraSettings
+from drafters.lookup import PromptLookup
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from recipes.phases.report import check_drafter, facts, tree_of
+from tests.tiny import CONTEXT
+from trainer.config import EvalConfig, UserError
+
+TABLE = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def medusa(target):
+    return MedusaDrafter.build(target, MedusaSettings(num_heads=2))
+
+
+@pytest.mark.parametrize(
+    "options", [{"K": 3}, {"K": 1, "tree": "eagle"}, {"K": 2, "tree": "dynamic:9:3:3"}]
+)
+def test_more_depths_than_heads_are_refused(medusa, options):
+    with pytest.raises(UserError, match="has 2 heads, so it drafts at most 2 tokens deep"):
+        check_drafter(medusa, EvalConfig(**options))
+    check_drafter(medusa, EvalConfig(K=2, tree="dynamic:9:2:3"))
+
+
+def test_drafting_beyond_the_context_is_refused(target):
+    eagle = EagleDrafter.build(target, EagleSettings(1, ["final_norm"], target.hidden_size))
+    with pytest.raises(UserError, match=rf"eval\.K must be below the target's context {CONTEXT}"):
+        check_drafter(eagle, EvalConfig(K=CONTEXT))
+
+
+def test_hydra_is_not_asked_of_an_engine(target):
+    hydra = HydraDrafter.build(target, HydraSettings())
+    with pytest.raises(UserError, match=r"no engine loads Hydra; vllm serves"):
+        check_drafter(hydra, EvalConfig(engine="vllm"))
+
+
+def test_a_missing_engine_is_said_before_training(medusa, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(UserError, match=r"bash scripts/engine_env\.sh"):
+        check_drafter(medusa, EvalConfig(K=2, engine="vllm"))
+
+
+def test_a_calibrated_tree_needs_accuracies(medusa):
+    assert tree_of(medusa, EvalConfig(K=2)) is None
+    assert tree_of(PromptLookup(), EvalConfig(tree="calibrated:3")) is None
+    with pytest.raises(UserError, match="holds no accuracies"):
+        tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"))
+    medusa.rank_accuracy = TABLE
+    assert tree_of(medusa, EvalConfig(K=2, tree="calibrated:3")).num_nodes == 3
+    for text in ("calibrated:", "calibrated:x"):
+        with pytest.raises(UserError, match=r"must be calibrated:<nodes>"):
+            tree_of(medusa, EvalConfig(K=2, tree=text))
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    with pytest.raises(UserError, match="at most 100 children"):
+        tree_of(drafter, EvalConfig(tree="dynamic:120:2:101"))
+
+
+def test_facts_count_what_is_read(target, medusa):
+    found = facts(medusa, target)
+    assert found["kind"] == "medusa"
+    assert found["parameters"] == found["trained_parameters"]
+    assert found["active_parameters"] == found["parameters"] / 2  # one head a step
+    assert found["feature_bytes_per_token"] == 2 * target.hidden_size
+    eagle = EagleDrafter.build(target, EagleSettings(1, ["final_norm"], target.hidden_size))
+    head = target.head.weight.numel()
+    assert facts(eagle, target)["active_parameters"] == eagle.num_parameters + head
