@@ -261,6 +261,8 @@ def report() -> None:
     ]
     for name in ("start", *CELLS):
         seeds = done(name)
+        if not seeds:
+            continue
         ones = [alpha(load(name, s, 1.0)) for s in seeds]
         zeros = [alpha(load(name, s, 0.0)) for s in seeds]
         mean = sum(ones) / len(ones)
@@ -273,6 +275,7 @@ def report() -> None:
             [(load(a, s, 1.0), load(b, s, 1.0)) for s in done(a, b)], "alpha", draws=10000, seed=0
         )
         for claim, (a, b, _) in CLAIMS.items()
+        if done(a, b)
     }
     adjusted = holm([row["p"] for row in found.values()])
     lines += [

@@ -3,21 +3,21 @@
     python -m benchmarks.peers setup      # their environments, .venv-speculators, .venv-modelopt
     OMP_NUM_THREADS=1 python -m benchmarks.peers speed
     OMP_NUM_THREADS=1 python -m benchmarks.peers quality
-    ... speed --runs 1 --steps 10 --prompts 60       # a look in a minute; see also --help
+    ... speed --runs 1 --steps 10 --prompts 60 --out /tmp/peers.json    # a look; see also --help
 
-One network for all: the toy's width, its layers 1, 3 and 4 read, the whole vocabulary, three
-unrolled steps, float32. One set of the target's own answers, the same rows in the same order in
-every step, about `--tokens` of prompt and answer in each, and the same positions supervised at the
-first step of the unroll: those whose token and next token are the answer's. AdamW, weight decay
-0.01, clipping at 1, a linear schedule. Loss, initialisation and data path are each tool's own:
+The same for all: the toy target, its layers 1, 3 and 4 read, the whole vocabulary, three unrolled
+steps, float32; the target's own answers, the same rows in the same order in every step, about
+`--tokens` of prompt and answer in each (with 512 the peers are faster than with 1024); the same
+positions supervised at the first step of the unroll: those whose token and next token are the
+answer's. AdamW, weight decay 0.01, clipping at 1, a linear schedule. Loss, initialisation and data
+path are each tool's own:
 
-- ours: recipe eagle3 in the loop of `trainer`, states cached in float32 or the target live;
-- speculators (cached): its trainer on its own files, packed to `--tokens`; its output head is the
-  target's, frozen, where ours trains a copy. Without its later norms (before fc and the residual,
-  of the output), which would be another network; `--speculators-norms` leaves it the two of them
-  that our loader knows;
-- modelopt (online, target in process): rows padded as ours are; by default it, too, lends the
-  target's head; `--modelopt-head own` trains a copy.
+- ours: recipe eagle3 in the loop of `trainer`, states cached in float32, or the target live;
+- speculators (cached): its command line and trainer on its own files, packed to `--tokens`. Its
+  output head is the target's, frozen, where ours trains a copy;
+- modelopt (online, target in process): rows padded as ours are. By default it borrows the target's
+  head, too; here it trains a copy, which it does better with (`--modelopt-head lent` for its
+  default: a few percent faster).
 
 What was patched in them, and why, is said in `peers_worker_<tool>.py`.
 
@@ -28,21 +28,27 @@ by CPU time, for a machine that is shared. Interval of the ratio: runs and steps
 `quality`: each learning rate for each tool, on the same tokens; the best by tokens per round on
 development prompts, at K=3, mean of T=0 and T=1; with it `--seeds` trainings (order and start).
 The folder that a tool wrote is read by `drafters.load` and measured on held-out prompts by
-`eval.offline`. Before that the logits of the tool itself on one row must be those of the drafter
-that was read, at every step of the unroll: conventions that differ would show here. Modelopt's
-never agree fully: it trains with the feature normed twice, by `input_layernorm` of the layer it
-took from transformers and by `hidden_norm`, and exports neither this nor a way to say it, so an
-engine loses what the first has learnt. `modelopt folded` is the same draft with the product of both
-weights in `hidden_norm`, which is what it trained but for one number per position.
+`eval.offline`. Two networks: "plain" EAGLE-3, and "normed", the same with `norm_before_residual`
+and `norm_output`, which are on by default in speculators and not to be had in modelopt. (By default
+speculators also norms before fc, which our loader does not know.)
+
+Before a draft is measured, the logits of the tool itself on one row must be those of the drafter
+that was read, at every step of the unroll: conventions that differ would stop here. Modelopt's are
+so only if the feature is normed twice: its layer, which it takes from transformers, applies
+`input_layernorm` before `hidden_norm`, and its export cannot say so. "modelopt" is the draft as it
+was written and as an engine would run it, "modelopt as trained" has both norms.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -80,7 +86,12 @@ DEPTHS = (3, 4)
 TEMPERATURES = (0.0, 1.0)
 FIXED = {"weight_decay": 0.01, "max_grad_norm": 1.0}
 RESULTS = Path("benchmarks/results/peers.json")
-PLAIN_NETWORK = ["--no-norm-before-fc", "--no-norm-before-residual", "--no-norm-output"]
+# the settings that are on, and who has them
+NETWORKS = {
+    "plain": ([], ("ours", "speculators", "modelopt")),
+    "normed": (["norm_before_residual", "norm_output"], ("ours", "speculators")),
+}
+SAME_LOGITS = 1e-3
 
 
 # --- environments --------------------------------------------------------------------------------
@@ -155,27 +166,16 @@ class Data:
     `held_out`: by temperature."""
 
     target: Target
-    work: Path
     traces: list[Trace]
+    features: FeaturesStore
+    states: Path  # the same in the format of speculators, one file a row
     development: dict[float, list[Trace]]
     held_out: dict[float, list[Trace]]
 
     @property
-    def plan(self) -> FeaturesPlan:
-        return FeaturesPlan((*LAYERS, "final_norm"), "fp32")
-
-    @property
     def rows(self) -> Path:
-        return self.work / f"rows-{self.states.name}.json"
-
-    @property
-    def store(self) -> Path:
-        return features_folder(self.target, self.traces, self.plan, self.work)
-
-    @property
-    def states(self) -> Path:
-        """In the format of speculators, one file a row."""
-        return self.work / "states" / self.store.name
+        """Of all tools: [tokens of the prompt, ids]."""
+        return self.states / "rows.json"
 
 
 def answers(
@@ -184,50 +184,60 @@ def answers(
     plan = GenerationPlan("toy", tuple(prompts), temperatures, max_new_tokens=96)
     folder = traces_folder(plan, target, work)
     traces = generate_traces(target, plan, folder, batch_size=32, rows_per_shard=512)
-    return sorted((t for t in traces if len(t.response_ids) > UNROLL), key=lambda t: t.index)
+    return sorted(traces, key=lambda t: t.index)
 
 
 def prepare(sizes: argparse.Namespace) -> Data:
-    target = Target.load(TARGET, dtype="float32")
+    target, work = Target.load(TARGET, dtype="float32"), sizes.work
     prompts = load_prompts("toy", count=sizes.prompts + sizes.development, seed=3)
     random.Random(0).shuffle(prompts)
     kept_out, trained = prompts[: sizes.development], prompts[sizes.development :]
     unseen = load_prompts("toy", count=sizes.held_out, seed=21, toy_split="eval")
+    traces = answers(target, trained, TEMPERATURES, work)
+    traces = [trace for trace in traces if len(trace.response_ids) > UNROLL]
+    plan = FeaturesPlan((*LAYERS, "final_norm"), "fp32")
+    folder = features_folder(target, traces, plan, work)
     data = Data(
-        target, sizes.work, answers(target, trained, TEMPERATURES, sizes.work),
-        {T: answers(target, kept_out, (T,), sizes.work) for T in TEMPERATURES},
-        {T: answers(target, unseen, (T,), sizes.work) for T in TEMPERATURES},
+        target, traces, write_features(target, traces, plan, folder, batch_size=16),
+        work / "states" / folder.name,
+        {T: answers(target, kept_out, (T,), work) for T in TEMPERATURES},
+        {T: answers(target, unseen, (T,), work) for T in TEMPERATURES},
     )  # fmt: skip
-    write_features(target, data.traces, data.plan, data.store, batch_size=16)
-    rows = [(len(t.prompt_ids), t.prompt_ids + t.response_ids) for t in data.traces]
-    data.rows.write_text(json.dumps(rows))
-    data.states.mkdir(parents=True, exist_ok=True)
-    last = target.num_layers - 1  # before the final norm, which it applies itself
-    for i, (_, ids) in enumerate(rows):
-        path = data.states / f"hs_{i}.safetensors"
-        if not path.exists():
-            tokens = torch.tensor(ids)
-            hidden = target.outputs(tokens[None], layers=[*LAYERS, last], logits=False).hidden
-            stacked = torch.stack([states[0] for states in hidden.values()], 1)
-            save_file({"hidden_states": stacked, "token_ids": tokens}, path)
+    if not data.rows.exists():
+        write_states(data)
     return data
+
+
+def write_states(data: Data) -> None:
+    data.states.mkdir(parents=True, exist_ok=True)
+    last = data.target.num_layers - 1  # speculators applies the final norm itself
+    rows = [(len(t.prompt_ids), t.prompt_ids + t.response_ids) for t in data.traces]
+    for i, (_, ids) in enumerate(rows):
+        tokens = torch.tensor(ids)
+        hidden = data.target.outputs(tokens[None], layers=[*LAYERS, last], logits=False).hidden
+        stacked = torch.stack([states[0] for states in hidden.values()], 1)
+        path = data.states / f"hs_{i}.safetensors"
+        save_file({"hidden_states": stacked, "token_ids": tokens}, path)
+    data.rows.write_text(json.dumps(rows))  # last: they are complete
+
+
+def length(trace: Trace) -> int:
+    return len(trace.prompt_ids) + len(trace.response_ids)
 
 
 def schedule(data: Data, tokens: int, steps: int, seed: int) -> list[list[int]]:
     """The rows of every step: in a new order each epoch, as many as fit into `tokens`."""
-    rng, batches, order = random.Random(seed), [], list[int]()
-    batch, room = list[int](), tokens
-    while len(batches) < steps:
+    rng, batches, order, room = random.Random(seed), list[list[int]](), list[int](), 0
+    while len(batches) <= steps:
         if not order:
             order = list(range(len(data.traces)))
             rng.shuffle(order)
-        length = len(data.traces[order[-1]].prompt_ids) + len(data.traces[order[-1]].response_ids)
-        if length > room:
-            batches.append(batch)
-            batch, room = [], tokens
-        batch.append(order.pop())
-        room -= length
-    return batches
+        if length(data.traces[order[-1]]) > room:
+            batches.append([])
+            room = tokens
+        batches[-1].append(order.pop())
+        room -= length(data.traces[batches[-1][-1]])
+    return batches[:steps]
 
 
 def assembled(traces: Sequence[Trace], index: int) -> Batch:
@@ -250,40 +260,32 @@ def run(
     batches: list[list[int]],
     sizes: argparse.Namespace,
     out: Path,
-    **own: Any,
+    **settings: Any,
 ) -> np.ndarray:
     """Train in a process of its own; seconds and CPU seconds of each step, [steps, 2]. A draft that
     is there already is not trained again."""
-    rows = [len(t.prompt_ids) + len(t.response_ids) for t in data.traces]
     job: dict[str, Any] = {
         **FIXED, "target": TARGET, "layers": LAYERS, "unroll": UNROLL, "tokens": sizes.tokens,
-        "rows": str(data.rows), "states": str(data.states), "store": str(data.store),
-        "work": str(data.work), "prompts": sizes.prompts, "development": sizes.development,
-        "held_out": sizes.held_out, "check": int(np.argmax(rows)), "out": str(out),
-        "warmup": len(batches) // 20, "batches": batches, "lr": 1e-3, "seed": 0, "draft": False,
-        "own_head": sizes.modelopt_head == "own", "features": "cached",
-        "flags": PLAIN_NETWORK[:1] if sizes.speculators_norms else PLAIN_NETWORK, **own,
+        "rows": str(data.rows), "states": str(data.states), "out": str(out), "batches": batches,
+        "sizes": {name: getattr(sizes, name) for name in ("prompts", "development", "held_out")},
+        "work": str(sizes.work), "check": data.traces.index(max(data.traces, key=length)),
+        "own_head": sizes.modelopt_head == "own", "warmup": len(batches) // 20, **settings,
     }  # fmt: skip
-    text = json.dumps(job)
-    path, done = out / "job.json", out / "stamps.json"
-    if not (done.exists() and path.read_text() == text and (out / "draft").exists()):
-        subprocess.run(["rm", "-rf", str(out)], check=True)
+    text, path, done = json.dumps(job), out / "job.json", out / "stamps.json"
+    if not (job["draft"] and done.exists() and path.read_text() == text):
+        shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         path.write_text(text)
         command = [sys.executable, "-m", "benchmarks.peers", "one", str(path)]
         if tool != "ours":
             worker = f"benchmarks/peers_worker_{tool}.py"
             command = [str(folder_of(tool) / "bin" / "python"), worker, str(path)]
-        quiet = {
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONWARNINGS": "ignore",
-        }
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **quiet}
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **quiet, "HF_HUB_OFFLINE": "1"}
         with open(out / "log.txt", "w") as log:
             ended = subprocess.run(command, env=environment, stdout=log, stderr=log)
         if ended.returncode:
-            tail = "".join((out / "log.txt").read_text().splitlines(keepends=True)[-15:])
+            tail = "\n".join((out / "log.txt").read_text().splitlines()[-15:])
             raise SystemExit(f"{' '.join(command)} failed:\n{tail}")
     return np.diff(np.array(json.loads(done.read_text())), axis=0)
 
@@ -305,15 +307,16 @@ class Scheduled:
 
 def train_ours(job: dict[str, Any]) -> None:
     """What `train.py` does between the traces and the drafter, without evaluations."""
-    out, target = Path(job["out"]), Target.load(job["target"], dtype="float32")
-    sizes = argparse.Namespace(**{k: job[k] for k in ("prompts", "development", "held_out")})
-    sizes.work = Path(job["work"])
-    data = prepare(sizes)
-    recipe = eagle3.Recipe(eagle3.Config(steps=job["unroll"], layers=job["layers"]), target)
-    store = FeaturesStore.open(
-        job["store"], target_fingerprint=target.fingerprint, layers=data.plan.layers,
-        traces=data.traces,
-    )  # fmt: skip
+    out, data = (
+        Path(job["out"]),
+        prepare(argparse.Namespace(work=Path(job["work"]), **job["sizes"])),
+    )
+    settings = {
+        "steps": job["unroll"],
+        "layers": job["layers"],
+        **dict.fromkeys(job["norms"], True),
+    }
+    recipe = eagle3.Recipe(eagle3.Config(**settings), data.target)
     torch.manual_seed(job["seed"])
     drafter = recipe.build(data.traces)
     recipe.begin(recipe.stages()[0], 0)
@@ -328,9 +331,9 @@ def train_ours(job: dict[str, Any]) -> None:
         request = recipe.target_request(batch, step)
         assert request is not None
         if job["features"] == "cached":
-            return store.outputs(batch)
-        return target.outputs(
-            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+            return data.features.outputs(batch)
+        return data.target.outputs(
+            batch.input_ids, batch.position_ids, layers=request.layers, logits=False
         )
 
     fit(
@@ -376,7 +379,8 @@ def speed(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
             for arm in (ours, peer) if number % 2 == 0 else (peer, ours):
                 tool, _, features = arm.partition(" ")
                 out = sizes.work / "speed" / arm.replace(" ", "-")
-                seconds = run(tool, data, batches, sizes, out, features=features)[timed]
+                settings = {"features": features, "norms": [], "lr": 1e-3, "seed": 0}
+                seconds = run(tool, data, batches, sizes, out, draft=False, **settings)[timed]
                 found.setdefault(arm, []).append(seconds)
                 print(f"run {number}, {arm}: {seconds[:, 0].sum():.1f} s", flush=True)
     tokens = np.array(supervised_tokens(data, batches[timed]))
@@ -397,15 +401,13 @@ def speed(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
         }
         for peer, ours in PAIRS.items()
     }
-    return {
-        "runs": sizes.runs, "steps": sizes.steps, "warmup": sizes.warmup,
-        "supervised_tokens_per_step": float(tokens.mean()), "arms": arms, "ratios": ratios,
-    }  # fmt: skip
+    return {"supervised_tokens_per_step": float(tokens.mean()), "arms": arms, "ratios": ratios}
 
 
 def speed_table(result: dict[str, Any]) -> str:
+    settings = result["settings"]
     lines = [
-        f"{result['runs']} runs of {result['steps']} steps after {result['warmup']}, "
+        f"{settings['runs']} runs of {settings['steps']} steps after {settings['warmup']}, "
         f"{result['supervised_tokens_per_step']:.0f} supervised tokens a step",
         "",
         "| | tokens/s | spread | tokens per CPU second | step, ms | ours / it | by CPU time |",
@@ -450,78 +452,98 @@ def tokens_per_round(counters: list[PromptCounters]) -> float:
 
 
 @torch.no_grad()
-def disagreement(data: Data, drafter: Any, out: Path) -> list[float] | None:
+def disagreement(data: Data, drafter: Any, out: Path) -> list[float]:
     """Largest distance between the tool's own log-probabilities and those of the drafter as it was
     read, where either is likely; one number for each step of the unroll."""
-    if not (out / "check.safetensors").exists():
-        return None
     theirs = load_file(out / "check.safetensors")
-    trace = max(data.traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+    trace = max(data.traces, key=length)
     ids = torch.tensor([trace.prompt_ids + trace.response_ids])
     outputs = data.target.outputs(ids, layers=drafter.target_layers, logits=False)
     gaps = []
     for j, states in enumerate(drafter.states(ids, outputs, UNROLL)):
         own = drafter.project(states[0, j + 1 :], j + 1).log_softmax(-1)
         other = theirs[str(j)].log_softmax(-1)
-        likely = torch.maximum(own, other) > np.log(1e-3)
+        likely = torch.maximum(own, other) > math.log(1e-3)
         gaps.append(float((own - other)[likely].abs().max()))
     return gaps
 
 
+def variants(tool: str, draft: Path, target: Target) -> dict[str, Any]:
+    """What is measured of a draft, by name; last, what the tool itself trained."""
+    drafter: Any = load_drafter(str(draft), target)
+    if tool != "modelopt":
+        return {tool: drafter}
+    twice = copy.deepcopy(drafter)
+    twice.hidden_norm = torch.nn.Sequential(drafter.input_layernorm, drafter.hidden_norm)
+    return {tool: drafter, "modelopt as trained": twice}
+
+
 def quality(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
     choose, measure = Measure(data.target, data.development), Measure(data.target, data.held_out)
-    tools: dict[str, Any] = {}
-    counters: dict[str, list[dict[Any, list[PromptCounters]]]] = {}
-    for tool in ("ours", "speculators", "modelopt"):
+    trainings, rows = [], []
+    for network in sizes.networks:
+        norms, tools = NETWORKS[network]
+        counters: dict[str, list[dict[Any, list[PromptCounters]]]] = {}
+        rates: dict[str, float] = {}
 
-        def trained(lr: float, seed: int, tool: str = tool) -> Path:
+        def trained(tool: str, lr: float, seed: int, network: Any = network) -> Path:
             batches = schedule(data, sizes.tokens, sizes.steps, seed)
-            out = sizes.work / "quality" / f"{tool}-{lr:g}-{seed}"
-            run(tool, data, batches, sizes, out, lr=lr, seed=seed, draft=True)
+            out = sizes.work / "quality" / f"{network}-{tool}-{lr:g}-{seed}"
+            settings = {"features": "cached", "norms": NETWORKS[network][0], "draft": True}
+            run(tool, data, batches, sizes, out, lr=lr, seed=seed, **settings)
             return out
 
-        chosen: dict[float, float] = {}
-        for lr in sizes.lrs:
-            found = choose(load_drafter(str(trained(lr, 0) / "draft"), data.target))
-            chosen[lr] = statistics.fmean(tokens_per_round(found[T, 3]) for T in TEMPERATURES)
-            print(f"{tool}, learning rate {lr:g}: {chosen[lr]:.3f} on development", flush=True)
-        lr = max(chosen, key=lambda one: chosen[one])
-        gaps = []
-        for seed in range(sizes.seeds):
-            out = trained(lr, seed)
-            drafter = load_drafter(str(out / "draft"), data.target)
-            gaps.append(disagreement(data, drafter, out))
-            counters.setdefault(tool, []).append(measure(drafter))
-        tools[tool] = {"development": chosen, "lr": lr, "log_probability_gap": gaps}
-    rows = []
-    for tool, seeds in counters.items():
-        for T, K in measure.evaluators:
-            values = [tokens_per_round(one[T, K]) for one in seeds]
-            row = {"tool": tool, "temperature": T, "K": K, "tokens_per_round": values}
-            row["alpha"] = [summarise(one[T, K], draws=0)["alpha"] for one in seeds]
-            if tool != "ours":
-                pairs = [(a[T, K], b[T, K]) for a, b in zip(counters["ours"], seeds, strict=True)]
-                row["ours_minus_it"] = hierarchical_difference(pairs, "tokens_per_round")
-            rows.append(row)
+        for tool in tools:
+            chosen: dict[float, float] = {}
+            for lr in sizes.lrs:
+                found = choose(load_drafter(str(trained(tool, lr, 0) / "draft"), data.target))
+                chosen[lr] = statistics.fmean(tokens_per_round(found[T, 3]) for T in TEMPERATURES)
+                print(f"{network} {tool}, {lr:g}: {chosen[lr]:.3f} on development", flush=True)
+            lr = max(chosen, key=lambda one: chosen[one])
+            gaps: dict[str, list[list[float]]] = {}
+            for seed in range(sizes.seeds):
+                out = trained(tool, lr, seed)
+                for name, drafter in variants(tool, out / "draft", data.target).items():
+                    counters.setdefault(name, []).append(measure(drafter))
+                    rates[name] = lr
+                    if tool != "ours":
+                        gaps.setdefault(name, []).append(disagreement(data, drafter, out))
+            if gaps and max(map(max, list(gaps.values())[-1])) > SAME_LOGITS:
+                raise SystemExit(f"{tool} computes other logits than the drafter read: {gaps}")
+            about = {"network": network, "norms": norms, "tool": tool, "development": chosen}
+            trainings.append({**about, "log_probability_gaps": gaps})
+        for name, seeds in counters.items():
+            for T, K in measure.evaluators:
+                row: dict[str, Any] = {"network": network, "tool": name, "lr": rates[name]}
+                row |= {"temperature": T, "K": K}
+                row["tokens_per_round"] = [tokens_per_round(one[T, K]) for one in seeds]
+                row["alpha"] = [summarise(one[T, K], draws=0)["alpha"] for one in seeds]
+                if name != "ours":
+                    pairs = [
+                        (a[T, K], b[T, K]) for a, b in zip(counters["ours"], seeds, strict=True)
+                    ]
+                    row["ours_minus_it"] = hierarchical_difference(pairs, "tokens_per_round")
+                rows.append(row)
     tokens = sum(supervised_tokens(data, schedule(data, sizes.tokens, sizes.steps, 0)))
     return {
-        "steps": sizes.steps, "supervised_tokens": tokens, "seeds": sizes.seeds,
-        "num_prompts": len(data.held_out[0.0]), "tools": tools, "rows": rows,
+        "supervised_tokens": tokens, "num_prompts": len(data.held_out[0.0]),
+        "trainings": trainings, "rows": rows,
     }  # fmt: skip
 
 
 def quality_table(result: dict[str, Any]) -> str:
+    settings = result["settings"]
     lines = [
-        f"{result['steps']} steps, {result['supervised_tokens']:,} supervised tokens, "
-        f"{result['seeds']} seeds, {result['num_prompts']} held-out prompts; tokens per round",
+        f"{settings['steps']} steps, {result['supervised_tokens']:,} supervised tokens, "
+        f"{settings['seeds']} seeds, {result['num_prompts']} held-out prompts",
         "",
-        "| | learning rate | T | K | tokens per round | alpha | ours - it | 95 % interval |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| network | | learning rate | T | K | tokens per round | alpha | ours - it | 95 % |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in result["rows"]:
         difference = row.get("ours_minus_it")
         cells = [
-            row["tool"], f"{result['tools'][row['tool']]['lr']:g}", f"{row['temperature']:g}",
+            row["network"], row["tool"], f"{row['lr']:g}", f"{row['temperature']:g}",
             str(row["K"]), f"{statistics.fmean(row['tokens_per_round']):.3f}",
             f"{statistics.fmean(row['alpha']):.3f}",
             "" if difference is None else f"{difference['diff']:+.3f}",
@@ -547,8 +569,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="of speed")
     parser.add_argument("--lrs", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
     parser.add_argument("--seeds", type=int, default=3, help="of quality")
-    parser.add_argument("--modelopt-head", choices=("lent", "own"), default="lent")
-    parser.add_argument("--speculators-norms", action="store_true")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--modelopt-head", choices=("lent", "own"), default="own")
     parser.add_argument("--work", type=Path, default=Path("runs/peers"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     sizes = parser.parse_args()
@@ -575,8 +597,8 @@ def main() -> None:
     settings = {k: v for k, v in vars(sizes).items() if k not in ("command", "job", "work", "out")}
     result[sizes.command] = part(data, sizes) | {
         "settings": settings,
-        "machine": f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} "
-        f"threads, load {os.getloadavg()[1]:.1f}",
+        "machine": f"{platform.machine()}, torch {torch.__version__}, "
+        f"{os.environ.get('OMP_NUM_THREADS', '1')} threads, load {os.getloadavg()[1]:.1f}",
         "python": platform.python_version(),
         "peers": {tool: one.wanted for tool, one in ENVIRONMENTS.items()},
     }

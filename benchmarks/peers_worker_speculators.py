@@ -76,7 +76,7 @@ class OnCPU(trainer.Trainer):
     def run_training(self) -> None:
         super().run_training()
         if JOB["draft"]:
-            # its checkpoints are bfloat16, which would round the draft and its copy of the embedding
+            # its checkpoints are bfloat16: that would round the draft and its copy of the embedding
             self.model.save_pretrained(OUT / "draft")
             row = self.train_loader.dataset[JOB["check"]]
             save_file(laws(self.model, row), OUT / "check.safetensors")
@@ -155,7 +155,9 @@ def main() -> None:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     # it counts the layers that a state has passed
     words += ["--target-layer-ids", *(str(layer + 1) for layer in JOB["layers"])]
-    cli.main(TrainConfig.resolve([*words, *JOB["flags"]]))
+    for norm in ("norm_before_fc", "norm_before_residual", "norm_output"):  # on by default
+        words.append(f"--{'' if norm in JOB['norms'] else 'no-'}{norm.replace('_', '-')}")
+    cli.main(TrainConfig.resolve(words))
     (OUT / "stamps.json").write_text(json.dumps(ORDER.stamps))
 
 

@@ -50,18 +50,24 @@ class LoraSettings:
         require(0 <= self.dropout < 1, "method.lora_dropout", "lie in [0, 1)", self.dropout)
 
 
+def check_lora(target: Target, settings: LoraSettings) -> None:
+    model = target.model
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if settings.lm_head and tied:
+        raise UserError(
+            "method.lora_lm_head must be false for this target: its embedding and its output "
+            "matrix are one, and an adapter would part them"
+        )
+
+
 class AdaptedTarget:
     """`model`: the target's own class of model, adapter included. A deep copy has an adapter of its
     own around the same weights."""
 
     def __init__(self, target: Target, settings: LoraSettings):
         self.target, self.settings, self.checkpointing = target, settings, False
+        check_lora(target, settings)
         head = target.model.get_output_embeddings()
-        if settings.lm_head and head.weight is target.model.get_input_embeddings().weight:
-            raise UserError(
-                "method.lora_lm_head must be false for this target: its embedding and its output "
-                "matrix are one, and an adapter would part them"
-            )
         names = [
             name
             for name, module in target.model.named_modules()

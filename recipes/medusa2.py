@@ -3,8 +3,8 @@
 Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^(k-1) D_k. L_LM holds
 the target to what it was: KL(p || p') of the original's law p and the adapted p', or next-token
 cross-entropy. Stage 1 trains heads alone, as recipe medusa does; it is left out where model.drafter
-names trained ones. In stage 2 they follow p', the law that will verify them. Departures: those of
-recipe medusa.
+names trained ones. In stage 2 they follow p', the law that will verify them. The report's `before`
+is what stage 1 or model.drafter gave. Departures: those of recipe medusa.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from data.adapted import LoraSettings
+from data.adapted import LoraSettings, check_lora
 from data.batches import Batch
 from data.target import Target, TargetOutputs
 from drafters.medusa import MedusaDrafter
@@ -73,6 +73,7 @@ class Recipe(medusa.Recipe):
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
+        check_lora(target, config.lora())
         self.has_heads = self.joint = False
 
     def stages(self) -> list[Stage]:

@@ -131,6 +131,7 @@ def _export_head(
     num_tokens = min(num_tokens, drafter.max_depth or num_tokens)
     if isinstance(drafter, Medusa2Drafter):  # its heads serve on the target trained with them
         drafter, out = drafter.merged(out / "target"), out / "drafter"
+        card = card | {"target": drafter.shared.target.name}
     text = model_card(
         **card, num_assistant_tokens=num_tokens, engine=engine, method=method_of(drafter)
     )

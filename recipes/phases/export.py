@@ -22,13 +22,15 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
     if isinstance(drafter, HydraDrafter):
         return
     K, target, out = run.config.eval.K, run.target, run.folder / "export" / "vllm"
+    name = target.name
     if isinstance(drafter, Medusa2Drafter):
         drafter, out = drafter.merged(out / "target"), out / "drafter"
-        print(f"export: the target that these heads serve on is {drafter.shared.target.name}")
+        name = drafter.shared.target.name
+        print(f"export: the target that these heads serve on is {name}")
     head = not isinstance(drafter, CausalLMDrafter)
     card = hf.model_card(
         report,
-        target=target.name,
+        target=name,
         recipe=run.config.recipe,
         num_assistant_tokens=K,
         table=markdown_table(report["results"]),

@@ -117,34 +117,47 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def decided(target, trace):
-    """Whether no two best logits come so close that another kernel could swap them."""
+@torch.inference_mode()
+def decided(target, drafters, trace):
+    """Whether no two best logits, of the target or of a drafter at any depth, come so close that
+    another kernel could swap them."""
     ids = torch.tensor([trace.prompt_ids + trace.response_ids + trace.lookahead_ids])
-    best = target.outputs(ids).logits[0, len(trace.prompt_ids) - 1 : -1].topk(2).values
-    return float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE
+    first = len(trace.prompt_ids) - 1
+    laws = [target.outputs(ids).logits[0, first:-1]]
+    for drafter in drafters:
+        outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
+        for depth, states in enumerate(drafter.states(ids, outputs, K), start=1):
+            laws.append(drafter.project(states[0, first + depth : -1], depth))
+    best = [law.topk(2).values for law in laws]
+    return min(float((top[:, 0] - top[:, 1]).min()) for top in best) > NEAR_TIE
 
 
 @pytest.fixture(scope="module")
-def bench(vllm_python, tmp_path_factory):
+def target(vllm_python):
+    return Target.load("assets/toy/target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def bench(target, drafters, tmp_path_factory):
     """Held-out prompts of the toy with the target's answers, by our own decoding."""
-    target = Target.load("assets/toy/target", dtype="float32")
-    prompts = load_prompts("toy", count=PROMPTS + 4, seed=21, toy_split="eval")
+    prompts = load_prompts("toy", count=3 * PROMPTS, seed=21, toy_split="eval")
     plan = GenerationPlan(
         "toy eval", tuple(prompts), (0.0,), max_new_tokens=CONFIG.max_new_tokens, lookahead=K
     )
     folder = tmp_path_factory.mktemp("traces") / "traces"
     traces = generate_traces(target, plan, folder, batch_size=16, rows_per_shard=64)
-    traces = [trace for trace in traces if decided(target, trace)][:PROMPTS]
+    known = drafters.values()
+    traces = [trace for trace in traces if decided(target, known, trace)][:PROMPTS]
     assert len(traces) == PROMPTS
     return Bench(target, traces, Sampling(0.0), CONFIG, {"name": "toy", "hash": ""})
 
 
 @pytest.fixture(scope="module")
-def drafters(bench):
+def drafters(target):
     found: dict[Any, Any] = {}  # one training for both layouts
     for case in CASES:
         again = next((c for c in CASES if c.name in found and c.load is case.load), None)
-        found[case.name] = found[again.name] if again else case.load(bench.target).eval()
+        found[case.name] = found[again.name] if again else case.load(target).eval()
     return found
 
 

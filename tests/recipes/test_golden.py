@@ -29,6 +29,7 @@ def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list
     settings = (
         f"recipe={recipe}", "trainer.max_steps=10", "trainer.log_every=1", "eval.temperatures=0",
         "eval.num_prompts=1", "eval.timing_prompts=0",
+        "data.features=live",  # as they are, not rounded to the store's bf16
     )  # fmt: skip
     words = command(folder, target, *settings)
     if recipe != "distillspec":
