@@ -307,16 +307,11 @@ class Scheduled:
 
 def train_ours(job: dict[str, Any]) -> None:
     """What `train.py` does between the traces and the drafter, without evaluations."""
-    out, data = (
-        Path(job["out"]),
-        prepare(argparse.Namespace(work=Path(job["work"]), **job["sizes"])),
-    )
-    settings = {
-        "steps": job["unroll"],
-        "layers": job["layers"],
-        **dict.fromkeys(job["norms"], True),
-    }
-    recipe = eagle3.Recipe(eagle3.Config(**settings), data.target)
+    out, sizes = Path(job["out"]), argparse.Namespace(work=Path(job["work"]), **job["sizes"])
+    data = prepare(sizes)
+    norms: dict[str, Any] = dict.fromkeys(job["norms"], True)
+    method = eagle3.Config(steps=job["unroll"], layers=job["layers"], **norms)
+    recipe = eagle3.Recipe(method, data.target)
     torch.manual_seed(job["seed"])
     drafter = recipe.build(data.traces)
     recipe.begin(recipe.stages()[0], 0)
@@ -341,9 +336,9 @@ def train_ours(job: dict[str, Any]) -> None:
         config=config, folder=out / "fit", seed=job["seed"], tracker=Tracker(config, out, "", {}),
         accelerator=make_accelerator(config, cpu=True),
     )  # fmt: skip
-    (out / "stamps.json").write_text(json.dumps(batches.stamps))
     if job["draft"]:
         drafter.save_pretrained(out / "draft")
+    (out / "stamps.json").write_text(json.dumps(batches.stamps))  # last: the rest is complete
 
 
 # --- speed ---------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 
 Online: the target runs in the same process. Modelopt leaves the loop to the caller, so it is the
 shortest that trains: AdamW in its fused form (the default of the trainer that modelopt's own
-examples use), the loss that the model returns, clipping. torch.compile is off: it wants batches of
-one shape, and padding all to the longest costs more than it gains here.
+examples use), the loss that the model returns, clipping. torch.compile is off: modelopt asks for it
+with fixed shapes, so every new length of a batch would be compiled again.
 
 Patched: the masks of the unrolled steps, which modelopt keeps by step alone, are kept by length
 too; else every batch must be padded to one width.
@@ -94,10 +94,10 @@ def main(path: str) -> None:
         optimizer.step()
         schedule.step()
     stamps.append((time.perf_counter(), time.process_time()))
-    (out / "stamps.json").write_text(json.dumps(stamps))
     if job["draft"]:
         model.get_exporter().export(out / "draft")
         save_file(laws(model, rows[job["check"]][1]), out / "check.safetensors")
+    (out / "stamps.json").write_text(json.dumps(stamps))  # last: the rest is complete
 
 
 @torch.no_grad()

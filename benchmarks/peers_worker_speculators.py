@@ -8,7 +8,8 @@ and the fused loss want a GPU; the loader reads in the training process.
 
 Patched: the trainer takes a CPU for its device (it stops without an accelerator); the timer of its
 steps stays off, which would wait for an accelerator and log; no progress bar; the order of the rows
-is ours instead of its sampler's, packed to the same length.
+is ours instead of its sampler's, packed to the same length. The draft is saved once more beside
+the checkpoints, in float32.
 """
 
 # pyright: reportMissingImports=false
@@ -135,7 +136,7 @@ def main() -> None:
         "save-path": OUT / "checkpoints",
         "speculator-type": "eagle3",
         "draft-config": decoder,
-        "draft-attn-impl": JOB.get("attention", "sdpa"),
+        "draft-attn-impl": "sdpa",
         "loss-implementation": "eager",
         "hidden-states-dtype": "float32",
         "total-seq-len": JOB["tokens"],
