@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -616,15 +614,17 @@ JOINT = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_every": 4, "dro
 EMPTY = frozenset({10, 11, 14, 15, *range(16, 24), 24, 25})
 
 
-def start_two(folder: Path, mode: str) -> list[tuple[int, str]]:
-    """Exit status and standard error of two processes joined by gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def start_two(folder: Path, mode: str, expected: int) -> None:
+    """Two processes joined by gloo, which meet at a file: a port may be taken by another program
+    before they are there. Both must end with the exit status `expected`."""
+    folder.mkdir(exist_ok=True)
+    meeting = folder / f"meeting-{len(list(folder.glob('meeting-*')))}"
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for accelerate
+    common["MEETING"] = str(meeting)
     ranks = [start(folder, mode, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
-    errors = [process.communicate(timeout=120)[1] for process in ranks]
-    return [(process.returncode, text) for process, text in zip(ranks, errors, strict=True)]
+    errors = [process.communicate(timeout=300)[1] for process in ranks]
+    for process in ranks:
+        assert process.returncode == expected, f"{process.returncode}: {errors}"
 
 
 def assert_equal_up_to_summation(one: list[dict], two: list[dict]) -> None:
@@ -641,8 +641,7 @@ def assert_equal_up_to_summation(one: list[dict], two: list[dict]) -> None:
 
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
     one, drafter, rows = train(tmp_path / "a", Recipe(), batches=Batches(4, empty=EMPTY), **JOINT)
-    for status, errors in start_two(tmp_path / "b", "join"):
-        assert status == 0, errors
+    start_two(tmp_path / "b", "join", 0)
     assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
     weights = load_file(tmp_path / "b/result.safetensors")
     for name, value in drafter.state_dict().items():
@@ -655,10 +654,10 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path):
-    assert [status for status, _ in start_two(tmp_path / "a", "join")] == [0, 0]
-    assert [status for status, _ in start_two(tmp_path / "b", "signal")] == [75, 75]
+    start_two(tmp_path / "a", "join", 0)
+    start_two(tmp_path / "b", "signal", 75)
     assert (tmp_path / "b/checkpoints/step-000006").is_dir()
-    assert [status for status, _ in start_two(tmp_path / "b", "join")] == [0, 0]
+    start_two(tmp_path / "b", "join", 0)
     assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")
     first, second = (load_file(tmp_path / name / "result.safetensors") for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -696,13 +695,16 @@ class SignalledBatches(Batches):
 
 def join(folder: Path, kind: type[Batches] = Batches) -> None:
     rank = int(os.environ["RANK"])
+    meeting = f"file://{os.environ['MEETING']}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         result, drafter, _ = train(folder, Recipe(), batches=kind(2, rank, 2, EMPTY), **JOINT)
         if rank == 0:
             save_file(drafter.state_dict(), folder / "result.safetensors")
             (folder / "result.json").write_text(json.dumps(vars(result)))
-    finally:  # gloo aborts a process that leaves without a word
-        Accelerator().end_training()
+    finally:  # gloo aborts a process that leaves, or is left, without a word
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
