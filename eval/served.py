@@ -2,8 +2,8 @@
 
 `serve` runs vLLM in an environment of its own (`bash scripts/engine_env.sh`): one process, the
 drafters one after the other. vLLM logs every round of every prompt, so one batch gives counters by
-prompt; they must add up to its counters for the whole set. `scrape` reads a running server:
-`before = scrape(url)`, then requests, then `scrape(url) - before`.
+prompt; they must add up to its counters for the whole set. A server that runs already is asked by
+`eval.server`; `scrape` reads its counters.
 """
 
 from __future__ import annotations
@@ -204,21 +204,37 @@ def prompt_counters(served: Served, index: int, trace: Trace, K: int) -> PromptC
 
 def served_row(bench: Bench, name: str, served: Served, plain: Served, cost: Cost) -> Measurement:
     """A row of the report, measured by vLLM on the bench's traces in their order; `plain`: vLLM
-    without a drafter. What takes the drafter's law (alpha) or a clock stays null."""
+    without a drafter."""
     assert served.drafter is not None, "plain decoding is no row of a drafter"
-    budget, greedy = Budget(served.drafter.K), bench.sampling.temperature == 0
-    counters, differing = list[PromptCounters](), list[dict[str, Any]]()
-    for index, (trace, request) in enumerate(zip(bench.traces, bench.requests(), strict=True)):
-        one = prompt_counters(served, index, trace, budget.max_tokens)
-        counters.append(one)
-        if greedy:
-            answer = Speculated(request, served.tokens[index], trace.finish_reason, [])
-            gap = difference(bench.target, trace.prompt_ids, plain.tokens[index], answer)
+    K = served.drafter.K
+    counters = [prompt_counters(served, i, trace, K) for i, trace in enumerate(bench.traces)]
+    about = {"engine": served.engine, "draft_sampled": served.drafter.sampled}
+    return engine_row(bench, name, counters, served.tokens, plain.tokens, cost, about)
+
+
+def engine_row(
+    bench: Bench,
+    name: str,
+    counters: list[PromptCounters],
+    answers: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    cost: Cost,
+    about: dict[str, Any],
+) -> Measurement:
+    """Greedy answers are compared with `plain`. What takes the drafter's law (alpha) or a clock
+    stays null."""
+    differing = list[dict[str, Any]]()
+    greedy = bench.sampling.temperature == 0
+    if greedy:
+        for i, (one, request) in enumerate(zip(counters, bench.requests(), strict=True)):
+            trace = bench.traces[i]
+            answer = Speculated(request, answers[i], trace.finish_reason, [])
+            gap = difference(bench.target, trace.prompt_ids, plain[i], answer)
             one.identical = gap is None
             if gap is not None:
                 differing.append({"prompt_hash": one.prompt_hash, **gap})
-    row = bench._row(name, counters, cost, "vllm", budget)
-    row |= {"engine": served.engine, "policy": "fixed", "draft_sampled": served.drafter.sampled}
+    row = bench._row(name, counters, cost, "vllm", Budget(counters[0].K))
+    row |= {"policy": "fixed", **about}
     if greedy:
         row |= {"num_compared": len(counters), "differing_prompts": differing}
         row["lossless"] = all(one["near_tie"] for one in differing)

@@ -202,7 +202,7 @@ class EvalConfig:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     policy: str = "fixed"  # or confidence:<threshold>
-    engine: str = "own"
+    engine: str = "own"  # vllm: also in vLLM; http://...: also on that running vLLM server
     batch_size: int = 8
     timing_prompts: int = 12  # decoded one by one for tokens/s, after a warm-up
     bootstrap_draws: int = 1000
@@ -224,7 +224,9 @@ class EvalConfig:
         require(self.seed >= 0, "eval.seed", "be >= 0", self.seed)
         require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
         _one_of("eval.verifier", self.verifier, ("token", "typical"))
-        _one_of("eval.engine", self.engine, ("own", "vllm"))
+        if not self.engine.startswith(("http://", "https://")):
+            rule = "be own, vllm, or the address of a running vLLM server (http://...)"
+            require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
         _one_of("eval.tree_children", self.tree_children, ("top", "sampled"))
         for key in ("typical_epsilon", "typical_delta"):
             require(getattr(self, key) > 0, f"eval.{key}", "be > 0", getattr(self, key))

@@ -145,7 +145,7 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         out.rows += [plain_row(mine.row), real.row, *(one.row for one in measured.values())]
         out.rounds += [{"temperature": temperature, **dataclasses.asdict(r)} for r in real.rounds]
         out.comparisons += _compare(decoded, measured, temperature, run)
-        if config.engine == "vllm":
+        if config.engine != "own":
             out.rows += served_rows(bench, decoded, drafters[decoded], costs[decoded])
         if tree is None or tree_cost is None:
             continue

@@ -13,6 +13,7 @@ from drafters.hydra import HydraDrafter
 from drafters.medusa2 import Medusa2Drafter
 from eval.measure import Bench, Cost
 from eval.served import Speculation, engine_python, serve, served_row
+from eval.server import check_server, is_address, server_row
 from trainer.config import EvalConfig, UserError
 
 
@@ -22,16 +23,22 @@ def check_engine(drafter: Any, config: EvalConfig) -> None:
         return
     if isinstance(drafter, HydraDrafter):
         raise UserError(
-            "eval.engine=vllm: no engine loads Hydra; vllm serves causal LMs, medusa, eagle and "
-            "eagle3"
+            f"eval.engine={config.engine}: no engine loads Hydra; vllm serves causal LMs, medusa, "
+            "eagle and eagle3"
         )
-    engine_python()
+    if is_address(config.engine):
+        check_server(config.engine, config.K)
+    else:
+        engine_python()
 
 
 def served_rows(bench: Bench, name: str, drafter: Any, cost: Cost) -> list[dict[str, Any]]:
     """Rows of vLLM on the bench's prompts: drafts drawn as ours are, and, where that differs, with
-    vLLM's own default, which drafts the likeliest tokens at every temperature."""
+    vLLM's own default, which drafts the likeliest tokens at every temperature. A server that runs
+    already is asked as it is."""
     config, target = bench.config, bench.target
+    if is_address(config.engine):
+        return [server_row(bench, name, config.engine, cost).row]
     with tempfile.TemporaryDirectory() as scratch:
         if isinstance(drafter, Medusa2Drafter):
             drafter = drafter.merged(Path(scratch) / "target")

@@ -228,13 +228,20 @@ def test_no_rounds_no_mean():
 @pytest.fixture
 def server():
     """A web server on this machine; `text` is its metrics page."""
-    page = types.SimpleNamespace(text=EARLIER)
+    page = types.SimpleNamespace(text=EARLIER, post=None)
+    page.get = lambda path: page.text if path == "/metrics" else None
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path == "/metrics" else 404)
+            self.send_response(200 if page.get(self.path) is not None else 404)
             self.end_headers()
-            self.wfile.write(page.text.encode())
+            self.wfile.write((page.get(self.path) or "").encode())
+
+        def do_POST(self):
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page.post(content).encode())
 
         def log_message(self, *_):
             pass

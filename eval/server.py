@@ -1,0 +1,124 @@
+"""A vLLM server that runs already, with its drafter: our prompts, its tokens, its own counters.
+
+    vllm serve <target> --speculative-config '{"method": "eagle3", "model": "<export>", ...}'
+    python -m scripts.evaluate eval.drafter=<drafter> eval.engine=http://127.0.0.1:8000
+
+Prompts go one by one, as token ids, and `/metrics` is read after each: that gives the counters by
+prompt, with which intervals over prompts are formed. Nobody else may use the server meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from typing import Any
+
+from data.traces import Trace
+from eval.measure import Bench, Cost, Measurement
+from eval.metrics import PromptCounters
+from eval.served import Counters, engine_row, scrape
+from trainer.config import RunFault, UserError
+
+PATIENCE_S = 10.0  # the last round's counters may come after the answer
+
+
+def is_address(engine: str) -> bool:
+    return engine.startswith(("http://", "https://"))
+
+
+def check_server(url: str, K: int) -> None:
+    """Reachable, speculating, and with as many tokens a round as our rows beside it."""
+    positions = len(scrape(url).accepted_per_position)
+    if positions != K:
+        raise UserError(
+            f"eval.K={K}, the server at {url} drafts {positions} tokens a round: set "
+            f"eval.K={positions}"
+        )
+
+
+def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
+    """A row of the report. At temperature 0 the answers must be those of the traces."""
+    root = url.rstrip("/")
+    model = _ask(f"{root}/v1/models")["data"][0]["id"]
+    version = _ask(f"{root}/version")["version"]
+    answers, counters = [], []
+    before = scrape(url)
+    for index, trace in enumerate(bench.traces):
+        tokens = _complete(root, model, bench, trace, index)
+        now = _settled(url, before, len(tokens) - 1)
+        counters.append(_counted(now - before, tokens, trace))
+        answers.append(tokens)
+        before = now
+    plain = [trace.response_ids for trace in bench.traces]
+    about = {"engine": f"vllm {version} server", "draft_sampled": None}
+    measured = engine_row(bench, name, counters, answers, plain, cost, about)
+    # alpha_hat takes the rounds one by one, which the server does not tell
+    row, domains = measured.row, measured.row["by_domain"]
+    row |= dict.fromkeys(("alpha_hat", "alpha_hat_ci95", "tokens_per_round_iid"))
+    row |= {"alpha_pos": [], "reach_pos": []}
+    for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
+        place["alpha_hat"] = None
+    return measured
+
+
+def _complete(root: str, model: str, bench: Bench, trace: Trace, index: int) -> list[int]:
+    sampling = bench.sampling
+    found = _ask(
+        f"{root}/v1/completions",
+        {
+            "model": model, "prompt": trace.prompt_ids, "max_tokens": bench.config.max_new_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "seed": bench.config.seed + index, "stop_token_ids": list(bench.target.eos_ids),
+            "ignore_eos": True, "add_special_tokens": False, "return_token_ids": True,
+        },
+    )["choices"][0]["token_ids"]  # fmt: skip
+    if not found:
+        raise RunFault(f"the server at {root} returned no token ids: vLLM 0.11 or later does")
+    return found
+
+
+def _ask(address: str, content: dict[str, Any] | None = None) -> Any:
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return json.loads(response.read())
+    except (OSError, ValueError) as error:  # of urllib too
+        said = error.read().decode(errors="replace")[:300] if hasattr(error, "read") else ""  # type: ignore[union-attr]
+        raise RunFault(f"{address} failed ({error}) {said}".rstrip()) from error
+
+
+def _settled(url: str, before: Counters, emitted: int) -> Counters:
+    """The counters once they account for all emitted tokens of the answer."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        now = scrape(url)
+        new = now - before
+        if new.drafts + new.accepted >= emitted:
+            return now
+        if time.monotonic() > deadline:
+            raise RunFault(
+                f"the server counts {new.drafts} rounds and {new.accepted} accepted tokens for an "
+                f"answer of {emitted} more: it did not draft in every round (give it room: "
+                "--max-model-len), or its counters are not of this model"
+            )
+        time.sleep(0.02)
+
+
+def _counted(new: Counters, tokens: list[int], trace: Trace) -> PromptCounters:
+    """Of one answer. Only its last round can have been cut, at EOS or at the limit; a cut round
+    emits no token of the target's own."""
+    emitted, K = len(tokens) - 1, len(new.accepted_per_position)
+    cut = new.drafts + new.accepted - emitted
+    if cut > K:
+        raise RunFault(
+            f"the server counted {new.drafts + new.accepted} tokens for an answer of {emitted}: "
+            "somebody else uses it; measure on a server of your own"
+        )
+    return PromptCounters(
+        trace.prompt_hash, trace.domain, K, rounds=new.drafts, truncated_rounds=float(cut > 0),
+        emitted=emitted, submitted=new.drafted, accepted=emitted - new.drafts + (cut > 0),
+        engine_drafts=new.drafts, engine_drafted=new.drafted, engine_accepted=new.accepted,
+        engine_accepted_per_position=[float(n) for n in new.accepted_per_position],
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""A vLLM server that runs already, played by a small web server on this machine."""
+
+# ruff: noqa: F811 - the fixtures are those of test_served
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+from eval import server as module
+from eval.measure import Cost
+from eval.report import build_report
+from eval.served import Counters
+from eval.server import check_server, server_row
+from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
+from trainer.config import RunFault, UserError
+
+COST = Cost(0.1, 1.0, 0.1, 0.1)
+
+
+@pytest.fixture
+def vllm_server(server, measured):
+    """Answers the bench's prompts as `measured` tells, and counts as vLLM does; `late`: so many
+    times the page is asked before it shows the newest counters."""
+    bench, _, told = measured
+    whole = {tuple(t.prompt_ids): i for i, t in enumerate(bench.traces)}
+    state = types.SimpleNamespace(url=server.url, late=0, waiting=0, asked=[], changed=None)
+    old, new = Counters(3, 12, 5, [3, 1, 1]), None
+
+    def page(counters):
+        def line(name, value, position=""):
+            return f'vllm:spec_decode_num_{name}_total{{engine="0"{position}}} {value}.0\n'
+
+        found = line("drafts", counters.drafts) + line("draft_tokens", counters.drafted)
+        found += line("accepted_tokens", counters.accepted)
+        for i, value in enumerate(counters.accepted_per_position):
+            found += line("accepted_tokens_per_pos", value, f',position="{i}"')
+        return found
+
+    def get(path):
+        nonlocal old
+        if path == "/metrics":
+            if new is not None and not state.waiting:
+                old = new
+            state.waiting = max(0, state.waiting - 1)
+            return page(old)
+        return json.dumps({"version": "9"} if path == "/version" else {"data": [{"id": "toy"}]})
+
+    def post(content):
+        nonlocal new
+        state.asked.append(content)
+        index = whole[tuple(content["prompt"])]
+        rounds = [a for _, a in told.rounds[index]]
+        now = new or old
+        reached = [sum(a > i for a in rounds) for i in range(K)]
+        total = [x + y for x, y in zip(now.accepted_per_position, reached, strict=True)]
+        drafts = now.drafts + len(rounds)
+        new = Counters(drafts, now.drafted + K * len(rounds), sum(total), total)
+        state.waiting = state.late
+        tokens = told.tokens[index] if state.changed is None else state.changed(told.tokens[index])
+        return json.dumps({"choices": [{"token_ids": tokens}]})
+
+    server.get, server.post = get, post
+    server.text = ""
+    return state
+
+
+def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
+    bench, ours, _ = measured
+    check_server(vllm_server.url, K)
+    vllm_server.late = 2
+    found = server_row(bench, "draft", vllm_server.url + "/", COST)
+    build_report({}, {}, {}, [found.row], [], [])
+    untold = {"reach": [0.0] * K, "tested": [0.0] * K, "rejections": 0.0}
+    for one, expected in zip(found.counters, ours.counters, strict=True):
+        known = dataclasses.replace(expected, overlap_sum=0.0, overlap_count=0.0, **untold)
+        assert one == dataclasses.replace(known, identical=True)
+    for key in ("tokens_per_round", "draft_acceptance_rate", "engine_accepted_per_position"):
+        assert found.row[key] == ours.row[key]
+    assert found.row["alpha_hat"] is None
+    assert (found.row["engine"], found.row["lossless"]) == ("vllm 9 server", True)
+    first = vllm_server.asked[0]
+    assert first["prompt"] == bench.traces[0].prompt_ids
+    assert first["stop_token_ids"] == list(bench.target.eos_ids)
+    assert (first["temperature"], first["max_tokens"], first["model"]) == (0.0, NEW, "toy")
+
+
+def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_server):
+    vllm_server.changed = lambda tokens: [*tokens[:-1], tokens[-1] ^ 1]
+    row = server_row(measured[0], "draft", vllm_server.url, COST).row
+    assert row["identical_to_plain"] == 0
+    assert not row["lossless"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda tokens: tokens[:2], "somebody else uses it"),
+        (lambda tokens: tokens * 9, "it did not draft in every round"),
+        (lambda tokens: [], "returned no token ids"),
+    ],
+)
+def test_counters_that_are_not_of_the_answer_are_a_fault(
+    measured, vllm_server, monkeypatch, changed, told
+):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    vllm_server.changed = changed
+    with pytest.raises(RunFault, match=told):
+        server_row(measured[0], "draft", vllm_server.url, COST)
+
+
+def test_a_server_that_drafts_another_number_is_refused(vllm_server):
+    with pytest.raises(UserError, match=f"drafts {K} tokens a round: set eval.K={K}"):
+        check_server(vllm_server.url, K + 1)
