@@ -57,14 +57,17 @@ def main(arguments: list[str]) -> int:
             this = run.Run.open(config)
             recipe = module.Recipe(config.method, this.target)
             start = train.prepare(this, recipe, train_prompts)
+            texts = train.raw_texts(this, recipe)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
-            start = start or train.build(this, recipe, traces)
+            start = start or train.build(this, recipe, traces, texts)
             report.check_drafter(start, config.eval)
-            run.claim(this, ["train.py", *arguments], generate.contents(this, start, traces))
-            trained, results = train.train_stages(this, recipe, start, traces)
+            made_of = generate.contents(this, start, traces, texts)
+            run.claim(this, ["train.py", *arguments], made_of)
+            trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:
                 dev = train.split_dev(traces, config.run.seed)[1]
-                report.finish(this, start, trained, results, eval_prompts, dev)
+                about = recipe.about() if hasattr(recipe, "about") else {}
+                report.finish(this, start, trained, results, eval_prompts, dev, about)
         if written.exists():
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")

@@ -191,8 +191,11 @@ def preview(batch: Batch, tokenizer: Any) -> str:
         return "first batch: no response yet (the drafter generates it)"
     row = supervised[0]
     prompt = tokenizer.decode(batch.prompts[row])
-    response = "".join(f"[{tokenizer.decode([token])}]" for token in batch.responses[row])
+    begin = len(batch.prompts[row])
+    trained = batch.loss_mask[row, begin : begin + len(batch.responses[row])].tolist()
+    texts = [tokenizer.decode([token]) for token in batch.responses[row]]
+    response = "".join(f"[{t}]" if on else t for t, on in zip(texts, trained, strict=True))
     return (
         f"first batch, row {row} ({batch.sources[row]}): {len(batch.prompts[row])} prompt tokens, "
-        f"{len(batch.responses[row])} trained, in brackets\n{prompt}{response}"
+        f"{sum(trained)} trained, in brackets\n{prompt}{response}"
     )

@@ -60,51 +60,17 @@ class CausalLMDrafter(TrainedDrafter):
         return cls._of(model, target, name)
 
     @classmethod
-    def from_target(cls, target: Target, *, num_layers: int, hidden_size: int) -> CausalLMDrafter:
-        """A fresh drafter of the target's own architecture, `num_layers` deep and `hidden_size`
-        wide; widths of attention and feed-forward shrink in proportion."""
-        config = target.model.config.get_text_config()
-        own = config.to_dict()
-        own_names = config.attribute_map  # GPT-2 says n_embd where others say hidden_size
-        shape = own | {name: own.get(renamed) for name, renamed in own_names.items()}
-        ratio = hidden_size / shape["hidden_size"]
-        heads = max(1, round(shape["num_attention_heads"] * ratio))
-        groups = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-        changed: dict[str, Any] = {"num_hidden_layers": num_layers, "hidden_size": hidden_size}
-        head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        if not shape.get("head_dim"):
-            heads = max(1, hidden_size // head_dim)
-            if heads * head_dim != hidden_size:
-                raise UserError(
-                    f"method.draft_hidden_size must be a multiple of the target's head size "
-                    f"{head_dim}, got {hidden_size}"
-                )
-        kv_heads = max(1, heads * groups // shape["num_attention_heads"])
-        while heads % kv_heads:
-            kv_heads -= 1
-        changed["num_attention_heads"] = heads
-        if "num_key_value_heads" in shape:
-            changed["num_key_value_heads"] = kv_heads
-        for name in ("intermediate_size", "moe_intermediate_size", "n_inner"):
-            if shape.get(name):
-                changed[name] = max(32, round(shape[name] * ratio / 32) * 32)
-        if shape.get("layer_types"):
-            changed["layer_types"] = (shape["layer_types"] * num_layers)[:num_layers]
-        kept = {
-            k: v
-            for k, v in own.items()
-            if k not in ("architectures", "dtype", "quantization_config")
-        }
-        changed = {own_names.get(name, name): value for name, value in changed.items()}
-        try:
-            config = AutoConfig.for_model(**(kept | changed))
-            model = AutoModelForCausalLM.from_config(config).float().to(target.device)
-        except (ValueError, StrictDataclassError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"method.draft_hidden_size={hidden_size} gives no {shape['model_type']} model "
-                f"({reason}): take a multiple of its head size"
-            ) from error
+    def from_target(
+        cls,
+        target: Target,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        tie_embeddings: bool | None = None,
+    ) -> CausalLMDrafter:
+        """A fresh drafter of `shrunk_config`'s shape."""
+        config = shrunk_config(target, num_layers, hidden_size, tie_embeddings)
+        model = AutoModelForCausalLM.from_config(config).float().to(target.device)
         model.generation_config = target.model.generation_config
         return cls._of(model, target, f"{num_layers} layers of {hidden_size}, fresh")
 
@@ -123,6 +89,12 @@ class CausalLMDrafter(TrainedDrafter):
                 f"{target.vocab_size}: use a drafter with the target's tokenizer"
             )
         return cls(model, target.tokenizer, target.vocab_size, target.fingerprint)
+
+    @property
+    def context(self) -> int:
+        """Tokens it can see."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or 1 << 20
 
     def states(
         self,
@@ -222,3 +194,55 @@ class CausalLMDrafter(TrainedDrafter):
     def save_weights(self, folder: Path) -> None:
         """An ordinary Hugging Face folder."""
         self.model.save_pretrained(folder)
+
+
+def shrunk_config(
+    target: Target, num_layers: int, hidden_size: int, tie_embeddings: bool | None = None
+) -> Any:
+    """Of the target's own architecture, `num_layers` deep and `hidden_size` wide; widths of
+    attention and feed-forward shrink in proportion. `tie_embeddings`: one matrix for looking tokens
+    up and for scoring them; None: as the target."""
+    config = target.model.config.get_text_config()
+    own = config.to_dict()
+    own_names = config.attribute_map  # GPT-2 says n_embd where others say hidden_size
+    shape = own | {name: own.get(renamed) for name, renamed in own_names.items()}
+    ratio = hidden_size / shape["hidden_size"]
+    heads = max(1, round(shape["num_attention_heads"] * ratio))
+    groups = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    changed: dict[str, Any] = {"num_hidden_layers": num_layers, "hidden_size": hidden_size}
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    if not shape.get("head_dim"):
+        heads = max(1, hidden_size // head_dim)
+        if heads * head_dim != hidden_size:
+            raise UserError(
+                f"method.draft_hidden_size must be a multiple of the target's head size "
+                f"{head_dim}, got {hidden_size}"
+            )
+    kv_heads = max(1, heads * groups // shape["num_attention_heads"])
+    while heads % kv_heads:
+        kv_heads -= 1
+    changed["num_attention_heads"] = heads
+    if "num_key_value_heads" in shape:
+        changed["num_key_value_heads"] = kv_heads
+    for name in ("intermediate_size", "moe_intermediate_size", "n_inner"):
+        if shape.get(name):
+            changed[name] = max(32, round(shape[name] * ratio / 32) * 32)
+    if shape.get("layer_types"):
+        changed["layer_types"] = (shape["layer_types"] * num_layers)[:num_layers]
+    if tie_embeddings is not None:
+        changed["tie_word_embeddings"] = tie_embeddings
+    kept = {
+        k: v for k, v in own.items() if k not in ("architectures", "dtype", "quantization_config")
+    }
+    changed = {own_names.get(name, name): value for name, value in changed.items()}
+    try:
+        config = AutoConfig.for_model(**(kept | changed))
+        with torch.device("meta"):  # what the architecture itself refuses
+            AutoModelForCausalLM.from_config(config)
+    except (ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"method.draft_hidden_size={hidden_size} gives no {shape['model_type']} model "
+            f"({reason}): take a multiple of its head size"
+        ) from error
+    return config

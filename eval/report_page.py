@@ -29,6 +29,7 @@ from eval.report_rows import (
     label,
     once,
 )
+from eval.report_stages import stage_tables
 from eval.report_tables import (
     MIDDLE_COST,
     cost_tables,
@@ -242,7 +243,8 @@ def report_blocks(report: dict[str, Any], figures: bool = False) -> list[Block]:
                  "where there are several."),
             _comparison_table(report["comparisons"]),
         ]  # fmt: skip
-    blocks += [*depth_tables(rows), *cost_tables(rows), *goodput_tables(rows), *domain_tables(rows)]
+    blocks += [*stage_tables(rows), *depth_tables(rows), *cost_tables(rows)]
+    blocks += [*goodput_tables(rows), *domain_tables(rows)]
     if figures:
         blocks += _figures(report)
     if rows:

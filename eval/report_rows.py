@@ -7,7 +7,8 @@ from typing import Any
 
 from eval.render import NONE
 
-DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
+STAGES = ("pretrained", "continued")  # of a drafter that is trained in several, in their order
+DRAFTERS = ("plain", "untrained", "before", *STAGES, "control", "after", "prompt_lookup", "target")
 REFERENCES = ("plain", "untrained", "prompt_lookup", "target")
 
 Row = dict[str, Any]

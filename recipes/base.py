@@ -9,6 +9,7 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def stages(self) -> list[Stage]: ...
         builds_from_traces = False          # optional; true: `build` counts their tokens
         def build(self, traces) -> Drafter: ...   # a fresh one, where model.drafter is null
+        size_search = None                  # optional; before `build`, sees short trainings
         def accept(self, drafter): ...      # refuse a given one that this recipe cannot train
         def enter(self, stage, drafter, max_steps) -> Drafter: ...  # optional, what it trains
         def begin(self, stage, max_new_tokens): ...
@@ -17,6 +18,7 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
+        def about(self) -> dict: ...        # optional, what the report says of the drafter
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.
@@ -32,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from data.batches import Batch
+from data.packing import RawText
 from data.target import LayerId
 from trainer.config import UserError, suggest
 
@@ -47,12 +50,13 @@ class NoMethod:
 class Needs:
     """The text of a stage. `mix`: shares of the sources in `data.batches`, drawn per "batch" or
     per "example"; draft text rises to its share over `ramp_share` of the steps; `teacher`: the
-    compressed teacher stored with the traces."""
+    compressed teacher stored with the traces; `text`: raw text instead of all this."""
 
     mix: dict[str, float]
     per: str = "batch"
     ramp_share: float = 0.0
     teacher: bool = False
+    text: RawText | None = None
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,9 @@ _SECTIONS = {
 }
 
 
-MAPPINGS = ("data.chat_template_kwargs", "method.data_mix")  # keys whose value is a mapping
+# keys whose value is a mapping
+MAPPINGS = ("data.chat_template_kwargs", "method.data_mix", "method.corpus",
+            "method.continue_corpus")  # fmt: skip
 
 
 def suggest(word: str, known: list[str]) -> str:

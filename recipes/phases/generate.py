@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
 from data.target import Target
 from data.traces import Trace, estimate_bytes
@@ -90,8 +92,10 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Tr
     return traces
 
 
-def contents(run: Run, drafter: Any, traces: list[Trace]) -> dict[str, str]:
-    """Hashes of what a run is made of."""
+def contents(
+    run: Run, drafter: Any, traces: list[Trace], texts: Mapping[str, PackedBatches] | None = None
+) -> dict[str, str]:
+    """Hashes of what a run is made of; `texts`: raw text by stage."""
     text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
     weights = hashlib.sha256()
     for tensor in drafter.state_dict().values():
@@ -100,6 +104,7 @@ def contents(run: Run, drafter: Any, traces: list[Trace]) -> dict[str, str]:
         "target": str(run.target.fingerprint["weights"]),
         "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
         "starting drafter": weights.hexdigest()[:16],
+        **{f"raw text of stage {n}": text.fingerprint for n, text in (texts or {}).items()},
     }
 
 

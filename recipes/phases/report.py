@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from eval.metrics import paired_difference
 from eval.policies import make_budget, tree_budget
 from eval.replay import rank_accuracy
 from eval.report import build_report, plain_row, write_report
+from eval.report_rows import STAGES
 from recipes.phases.export import export_run
 from recipes.phases.generate import evaluation_traces, tree_depth
 from recipes.phases.run import Run
@@ -206,14 +208,18 @@ def _compare(
     name: str, measured: dict[str, Measurement], temperature: float, run: Run
 ) -> list[dict[str, Any]]:
     config, rows = run.config.eval, []
-    for other in ("before", "control"):
+    pairs = [(name, other) for other in ("before", "control") if other in measured]
+    stages = [one for one in STAGES if one in measured]
+    # each stage of several against the one before; the first starts from "before"
+    pairs += [(b, a) for a, b in pairwise(["before", *stages, name] if stages else [])]
+    for a, b in dict.fromkeys(pairs):
         for metric in ("alpha", "tokens_per_round"):
-            if other in measured and name != other:
-                pair = measured[name].counters, measured[other].counters
+            if a != b:
+                pair = measured[a].counters, measured[b].counters
                 diff = paired_difference(
                     *pair, metric, draws=config.bootstrap_draws, seed=config.seed
                 )
-                rows.append({"a": name, "b": other, "temperature": temperature, **diff})
+                rows.append({"a": a, "b": b, "temperature": temperature, **diff})
     return rows
 
 
@@ -249,8 +255,10 @@ def finish(
     results: dict[str, FitResult],
     prompts: list[Prompt],
     dev: list[Trace],
+    about: dict[str, Any] | None = None,
 ) -> None:
-    """Measure, save and export the drafter, write the three reports; report.json comes last."""
+    """Measure, save and export the drafter, write the three reports; report.json comes last.
+    `about`: what the recipe says of the drafter."""
     after = trained["after"]
     if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
         raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
@@ -273,6 +281,7 @@ def finish(
             "start": run.config.model.drafter or "built from the target's configuration",
             **facts(after, run.target),
             "stages": stages,
+            **(about or {}),
         },
         results=measured.rows,
         comparisons=measured.comparisons,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from data.cache import CachedModel
 from data.decode import Request, decode
 from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
 from data.kept import KeptLogits
+from data.packing import PackedBatches
 from data.prompts import (
     Prompt,
     fixed_response_ids,
@@ -66,10 +70,61 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
     return drafter
 
 
-def build(run: Run, recipe: Any, traces: list[Trace]) -> Any:
+def raw_texts(run: Run, recipe: Any) -> dict[str, PackedBatches]:
+    """The raw text of every stage that asks for some, by stage, tokenised as far as it is read."""
+    accelerator, found = run.accelerator, {}
+    for stage in recipe.stages():
+        if stage.needs.text is None:
+            continue
+        settings, world = _settings(run, stage), accelerator.num_processes
+        rows = settings.max_steps * settings.gradient_accumulation_steps * settings.batch_size
+        files = stage.needs.text.load(
+            run.target, rows * world * stage.needs.text.context, run.config.data.cache_dir,
+            is_main=accelerator.is_main_process, barrier=accelerator.wait_for_everyone,
+        )  # fmt: skip
+        found[stage.name] = PackedBatches(
+            files, stage.needs.text, settings.batch_size, run.config.run.seed,
+            accelerator.process_index, world,
+        )  # fmt: skip
+    return found
+
+
+def build(
+    run: Run, recipe: Any, traces: list[Trace], texts: Mapping[str, PackedBatches] | None = None
+) -> Any:
     """A fresh drafter; the same one again on every rank and on a second start."""
+    if getattr(recipe, "size_search", None) is not None:
+        _search_size(run, recipe, traces, texts or {})
     torch.manual_seed(run.config.run.seed)
     return recipe.build(traces)
+
+
+def _search_size(
+    run: Run, recipe: Any, traces: list[Trace], texts: Mapping[str, PackedBatches]
+) -> None:
+    """Short trainings of the first stage, in a folder that runs of this configuration share."""
+    search, first = recipe.size_search, recipe.stages()[0]
+    train, dev = split_dev(traces, run.config.run.seed)
+    if not dev:
+        raise UserError("method.search_parameters compares on held-out prompts: name more prompts")
+    made_of = [run.config.identity(), [t.key for t in traces], run.target.fingerprint]
+    made_of += [text.fingerprint for text in texts.values()]
+    digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
+    folder = Path(run.config.data.cache_dir) / "size_search" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    there = dataclasses.replace(run, folder=folder)
+
+    def trial(number: int, name: str, drafter: Any) -> dict[str, Any]:
+        stage = dataclasses.replace(
+            first, name=f"size {name}", overrides={**first.overrides, **search.overrides}
+        )
+        found = {stage.name: texts[first.name]} if first.name in texts else {}
+        return _fit_stage(there, recipe, stage, number, drafter, train, dev, found).series[-1]
+
+    accelerator = run.accelerator
+    search.run(
+        folder, trial, run.config.eval.K, accelerator.is_main_process, accelerator.wait_for_everyone
+    )
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
@@ -100,10 +155,14 @@ def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]
 
 
 def train_stages(
-    run: Run, recipe: Any, base: Any, traces: list[Trace]
+    run: Run,
+    recipe: Any,
+    base: Any,
+    traces: list[Trace],
+    texts: Mapping[str, PackedBatches] | None = None,
 ) -> tuple[dict[str, Any], dict[str, FitResult]]:
     """Train every stage from the drafter `base`; returns the drafters that the report has a row
-    for, and what each stage reached."""
+    for, and what each stage reached. `texts`: of `raw_texts`."""
     train, dev = split_dev(traces, run.config.run.seed)
     rows: dict[str, Any] = {}
     results: dict[str, FitResult] = {}
@@ -115,7 +174,7 @@ def train_stages(
             torch.manual_seed(run.config.run.seed)  # whether the stage before ran or was found done
             drafter = recipe.enter(stage, drafter, _settings(run, stage).max_steps)
         results[stage.name] = _fit_stage(
-            run, recipe, stage, names.index(stage.name), drafter, train, dev
+            run, recipe, stage, names.index(stage.name), drafter, train, dev, texts or {}
         )
         current = drafter
         if stage.row:
@@ -135,6 +194,7 @@ def _fit_stage(
     drafter: Any,
     train: list[Trace],
     dev: list[Trace],
+    texts: Mapping[str, PackedBatches],
 ) -> FitResult:
     config, accelerator, target = run.config, run.accelerator, run.target
     settings, needs = _settings(run, stage), stage.needs
@@ -143,7 +203,7 @@ def _fit_stage(
         if accelerator.is_main_process:
             print("control: cross-entropy on the target's text, the prompts have no own responses")
     micro_steps = settings.max_steps * settings.gradient_accumulation_steps
-    batches = Batches(
+    batches = texts.get(stage.name) or Batches(
         train,
         needs.mix,
         settings.batch_size,
@@ -197,7 +257,7 @@ def _fit_stage(
     if accelerator.is_main_process:
         print(
             f"stage {stage.name}: {settings.max_steps} steps of {settings.batch_size} rows from "
-            f"{needs.mix}"
+            f"{needs.mix if needs.text is None else dict(needs.text.shares)}"
         )
     try:
         return fit(

@@ -1,0 +1,280 @@
+"""FastDraft: a drafter from scratch, pre-trained on raw text, then aligned with the target.
+
+Zafrir et al. 2024, arXiv:2411.11055. A small network with the target's tokenizer learns in stages:
+`pretrain` (next-token cross-entropy on packed raw text), `continue` (the same on another mixture,
+with a fresh optimiser and the rate warmed up again) and `align` (on the target's generations:
+cross-entropy, i.e. sequence-level distillation, or a divergence from the target's law, live or
+stored compressed). The paper's acceptance rate is `draft_acceptance_rate` at eval.K=3, its block
+efficiency `tokens_per_round`, its MBSU `mbsu_params`. Departures: learning rates and batch sizes
+are not published, so the ones here are ours; weights start as transformers draws them; every stage
+ends with its best weights by acceptance on held-out text of the target; documents packed into one
+row do not see each other (the paper does not say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from data.batches import Batch, collate
+from data.corpus import Source
+from data.packing import RawText
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.causal_lm import CausalLMDrafter
+from recipes import distillspec
+from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
+from recipes.parts.draft_size import SizeSearch, check_search
+from trainer.config import UserError, require
+from trainer.losses import LossOutput
+
+STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}
+
+
+@dataclass
+class Config:
+    stages: list[str] = field(default_factory=lambda: list(STAGES))  # in this order, or fewer
+    from_scratch: bool = False  # continue or align a drafter that was not pre-trained
+    corpus: dict[str, float] = field(default_factory=lambda: {"toy:prose": 1.0})  # shares
+    continue_corpus: dict[str, float] = field(
+        default_factory=lambda: {"toy:code": 2.0, "toy:prose": 1.0}  # code : text of the paper
+    )
+    context: int = 128  # tokens of a packed row
+    separate_documents: bool = True  # or false: attention runs across the documents of a row
+    pretrain_steps: int = 2000
+    pretrain_lr: float = 1e-3
+    continue_steps: int = 1000
+    continue_lr: float = 5e-4
+    warmup_share: float = 0.02  # of the steps of both
+    weight_decay: float = 0.1  # of both; the alignment has trainer.weight_decay
+    divergence: str = "ce_hard"  # of the alignment
+    ce_share: float = 0.0  # of cross-entropy beside another divergence; 0.5 in the paper
+    beta: float = 0.5  # of jsd
+    eta: float = 3.0  # of lk_hybrid
+    mix: float = 0.9  # of kl_mix
+    reduction: str = "token"  # or sequence
+    train_prompts: bool = False  # the alignment learns the prompts' tokens too
+    teacher: str = "live"  # or compressed: stored with the traces
+    approx: str | None = None  # bucket: one bucket for the compressed teacher's tail
+    draft_layers: int | None = None  # default: 1
+    draft_hidden_size: int | None = None  # default: half the target's
+    tie_embeddings: bool | None = None  # default: as the target does
+    search_parameters: list[int] = field(default_factory=list)  # besides embeddings; []: no search
+    search_layers: list[int] = field(default_factory=lambda: [1, 2, 4])
+    search_steps: int = 100  # of the first stage, for every shape
+    search_by: str = "mbsu_params"  # or mbsu (bytes), modelled_speedup (measured time)
+
+    def __post_init__(self) -> None:
+        in_order = [name for name in STAGES if name in self.stages]
+        require(
+            bool(self.stages) and self.stages == in_order, "ConfigError: method.stages",
+            f"be some of {', '.join(STAGES)}, in this order", self.stages,
+        )  # fmt: skip
+        for key in ("corpus", "continue_corpus"):
+            check_shares(f"method.{key}", getattr(self, key))
+        counts = ("pretrain_steps", "continue_steps", "search_steps", "draft_layers",
+                  "draft_hidden_size")  # fmt: skip
+        for key in counts:
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"method.{key}", "be >= 1", value)
+        require(self.context >= 2, "method.context", "be >= 2", self.context)
+        for key in ("pretrain_lr", "continue_lr"):
+            require(getattr(self, key) > 0, f"method.{key}", "be > 0", getattr(self, key))
+        require(0 <= self.warmup_share < 1, "method.warmup_share", "lie in [0, 1)",
+                self.warmup_share)  # fmt: skip
+        require(self.weight_decay >= 0, "method.weight_decay", "be >= 0", self.weight_decay)
+        require(0 <= self.ce_share < 1, "method.ce_share", "lie in [0, 1)", self.ce_share)
+        if self.divergence == "ce_hard" and self.ce_share:
+            raise UserError(
+                "method.ce_share mixes cross-entropy with another method.divergence: leave it at 0"
+            )
+        if self.train_prompts and self.divergence != "ce_hard":
+            raise UserError(
+                "method.train_prompts=true needs method.divergence=ce_hard: the target's law is "
+                "known for what it wrote"
+            )
+        check_search(self)
+        self.alignment()  # for its checks
+
+    def alignment(self) -> distillspec.Config:
+        return distillspec.Config(
+            divergence=self.divergence, beta=self.beta, eta=self.eta, mix=self.mix,
+            reduction=self.reduction, teacher=self.teacher, approx=self.approx,
+            data_mix={"target": 1.0}, control=False,
+        )  # fmt: skip
+
+
+def check_shares(key: str, shares: Any) -> None:
+    """Positive numbers by source; the sources are parsed, nothing is read."""
+    good = bool(shares) and all(type(s) in (int, float) and s > 0 for s in shares.values())
+    rule = "name sources with shares > 0, as {toy:code: 2, toy:prose: 1}"
+    require(good, f"ConfigError: {key}", rule, shares)
+    for name in shares:
+        Source.parse(name)
+
+
+class Alignment(distillspec.Recipe):
+    """DistillSpec on the target's text, with a share of cross-entropy on its tokens."""
+
+    def __init__(self, config: distillspec.Config, target: Target, ce_share: float):
+        super().__init__(config, target)
+        self.ce_share, self.hard = ce_share, False  # hard: cross-entropy, whatever the divergence
+
+    @property
+    def mixed(self) -> bool:
+        return self.ce_share > 0 and not self.control
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return super().denominators(batch, step) * (1 + self.mixed)
+
+    def _divergence(self, step: int) -> str:
+        return "ce_hard" if self.hard else super()._divergence(step)
+
+    def _score(self, *given: Any) -> LossOutput:
+        """Both losses of the same states."""
+        soft = super()._score(*given)
+        if not self.mixed:
+            return soft
+        self.hard = True
+        hard = super()._score(*given)
+        self.hard = False
+        parts = ((soft, 1 - self.ce_share), (hard, self.ce_share))
+        terms = [(total, count, part) for one, part in parts for total, count, _ in one.terms]
+        return LossOutput(terms, soft.metrics)
+
+
+class Recipe:
+    target_access = "outputs"
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.inner = Alignment(config.alignment(), target, config.ce_share)
+        self.aligning = False
+        self.size_search = SizeSearch(config, target) if config.search_parameters else None
+        self.builds_from_traces = self.size_search is not None
+        require(
+            config.context <= target.context, "ContextError: method.context",
+            f"be at most the target's context {target.context}", config.context,
+        )  # fmt: skip
+
+    @property
+    def drafter(self) -> Any:
+        return self.inner.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Any) -> None:
+        self.inner.drafter = drafter
+
+    # --- stages ----------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        config = self.config
+        teacher = config.teacher == "compressed" and config.divergence != "ce_hard"
+        needs = {
+            "pretrain": Needs({}, text=self._text(config.corpus)),
+            "continue": Needs({}, text=self._text(config.continue_corpus)),
+            "align": Needs({"target": 1.0}, teacher=teacher),
+        }
+        overrides = {
+            "pretrain": self._overrides(config.pretrain_steps, config.pretrain_lr),
+            "continue": self._overrides(config.continue_steps, config.continue_lr),
+            "align": {},
+        }
+        return [
+            Stage(
+                name, needs[name], overrides[name], start="previous" if number else "base",
+                row="after" if name == config.stages[-1] else STAGES[name],
+            )
+            for number, name in enumerate(config.stages)
+        ]  # fmt: skip
+
+    def _text(self, shares: dict[str, float]) -> RawText:
+        return RawText(shares, self.config.context, self.config.separate_documents)
+
+    def _overrides(self, steps: int, lr: float) -> dict[str, Any]:
+        return {
+            "max_steps": steps, "lr": lr, "lr_schedule": "cosine",
+            "lr_warmup_steps": round(self.config.warmup_share * steps),
+            "weight_decay": self.config.weight_decay,
+        }  # fmt: skip
+
+    def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
+        first, config = self.config.stages[0], self.config
+        if first != "pretrain" and not config.from_scratch:
+            raise UserError(
+                f"ConfigError: method.stages begins with {first}, which starts from a pre-trained "
+                "drafter: name one as model.drafter, add pretrain, or set method.from_scratch=true"
+            )
+        if self.size_search is not None:
+            return self.size_search.chosen()
+        return CausalLMDrafter.from_target(
+            self.target, num_layers=config.draft_layers or 1,
+            hidden_size=config.draft_hidden_size or self.target.hidden_size // 2,
+            tie_embeddings=config.tie_embeddings,
+        )  # fmt: skip
+
+    def accept(self, drafter: Any) -> None:
+        check_kind(drafter, "causal_lm", "fastdraft")
+        if self.size_search is not None:
+            raise UserError(
+                "method.search_parameters chooses the size of a fresh drafter: leave it out, or "
+                "set model.drafter=null"
+            )
+        require(
+            self.config.context <= drafter.context, "ContextError: method.context",
+            f"be at most the drafter's context {drafter.context}", self.config.context,
+        )  # fmt: skip
+
+    def enter(self, stage: Stage, drafter: CausalLMDrafter, max_steps: int) -> CausalLMDrafter:
+        """Before documents are packed: the network must keep them apart."""
+        if stage.needs.text is not None and stage.needs.text.separate:
+            check_separation(drafter)
+        return drafter
+
+    def begin(self, stage: Stage, max_new_tokens: int) -> None:
+        self.inner.begin(stage, max_new_tokens)
+        self.aligning = stage.needs.text is None
+        self.inner.control = not self.aligning  # cross-entropy, no word of the target
+
+    def about(self) -> dict[str, Any]:
+        return {"size_search": self.size_search.rows} if self.size_search else {}
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def refresh(self, step: int, context: Context) -> Batch | None:
+        batch = context.batch
+        if not (self.aligning and self.config.train_prompts):
+            return batch
+        pairs = zip(batch.prompts, batch.responses, strict=True)
+        whole = [prompt + response for prompt, response in pairs]
+        return collate([[] for _ in whole], whole, batch.sources, batch.index)
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        return self.inner.target_request(batch, step)
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return self.inner.denominators(batch, step)
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        return self.inner.loss(batch, target_outputs, step)
+
+
+@torch.no_grad()
+def check_separation(drafter: CausalLMDrafter) -> None:
+    """Two documents in a row, told apart by their positions alone, must not see each other."""
+    device = next(drafter.parameters()).device
+    ids = (torch.arange(6, device=device) % drafter.vocab_size).unsqueeze(0)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    training = drafter.training
+    drafter.eval()
+    *_, packed = drafter.states(ids, None, 1, positions)
+    *_, alone = drafter.states(ids[:, 3:], None, 1)
+    drafter.train(training)
+    if not torch.allclose(packed[:, 3:], alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
+        raise UserError(
+            f"{type(drafter.model).__name__} lets packed documents see each other: set "
+            "method.separate_documents=false"
+        )
