@@ -23,15 +23,17 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
+from huggingface_hub import HfApi
 from tqdm import tqdm
 
 from data import toy
@@ -70,12 +72,15 @@ class Source:
         if kind == "toy" and domain not in toy.DOMAINS:
             known = ", ".join(f"toy:{one}" for one in toy.DOMAINS)
             raise UserError(f"unknown corpus {text!r}; of the toy there are {known}")
-        allowed = () if kind == "toy" else ("column",) if Path(name).exists() else OPTIONS
+        path = Path(name).expanduser()
+        allowed = () if kind == "toy" else ("column",) if path.exists() else OPTIONS
         for key in options:
             if key not in allowed:
                 raise UserError(f"corpus {text!r}: {key} does not apply to {name}; leave it out")
-        if not allowed and kind != "toy":
-            raise UserError(f"corpus {text!r} names nothing")
+        if allowed == OPTIONS and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+            raise UserError(f"corpus {name} does not exist: neither file, folder nor Hub data set")
+        if allowed == OPTIONS and _suffix(path) in KINDS:
+            raise UserError(f"corpus file {name} does not exist")
         return source
 
     @property
@@ -97,11 +102,13 @@ class Source:
         if self.is_toy:
             made = hashlib.sha256(Path(toy.__file__).read_bytes()).hexdigest()
             return {"name": self.name, "python": platform.python_version(), "toy": made}
-        files = {path.name: _sha256(path) for path in self.files()}
-        return {**asdict(self), "files": files}
+        files = self.files()
+        if not files:
+            return asdict(self)
+        return {"column": self.column, "files": {str(p): _sha256(p) for p in files}}
 
     def texts(self, skip: int) -> Iterator[str]:
-        """Its documents from number `skip` on, empty ones left out."""
+        """Its documents from number `skip` on, "" where one is empty."""
         if self.is_toy:
             found = toy.documents(self.name.removeprefix("toy:"), "train")
             yield from (document.text for document in itertools.islice(found, skip, None))
@@ -145,8 +152,8 @@ class Source:
         except Exception as error:  # whatever the layers below raise, the remedy is the same
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"corpus {self.name!r} is neither toy:<domain>, nor a file or folder that can be "
-                f"read, nor a Hub data set with config={self.config} split={self.split or 'train'} "
+                f"corpus {self.name!r} cannot be opened as a file, a folder or a Hub data set with "
+                f"config={self.config} split={self.split or 'train'} "
                 f"({type(error).__name__}: {reason})"
             ) from error
         columns = list(first or {})
@@ -161,6 +168,24 @@ class Source:
 
 def _suffix(path: Path) -> str:
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
+
+
+def _pinned(source: Source, folder: Path) -> Source:
+    """A Hub data set stays at the commit that the first block was read from."""
+    if source.is_toy or source.files() or source.revision:
+        return source
+    path = folder / "revision"
+    if not path.exists():
+        try:
+            commit = str(HfApi().dataset_info(source.name).sha)
+        except Exception as error:  # not there, no network, no right to it
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"corpus {source.name!r} is neither toy:<domain>, nor a file or folder, nor a data "
+                f"set that the Hub shows ({type(error).__name__}: {reason})"
+            ) from error
+        path.write_text(commit)
+    return replace(source, revision=path.read_text())
 
 
 def _sha256(path: Path) -> str:
@@ -292,7 +317,7 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
     ):
         with (folder / name).open("ab") as file:
             file.truncate(size)  # what a kill left behind the last whole block
-    texts = source.texts(blocks[-1]["documents"])
+    texts = _pinned(source, folder).texts(blocks[-1]["documents"])
     bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=f"tokenise {source.name}",
                unit="token", unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
     block = blocks[-1]

@@ -71,6 +71,9 @@ class PackedBatches:
     world: int = 1
     _order: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._shares = list(_fractions(self.text.shares).values())
+
     @property
     def fingerprint(self) -> str:
         """Of the tokens that may be read."""
@@ -108,7 +111,7 @@ class PackedBatches:
         """(source, how many rows of it came before) of row `number`: the first source gets every
         row at which number * share passes an integer, the others share the rest likewise."""
         left = Fraction(1)
-        for which, share in enumerate(_fractions(self.text.shares).values()):
+        for which, share in enumerate(self._shares):
             part = share / left
             before = int(number * part)
             if int((number + 1) * part) > before:

@@ -58,6 +58,21 @@ def command(folder: Path, target: Any, *given: str) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
 
+def own_words(recipe: str, folder: Path) -> list[str]:
+    """What a tiny run of this recipe needs besides `command`; that of distillspec is there."""
+    if recipe != "fastdraft":
+        return []
+    raw = write_jsonl(
+        folder / "raw.jsonl", [{"text": f"{i} and {7 * i % 13}." * 9} for i in range(40)]
+    )
+    code = write_jsonl(folder / "code.jsonl", [{"text": f"f({i}) = {i}\n" * 12} for i in range(40)])
+    return [
+        f"method.corpus={{{raw}: 1}}", f"method.continue_corpus={{{code}: 2, {raw}: 1}}",
+        "method.context=32", "method.pretrain_steps=10", "method.continue_steps=10",
+        "method.draft_hidden_size=16", "data.temperature=1", "trainer.lr_warmup_steps=0",
+    ]  # fmt: skip
+
+
 def only(words: list[str], *sections: str) -> list[str]:
     """The words of `sections`, for a command that takes no recipe."""
     return [word for word in words if word.partition(".")[0] in sections]

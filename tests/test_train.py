@@ -16,6 +16,7 @@ from tests.commands import (
     TWO,
     command,
     finish,
+    own_words,
     read_jsonl,
     start,
     stored_traces,
@@ -35,11 +36,13 @@ def run(*words):
 
 def check_run_folder(folder, recipe="distillspec"):
     """All that is promised of a run folder; returns the report."""
-    head = recipe != "distillspec"
+    head = recipe not in ("distillspec", "fastdraft")
+    stages = {"pretrained", "continued"} if recipe == "fastdraft" else set()
+    control = {"control"} if recipe != "distillspec" else set()
     names = (
         "config.yaml run.json metrics.jsonl drafter/drafter.json rounds.jsonl report.json report.md"
     )
-    places = {"distillspec": "transformers", "medusa2": "vllm/drafter"}
+    places = {"distillspec": "transformers", "fastdraft": "transformers", "medusa2": "vllm/drafter"}
     exported = f"export/{places.get(recipe, 'vllm')}/model.safetensors"
     own = () if recipe.startswith("hydra") else (exported,)  # no engine loads Hydra
     for name in (*names.split(), "report.html", *own):
@@ -51,7 +54,7 @@ def check_run_folder(folder, recipe="distillspec"):
     report = json.loads((folder / "report.json").read_text())
     for temperature in (0.0, 1.0):
         rows = [r for r in report["results"] if r["temperature"] == temperature]
-        assert {r["drafter"] for r in rows} == ROWS - ({"control"} if head else set())
+        assert {r["drafter"] for r in rows} == (ROWS | stages) - control
         (target,) = [r for r in rows if r["drafter"] == "target"]
         assert target["alpha"] == pytest.approx(1, abs=1e-6)
         assert target["alpha_pos"] == pytest.approx([1] * K, abs=1e-6)
@@ -96,6 +99,9 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     words = command(tmp_path, tiny_folder("llama", layers=8), f"recipe={recipe}")
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
+    words += own_words(recipe, tmp_path)
+    if recipe == "fastdraft":
+        words += [f"eval.K={K}", "eval.temperatures=[0, 1]"]
     run(*words)
     check_run_folder(tmp_path / "run", recipe)
 

@@ -163,6 +163,7 @@ def train_stages(
 ) -> tuple[dict[str, Any], dict[str, FitResult]]:
     """Train every stage from the drafter `base`; returns the drafters that the report has a row
     for, and what each stage reached. `texts`: of `raw_texts`."""
+    check_context(base, traces)
     train, dev = split_dev(traces, run.config.run.seed)
     rows: dict[str, Any] = {}
     results: dict[str, FitResult] = {}
@@ -180,6 +181,17 @@ def train_stages(
         if stage.row:
             rows[stage.row] = drafter
     return rows, results
+
+
+def check_context(drafter: Any, traces: list[Trace]) -> None:
+    """A drafter with a context of its own must see the whole of every text."""
+    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+    context = getattr(drafter, "context", longest)
+    if longest > context:
+        raise UserError(
+            f"ContextError: model.drafter sees {context} tokens, the longest text has {longest}: "
+            "lower data.max_prompt_tokens or data.max_new_tokens, or take another drafter"
+        )
 
 
 def _settings(run: Run, stage: Stage) -> TrainerConfig:

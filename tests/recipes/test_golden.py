@@ -16,7 +16,7 @@ import pytest
 
 import train
 from recipes import base
-from tests.commands import command, read_jsonl
+from tests.commands import command, own_words, read_jsonl
 from tests.tiny import save_tiny
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -34,6 +34,7 @@ def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list
     words = command(folder, target, *settings)
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
+    words += own_words(recipe, folder)
     if recipe == "eagle3":  # the defaults collide on two layers
         words.append("method.layers=[0,1]")
     assert train.main(words) == 0
