@@ -6,9 +6,9 @@ with a fresh optimiser and the rate warmed up again) and `align` (on the target'
 cross-entropy, i.e. sequence-level distillation, or a divergence from the target's law, live or
 stored compressed). The paper's acceptance rate is `draft_acceptance_rate` at eval.K=3, its block
 efficiency `tokens_per_round`, its MBSU `mbsu_params`. Departures: learning rates and batch sizes
-are not published, so the ones here are ours; weights start as transformers draws them; every stage
-ends with its best weights by acceptance on held-out text of the target; documents packed into one
-row do not see each other (the paper does not say).
+are not published, so the ones here are ours; weights start as transformers draws them; `align` ends
+with its best weights by acceptance on held-out text of the target, the others with their last;
+documents packed into one row do not see each other (the paper does not say).
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@
   `load_state_dict()` (equal on all ranks; tensors and plain containers).
 - optional: `recipe.lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
 - `outputs(batch, step)`: what the frozen target says, or None.
-- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised. The random state is put back.
+- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, or `latest` is true and the
+  last weights are kept. The random state is put back.
 
 One process waits for its device only to log, evaluate and save; several also agree on the
 denominators once per step. Precision, devices and sharding are the accelerator's.

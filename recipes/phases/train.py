@@ -274,7 +274,8 @@ def _fit_stage(
     try:
         return fit(
             recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=_dev_evaluation(run, dev, drafter), outputs=outputs,
+            evaluate=_dev_evaluation(run, dev, drafter, latest=needs.text is not None),
+            outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
             context=context, describe=lambda batch: preview(batch, target.tokenizer),
@@ -328,8 +329,10 @@ def sample_drafter(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
-    """Acceptance on held-out training traces, no decoding; every sampling they hold counts."""
+def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, latest: bool = False) -> Any:
+    """Acceptance on held-out training traces, no decoding; every sampling they hold counts.
+    `latest`: it is only looked at. Raw text need not resemble what the target writes, so it must
+    not choose how long that is trained on."""
     if not dev:
         return None
     depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
@@ -362,6 +365,7 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
             "greedy_match": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
+            **({"latest": True} if latest else {}),
         }
 
     return evaluate

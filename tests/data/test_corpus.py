@@ -1,0 +1,286 @@
+"""Raw text on its way to token ids: every source, resumed, never changed behind a reader's back."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import fcntl
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from data import corpus, toy
+from data.corpus import Source, TokenFile, read_blocks, tokenised
+from tests.commands import write_jsonl
+from tests.tiny import EOS
+from trainer.config import RunFault, UserError
+
+TEXTS = [f"Document {i} says {'so ' * (i % 5)}and ends." for i in range(30)]
+
+
+@pytest.fixture
+def target(tiny_target, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_DOCUMENTS", 4)
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def raw(tmp_path):
+    return str(write_jsonl(tmp_path / "raw.jsonl", [{"text": text} for text in TEXTS]))
+
+
+def encoded(target, texts=TEXTS):
+    return [[*target.tokenizer(text).input_ids, EOS] for text in texts]
+
+
+def documents_of(file: TokenFile) -> list[list[int]]:
+    return [part.tolist() for part in np.split(file.tokens, file.ends[:-1].astype(int))]
+
+
+def all_of(source, target, cache, num_tokens=10**6):
+    return tokenised(Source.parse(source), target, num_tokens, cache)
+
+
+def test_every_document_is_the_targets_own_tokens_and_ends_in_eos(target, raw, tmp_path):
+    file = all_of(raw, target, tmp_path)
+    assert documents_of(file) == encoded(target)
+    assert file.tokens.dtype == np.uint32
+    assert (file.num_documents, file.num_tokens) == (30, sum(map(len, encoded(target))))
+
+
+def test_an_eos_of_the_tokenizers_own_is_not_doubled(target, tmp_path):
+    raw = write_jsonl(tmp_path / "raw.jsonl", [{"text": "Done.<|endoftext|>"}])
+    assert all_of(str(raw), target, tmp_path).tokens.tolist().count(EOS) == 1
+
+
+@pytest.mark.parametrize("kind", ["txt", "json", "csv", "parquet", "jsonl.gz"])
+def test_every_kind_of_file_gives_the_same_tokens(kind, target, tmp_path):
+    texts = TEXTS[:1] if kind == "txt" else TEXTS
+    path = tmp_path / f"raw.{kind}"
+    rows = [{"text": text} for text in texts]
+    if kind == "txt":
+        path.write_text(texts[0])
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["text"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(gzip.compress(lines.encode()))
+    assert documents_of(all_of(str(path), target, tmp_path)) == encoded(target, texts)
+
+
+def test_a_folder_is_all_its_files_in_order(target, tmp_path):
+    for name, text in (("b", "second"), ("a", "first"), ("sub/c", "third\n\nand more")):
+        path = tmp_path / "folder" / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = documents_of(all_of(str(tmp_path / "folder"), target, tmp_path))
+    assert found == encoded(target, ["first", "second", "third\n\nand more"])
+
+
+def test_a_column_is_named_or_one_of_the_usual(target, tmp_path):
+    rows = [{"content": text, "other": text.upper()} for text in TEXTS]
+    raw = write_jsonl(tmp_path / "raw.jsonl", rows)
+    assert documents_of(all_of(str(raw), target, tmp_path)) == encoded(target)
+    upper = all_of(f"{raw}#column=other", target, tmp_path)
+    assert documents_of(upper) == encoded(target, [text.upper() for text in TEXTS])
+
+
+def test_empty_documents_are_left_out(target, tmp_path):
+    rows = [{"text": text} for text in ["one", "", "  \n", None, "two", "three"]]
+    raw = write_jsonl(tmp_path / "raw.jsonl", rows)
+    assert documents_of(all_of(str(raw), target, tmp_path)) == encoded(
+        target, ["one", "two", "three"]
+    )
+
+
+@pytest.mark.parametrize("domain", toy.DOMAINS)
+def test_the_toys_raw_text_is_its_training_split(domain, target, tmp_path):
+    file = all_of(f"toy:{domain}", target, tmp_path, num_tokens=2000)
+    stream = toy.documents(domain, "train")
+    assert documents_of(file) == encoded(
+        target, [next(stream).text for _ in range(file.num_documents)]
+    )
+    assert file.num_tokens >= 2000
+
+
+def test_no_more_is_read_than_asked_for_and_a_longer_budget_goes_on(target, raw, tmp_path):
+    small = all_of(raw, target, tmp_path, num_tokens=100)
+    assert 100 <= small.num_tokens < 100 + 4 * 60
+    whole = all_of(raw, target, tmp_path)
+    assert documents_of(whole) == encoded(target)
+    again = all_of(raw, target, tmp_path, num_tokens=100)
+    assert again.tokens.tolist() == small.tokens.tolist()
+    assert again.fingerprint == small.fingerprint != whole.fingerprint
+    assert len(list((tmp_path / "corpus").iterdir())) == 1
+
+
+def test_written_once_it_is_not_read_again(target, raw, tmp_path, monkeypatch):
+    whole = all_of(raw, target, tmp_path)
+    monkeypatch.setattr(Source, "texts", lambda *_: pytest.fail("read again"))
+    assert all_of(raw, target, tmp_path).fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize("torn", ["nothing", "tokens", "line"])
+def test_a_killed_tokenisation_goes_on_with_the_same_tokens(
+    torn, target, raw, tmp_path, monkeypatch
+):
+    expected = all_of(raw, target, tmp_path / "straight")
+
+    class Killed(BaseException):
+        pass
+
+    plain, writes = corpus._write, []
+
+    def write(path, content):
+        writes.append(path.name)
+        if writes.count("blocks.jsonl") == 3:
+            if torn == path.name.partition(".")[0] or torn == "line":
+                plain(path, content[: len(content) // 2])
+            raise Killed
+        plain(path, content)
+        if torn == "tokens" and writes.count("blocks.jsonl") == 2 and path.name == "blocks.jsonl":
+            plain(path.with_name("tokens.bin"), b"123")
+
+    monkeypatch.setattr(corpus, "_write", write)
+    with pytest.raises(Killed):
+        all_of(raw, target, tmp_path / "killed")
+    monkeypatch.setattr(corpus, "_write", plain)
+    (folder,) = (tmp_path / "killed" / "corpus").iterdir()
+    assert len(read_blocks(folder)) == 3  # the one without text, and two
+    found = all_of(raw, target, tmp_path / "killed")
+    assert found.fingerprint == expected.fingerprint
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert documents_of(found) == encoded(target)
+
+
+def test_other_text_or_another_tokenizer_is_another_file(target, raw, tmp_path):
+    first = all_of(raw, target, tmp_path)
+    write_jsonl(tmp_path / "raw.jsonl", [{"text": text + "!"} for text in TEXTS])
+    assert all_of(raw, target, tmp_path).fingerprint != first.fingerprint
+    fingerprint = target.fingerprint | {"tokenizer": "another"}
+    all_of(raw, dataclasses.replace(target, fingerprint=fingerprint), tmp_path)
+    assert len(list((tmp_path / "corpus").iterdir())) == 3
+
+
+def test_a_row_knows_its_documents_and_positions(target, tmp_path):
+    raw = write_jsonl(tmp_path / "raw.jsonl", [{"text": text} for text in ("abc", "de", "fghi")])
+    file = all_of(str(raw), target, tmp_path)  # abc. de. fghi. -> 4 + 3 + 5 tokens
+    ids, positions, documents = file.row(0, 6)
+    assert ids.tolist() == file.tokens[:6].tolist()
+    assert positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert documents.tolist() == [0, 0, 0, 0, 1, 1]
+    _, positions, documents = file.row(1, 6)  # begins with the last token of the second
+    assert positions.tolist() == [0, 0, 1, 2, 3, 4]
+    assert documents.tolist() == [0, 1, 1, 1, 1, 1]
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("toy", "of the toy there are toy:code, toy:prose, toy:math"),
+        ("toy:cod", "unknown corpus 'toy:cod'"),
+        ("toy:code#split=train", "split does not apply to toy:code"),
+        ("a/b#colum=text", "unknown option 'colum'; did you mean 'column'?"),
+        ("nothing.jsonl", "corpus file nothing.jsonl does not exist"),
+        ("no/such/folder", "corpus no/such/folder does not exist"),
+        ("{tmp}#split=train", "split does not apply"),
+    ],
+)
+def test_a_wrong_source_is_named_before_anything_is_read(name, says, tmp_path):
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        Source.parse(name.format(tmp=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "option", "says"),
+    [
+        ('{"text": "a"}\n{"text": 3}\n', "", "cannot|must hold text"),
+        ('{"body": "a"}\n', "", "no column 'text or content or code'; columns: body"),
+        ('{"text": "a"}\n', "#column=body", "no column 'body'; columns: text"),
+        ("not json\n", "", "cannot be opened"),
+    ],
+)
+def test_rows_that_are_no_text_are_named(content, option, says, target, tmp_path):
+    (tmp_path / "raw.jsonl").write_text(content)
+    with pytest.raises((UserError, RunFault), match=says):
+        all_of(f"{tmp_path / 'raw.jsonl'}{option}", target, tmp_path)
+
+
+def test_a_folder_without_text_or_with_several_kinds(target, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"holds no file of \.txt"):
+        all_of(str(folder), target, tmp_path)
+    (folder / "a.txt").write_text("a")
+    write_jsonl(folder / "b.jsonl", [{"text": "b"}])
+    with pytest.raises(UserError, match="of one kind"):
+        all_of(str(folder), target, tmp_path)
+
+
+def test_a_hub_data_set_that_cannot_be_reached_is_one_line(target, tmp_path):
+    """Tests run offline."""
+    with pytest.raises(UserError, match="'someone/something' is neither toy:<domain>, nor a file"):
+        all_of("someone/something", target, tmp_path)
+
+
+def test_a_hub_data_set_stays_at_its_first_commit(target, tmp_path, monkeypatch):
+    """Its text may change between two commands; a file must not hold both."""
+    import datasets
+
+    commits, opened = iter(["one", "two"]), []
+
+    class Info:
+        def dataset_info(self, name):
+            return type("Found", (), {"sha": next(commits)})
+
+    def load(name, config, *, split, streaming, revision):
+        opened.append((name, config, split, streaming, revision))
+        return datasets.Dataset.from_list([{"text": t} for t in TEXTS]).to_iterable_dataset()
+
+    monkeypatch.setattr(corpus, "HfApi", Info)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = "someone/something#config=small&split=part"
+    all_of(source, target, tmp_path, num_tokens=100)
+    assert documents_of(all_of(source, target, tmp_path)) == encoded(target)
+    assert opened == [("someone/something", "small", "part", True, "one")] * 2
+    all_of("someone/something#revision=fixed", target, tmp_path)
+    assert opened[-1] == ("someone/something", None, "train", True, "fixed")
+
+
+def test_two_commands_do_not_write_the_same_file(target, raw, tmp_path):
+    all_of(raw, target, tmp_path, num_tokens=100)
+    (folder,) = (tmp_path / "corpus").iterdir()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is being written by another process"):
+            all_of(raw, target, tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_known_before(target, raw, tmp_path, monkeypatch, capsys):
+    usage = type("Usage", (), {"free": 300})
+    monkeypatch.setattr(corpus.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"needs about 0\.004 MB"):
+        all_of(raw, target, tmp_path, num_tokens=1000)
+    assert "up to 1000 more tokens" in capsys.readouterr().out
+
+
+def test_a_tokenizer_wider_than_the_target_is_refused(raw, tiny_folder, tmp_path):
+    from data.target import Target
+
+    narrow = Target.load(str(tiny_folder("llama", vocab_size=90)))
+    with pytest.raises(UserError, match=r"CompatibilityError.* the target scores ids below 90"):
+        all_of(raw, narrow, tmp_path)

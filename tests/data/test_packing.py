@@ -1,0 +1,131 @@
+"""Rows of raw text: which text, which mask, which positions, and in which shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from data.batches import preview
+from data.packing import PackedBatches, RawText
+from tests.commands import write_jsonl
+from tests.tiny import EOS, tiny_tokenizer
+from trainer.config import UserError
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def made(tiny_target, tmp_path_factory):
+    """make(shares by name, **options of PackedBatches)."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = {
+        "prose": [f"Sentence {i} of {i % 7}" for i in range(60)],
+        "code": [f"f({i})={i * i}" for i in range(60)],
+        "math": [f"{i}+{i}={2 * i}" for i in range(60)],
+    }
+    paths = {
+        name: str(write_jsonl(folder / f"{name}.jsonl", [{"text": t} for t in rows]))
+        for name, rows in texts.items()
+    }
+
+    def make(separate=True, context=CONTEXT, batch_size=4, seed=0, **shares):
+        rank, world = shares.pop("rank", 0), shares.pop("world", 1)
+        named = {paths[name]: share for name, share in (shares or {"prose": 1}).items()}
+        text = RawText(named, context, separate)
+        files = text.load(tiny_target("llama"), 10**6, folder)
+        return PackedBatches(files, text, batch_size, seed, rank, world)
+
+    return make
+
+
+def contents(batch):
+    return [t.tolist() for t in (batch.input_ids, batch.loss_mask, batch.position_ids)], batch.index
+
+
+def test_eos_is_trained_and_the_first_token_of_a_document_is_not(made):
+    for index in range(8):
+        batch = made().at(index)
+        follows_eos = torch.zeros_like(batch.loss_mask)
+        follows_eos[:, 1:] = batch.input_ids[:, :-1] == EOS
+        expected = ~follows_eos
+        expected[:, 0] = False
+        assert torch.equal(batch.loss_mask, expected)
+        assert batch.loss_mask[:, 1:][batch.input_ids[:, 1:] == EOS].all()
+        assert batch.num_supervised == int(expected.sum())
+        assert (batch.position_ids[follows_eos] == 0).all()
+        assert batch.document_ids.diff(dim=1)[follows_eos[:, 1:]].eq(1).all()
+
+
+def test_plain_packing_trains_across_documents(made):
+    separate, plain = made().at(0), made(separate=False).at(0)
+    assert torch.equal(separate.input_ids, plain.input_ids)
+    assert plain.loss_mask[:, 1:].all()
+    assert not plain.loss_mask[:, 0].any()
+    assert torch.equal(plain.position_ids[0], torch.arange(CONTEXT))
+    assert separate.num_supervised < plain.num_supervised
+
+
+def test_a_batch_follows_from_its_index_alone(made):
+    forwards = [contents(made(prose=1, code=2).at(i)) for i in range(10)]
+    again = made(prose=1, code=2)
+    assert [contents(again.at(i)) for i in reversed(range(10))] == forwards[::-1]
+    assert contents(made(prose=1, code=2, seed=1).at(0)) != forwards[0]
+
+
+def test_ranks_share_the_rows_of_one_process(made):
+    for index in range(3):
+        whole = made(batch_size=6, prose=1, code=2).at(index)
+        parts = [
+            made(batch_size=3, prose=1, code=2, rank=rank, world=2).at(index) for rank in (0, 1)
+        ]
+        joined = torch.cat([part.input_ids for part in parts])
+        assert torch.equal(joined, whole.input_ids)
+
+
+def test_an_epoch_reads_every_row_once_and_the_next_in_another_order(made):
+    batches = made(batch_size=1)
+    (file,) = batches.files
+    rows = file.num_tokens // CONTEXT
+    epochs = [[tuple(batches.at(e * rows + i).responses[0]) for i in range(rows)] for e in (0, 1)]
+    expected = sorted(tuple(file.row(i, CONTEXT)[0].tolist()) for i in range(rows))
+    assert [sorted(epoch) for epoch in epochs] == [expected, expected]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("shares", [{"code": 2, "prose": 1}, {"code": 5, "prose": 3, "math": 0.5}])
+def test_shares_are_exact_at_every_length_and_no_row_is_skipped(made, shares):
+    batches = made(batch_size=1, **shares)
+    total = sum(shares.values())
+    seen: Counter = Counter()
+    for number in range(200):
+        which, rank = batches._place(number)
+        assert rank == seen[which]  # the next of its source
+        seen[which] += 1
+        for place, share in enumerate(shares.values()):
+            assert abs(seen[place] - (number + 1) * share / total) < 2
+    assert {batches.at(i).sources[0] for i in range(40)} == {f.source for f in batches.files}
+
+
+def test_only_what_the_mixture_asks_for_is_tokenised(made, tiny_target, tmp_path):
+    text = RawText({"toy:math": 3, "toy:prose": 1}, CONTEXT)
+    files = text.load(tiny_target("llama"), 8000, tmp_path)
+    assert files[0].num_tokens >= 6000 + CONTEXT
+    assert files[1].num_tokens >= 2000 + CONTEXT
+
+
+def test_a_corpus_shorter_than_one_context_is_refused(tiny_target, tmp_path):
+    raw = write_jsonl(tmp_path / "raw.jsonl", [{"text": "too short"}])
+    says = r"DataError: corpus .*raw\.jsonl has 10 tokens, method\.context=16"
+    with pytest.raises(UserError, match=says):
+        RawText({str(raw): 1}, 16).load(tiny_target("llama"), 100, tmp_path)
+
+
+def test_the_preview_marks_exactly_what_is_trained(made):
+    batch = made().at(0)
+    text = preview(batch, tiny_tokenizer()).partition("\n")[2]
+    row, mask = batch.input_ids[0].tolist(), batch.loss_mask[0].tolist()
+    tokens = [tiny_tokenizer().decode([one]) for one in row]
+    marked = [f"[{one}]" if on else one for one, on in zip(tokens, mask, strict=True)]
+    assert text == "".join(marked)
