@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
         if config.dry_run:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))
             generate.describe(config)
+            if hasattr(module, "describe"):
+                print(module.describe(config))
             return 0
         run.stop_softly()
         run.check_folder(config)

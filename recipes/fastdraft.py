@@ -116,6 +116,23 @@ def check_shares(key: str, shares: Any) -> None:
         Source.parse(name)
 
 
+def describe(config: Any) -> str:
+    """What the stages read of raw text, for `dry_run`."""
+    method, trainer, lines = config.method, config.trainer, []
+    row = trainer.batch_size * trainer.gradient_accumulation_steps * method.context
+    for stage, steps, shares in (
+        ("pretrain", method.pretrain_steps, method.corpus),
+        ("continue", method.continue_steps, method.continue_corpus),
+    ):
+        if stage in method.stages:
+            tokens = steps * row
+            lines.append(
+                f"raw text of stage {stage}: {tokens} tokens per process from {shares}, at most "
+                f"{4 * tokens / 1e6:.1f} MB in {config.data.cache_dir}"
+            )
+    return "\n".join(lines)
+
+
 class Alignment(distillspec.Recipe):
     """DistillSpec on the target's text, with a share of cross-entropy on its tokens."""
 

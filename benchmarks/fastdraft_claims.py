@@ -1,0 +1,311 @@
+"""What each stage of FastDraft (Zafrir et al. 2024, arXiv:2411.11055) gives, on the embedded toy.
+
+    python -m benchmarks.fastdraft_claims          # all cells and seeds, resumable
+    python -m benchmarks.fastdraft_claims report   # only the statistics of what is there
+    python -m benchmarks.fastdraft_claims tiny     # seed 0 with a few steps: does it run?
+
+One fresh drafter per seed is pre-trained on prose, continued on code and prose (2 : 1) and aligned:
+on the target's generations, on the data set's own responses to the same prompts, and by forward KL
+to the target's full law. `scratch` takes the same fresh weights and is aligned on the target's
+generations until it has seen as many supervised tokens as pre-training, continuation and alignment
+together; the target's text comes round more often for that, and its best weights are kept. The arm
+on own responses takes as many supervised tokens as the one on generations. Alignments keep their
+best weights by acceptance on held-out training prompts.
+
+Acceptance on the target's text of held-out prompts at gamma = 3 without decoding, at T=0.6 (the
+paper's, on which the claims are judged) and T=1. Differences are paired by prompt, bootstrapped
+over seeds and prompts, 95 % intervals, Holm over the claims. Settings were committed before any
+run; learning rates are the recipe's, not tuned.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batches import Batches
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.kept import KeptLogits
+from data.packing import PackedBatches
+from data.prompts import load_prompts
+from data.sampling import Sampling
+from data.target import Target
+from data.traces import Trace
+from drafters.base import Budget
+from eval.metrics import PromptCounters, hierarchical_difference, holm, summarise
+from eval.offline import OfflineEvaluator
+from recipes.base import Stage
+from recipes.fastdraft import Config, Recipe
+from recipes.phases.train import split_dev
+from trainer.config import TrainerConfig
+from trainer.loop import fit, make_accelerator
+from trainer.tracking import Tracker
+
+SEEDS = (0, 1, 2, 3, 4)
+K, TEMPERATURES, JUDGED = 3, (0.6, 1.0), "0.6"
+DOMAINS = ("code", "math", "prose")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Of a run: steps of the stages, rows per step, prompts."""
+
+    pretrain: int = 800
+    continued: int = 400
+    align: int = 240
+    rows: int = 24
+    prompts: int = 2600
+    held_out: int = 240
+    new_tokens: int = 64
+    evaluations: int = 6  # of an alignment, to choose its weights
+    work: str = "runs/benchmarks/fastdraft"
+
+
+TINY = Scale(3, 3, 3, 4, 24, 9, 16, 1, "runs/benchmarks/fastdraft-tiny")
+# cell -> (stage, the cell it starts from, text, divergence)
+CELLS: dict[str, tuple[str, str | None, str, str]] = {
+    "pretrained": ("pretrain", None, "raw", "ce_hard"),
+    "continued": ("continue", "pretrained", "raw", "ce_hard"),
+    "aligned": ("align", "continued", "target", "ce_hard"),
+    "aligned, own responses": ("align", "continued", "fixed", "ce_hard"),
+    "aligned, fkl": ("align", "continued", "target", "fkl"),
+    "scratch": ("align", None, "target", "ce_hard"),
+}
+# claim -> (cell, the other, domain, least difference in alpha); the interval must lie above 0, or
+# above a margin below 0
+CLAIMS: dict[str, tuple[str, str, str | None, float]] = {
+    "F1 continuing lifts code by 0.15": ("continued", "pretrained", "code", 0.15),
+    "F1 and costs prose at most 0.02": ("continued", "pretrained", "prose", -0.02),
+    "F2 generations > own responses": ("aligned", "aligned, own responses", None, 0.0),
+    "F3 aligned > continued": ("aligned", "continued", None, 0.0),
+    "pre-trained > scratch, equal tokens": ("aligned", "scratch", None, 0.0),
+}
+FINDINGS = {"F6 token-level - sequence-level": ("aligned, fkl", "aligned", None, 0.0)}
+
+
+class Bench:
+    def __init__(self, scale: Scale):
+        self.scale, self.work = scale, Path(scale.work)
+        self.accelerator = make_accelerator(TrainerConfig())
+        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
+        traces = self._traces("train", scale.prompts, (0.0, 0.6, 0.8, 1.0), 0)
+        self.train, dev = split_dev([t for t in traces if t.fixed_ids], 0)
+        self.dev = [t for t in dev if t.temperature == 1]
+        self.held_out = {t: self._traces("eval", scale.held_out, (t,), 99) for t in TEMPERATURES}
+        self.kept = KeptLogits(self.target, self.train, ["target"])
+        self.tokens: dict[str, float] = {  # supervised ones per step of an alignment
+            source: scale.rows * sum(len(getattr(t, field)) for t in self.train) / len(self.train)
+            for source, field in (("target", "response_ids"), ("fixed", "fixed_ids"))
+        }
+
+    def _traces(
+        self, split: str, count: int, temperatures: tuple[float, ...], seed: int
+    ) -> list[Trace]:
+        prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
+        plan = GenerationPlan(
+            f"toy {split}", tuple(prompts), temperatures, max_new_tokens=self.scale.new_tokens,
+            seed=seed, lookahead=8,
+        )  # fmt: skip
+        folder = traces_folder(plan, self.target, "runs/cache")
+        return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+
+    def recipe(self, cell: str) -> tuple[Recipe, Stage]:
+        name, _, _, divergence = CELLS[cell]
+        scale = self.scale
+        config = Config(
+            pretrain_steps=scale.pretrain, continue_steps=scale.continued, divergence=divergence,
+            pretrain_lr=3e-3, continue_lr=1.5e-3,
+        )  # fmt: skip
+        recipe = Recipe(config, self.target)
+        return recipe, next(stage for stage in recipe.stages() if stage.name == name)
+
+    def steps(self, cell: str) -> int:
+        """Of an alignment: as many as give the supervised tokens it owes."""
+        scale, (stage, start, text, _) = self.scale, CELLS[cell]
+        assert stage == "align"
+        wanted = scale.align * self.tokens["target"]
+        if start is None:
+            for cell_before in ("pretrained", "continued"):
+                recipe, raw = self.recipe(cell_before)
+                batches = self.raw(raw, recipe, 0)
+                supervised = sum(batches.at(i).num_supervised for i in range(8)) / 8
+                wanted += raw.overrides["max_steps"] * supervised
+        return max(1, round(wanted / self.tokens[text]))
+
+    def raw(self, stage: Stage, recipe: Recipe, seed: int) -> PackedBatches:
+        assert stage.needs.text is not None
+        rows = stage.overrides["max_steps"] * self.scale.rows
+        files = stage.needs.text.load(self.target, rows * recipe.config.context, "runs/cache")
+        return PackedBatches(files, stage.needs.text, self.scale.rows, seed)
+
+    def fit(self, cell: str, seed: int) -> Any:
+        """The trained drafter of a cell; those it starts from are trained or found trained."""
+        _, start, text, _ = CELLS[cell]
+        recipe, stage = self.recipe(cell)
+        torch.manual_seed(seed)
+        drafter = recipe.build([]) if start is None else copy.deepcopy(self.fit(start, seed))
+        recipe.begin(stage, self.scale.new_tokens)
+        if text == "raw":
+            batches: Any = self.raw(stage, recipe, seed)
+            options: dict[str, Any] = stage.overrides
+            evaluate = None
+        else:
+            batches = Batches(self.train, {text: 1.0}, self.scale.rows, seed=seed)
+            options = {"max_steps": self.steps(cell), "lr_warmup_steps": 20}
+            evaluate = self._select
+        steps = options["max_steps"]
+        every = max(1, steps // self.scale.evaluations)
+        settings = TrainerConfig(
+            **options, batch_size=self.scale.rows, adam_beta2=0.95, log_every=steps,
+            save_every=steps, eval_every=every,
+        )  # fmt: skip
+        folder = self.work / "stages" / f"{slug(cell)}-{seed}"
+        fit(
+            recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate,
+            outputs=lambda batch, step: self._outputs(recipe, batch, step), config=settings,
+            folder=folder, seed=seed, accelerator=self.accelerator,
+            tracker=Tracker(settings, folder, folder.name, {}),
+        )  # fmt: skip
+        return drafter.eval()
+
+    def _outputs(self, recipe: Recipe, batch: Any, step: int) -> Any:
+        request = recipe.target_request(batch, step)
+        return None if request is None else self.kept.outputs(batch)
+
+    def _select(self, drafter: Any, step: int) -> dict[str, Any]:
+        sampling = Sampling(1.0)
+        found = OfflineEvaluator(self.target, self.dev, sampling, Budget(K), engine_counters=False)(
+            drafter
+        )
+        return {"select": alpha(found.counters)}
+
+    def measure(self, drafter: Any) -> dict[str, list[dict[str, Any]]]:
+        """temperature -> counters by prompt."""
+        return {
+            f"{temperature:g}": [
+                dataclasses.asdict(c)
+                for c in OfflineEvaluator(self.target, traces, Sampling(temperature), Budget(K))(
+                    drafter
+                ).counters
+            ]
+            for temperature, traces in self.held_out.items()
+        }
+
+
+def slug(cell: str) -> str:
+    return cell.replace(",", "").replace(" ", "-")
+
+
+def place(scale: Scale, cell: str, seed: int) -> Path:
+    return Path(scale.work) / "counters" / f"{slug(cell)}-{seed}.json"
+
+
+def alpha(counters: list[PromptCounters]) -> float:
+    return sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
+
+
+def run(scale: Scale, seeds: tuple[int, ...]) -> None:
+    bench = Bench(scale)
+    for seed in seeds:
+        for cell in CELLS:
+            path = place(scale, cell, seed)
+            if path.exists():
+                continue
+            began = time.monotonic()
+            drafter = bench.fit(cell, seed)
+            trained = time.monotonic() - began
+            content = {"seconds": trained, "parameters": drafter.num_parameters,
+                       "counters": bench.measure(drafter)}  # fmt: skip
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".part").write_text(json.dumps(content))
+            path.with_suffix(".part").replace(path)
+            shown = [round(alpha(load(scale, cell, seed, f"{t:g}")), 4) for t in TEMPERATURES]
+            print(f"{cell} seed {seed}: alpha {shown}, {trained:.0f} s of training", flush=True)
+
+
+def load(
+    scale: Scale, cell: str, seed: int, temperature: str, domain: str | None = None
+) -> list[PromptCounters]:
+    stored = json.loads(place(scale, cell, seed).read_text())["counters"][temperature]
+    return [PromptCounters(**row) for row in stored if domain in (None, row["domain"])]
+
+
+def difference(
+    scale: Scale, pair: tuple[str, str, str | None, float], temperature: str
+) -> dict[str, Any] | None:
+    a, b, domain, _ = pair
+    seeds = [s for s in SEEDS if place(scale, a, s).exists() and place(scale, b, s).exists()]
+    if not seeds:
+        return None
+    pairs = [
+        (load(scale, a, s, temperature, domain), load(scale, b, s, temperature, domain))
+        for s in seeds
+    ]
+    return hierarchical_difference(pairs, "alpha")
+
+
+def report(scale: Scale) -> str:
+    lines = [
+        f"{scale.pretrain} + {scale.continued} + {scale.align} steps of {scale.rows} rows, "
+        f"{scale.prompts} prompts, {scale.held_out} held out, gamma = {K}, torch "
+        f"{torch.__version__}, Python {platform.python_version()}",
+        "",
+        "| cell | T | seeds | " + " | ".join(f"AR {d} / alpha" for d in (*DOMAINS, "all"))
+        + " | tokens per round |",
+        "| --- | ---: | ---: |" + " ---: |" * (len(DOMAINS) + 2),
+    ]  # fmt: skip
+    for cell in CELLS:
+        seeds = [seed for seed in SEEDS if place(scale, cell, seed).exists()]
+        for temperature in map("{:g}".format, TEMPERATURES) if seeds else ():
+            cells = []
+            for domain in (*DOMAINS, None):
+                one = [c for s in seeds for c in load(scale, cell, s, temperature, domain)]
+                found = summarise(one, draws=0)
+                cells.append(f"{found['draft_acceptance_rate']:.3f} / {found['alpha']:.3f}")
+            cells.append(f"{found['tokens_per_round']:.3f}")
+            lines.append(f"| {cell} | {temperature} | {len(seeds)} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| claim | T | seeds | difference in alpha | 95 % interval | at least | p (Holm) | holds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    known = {claim: difference(scale, pair, JUDGED) for claim, pair in CLAIMS.items()}
+    judged = {claim: row for claim, row in known.items() if row is not None}
+    adjusted = holm([row["p"] for row in judged.values()])
+    for (claim, row), p in zip(judged.items(), adjusted, strict=True):
+        margin, (low, high) = CLAIMS[claim][3], row["ci95"]
+        clear = p < 0.05 if margin >= 0 else True  # p is of "no difference", not of "little lost"
+        holds = row["diff"] >= margin and low > min(0.0, margin) and clear
+        lines.append(
+            f"| {claim} | {JUDGED} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
+            f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {'yes' if holds else 'no'} |"
+        )
+    for name, pair in FINDINGS.items():
+        if row := difference(scale, pair, JUDGED):
+            low, high = row["ci95"]
+            lines.append(
+                f"| {name} | {JUDGED} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
+                f"{high:+.4f}] | | | finding |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    action = sys.argv[1] if len(sys.argv) > 1 else "run"
+    if action == "tiny":
+        run(TINY, (0,))
+        print(report(TINY))
+    else:
+        if action != "report":
+            run(Scale(), tuple(map(int, sys.argv[2:])) or SEEDS)
+        text = report(Scale())
+        print(text)
+        Path("benchmarks/results/fastdraft_claims.md").write_text(text)
