@@ -17,7 +17,7 @@ from typing import Any
 from eval.metrics import HEADLINE
 from eval.render import to_html, to_markdown, write_atomic
 from eval.report_page import report_blocks, report_title
-from eval.report_rows import DRAFTERS, Row
+from eval.report_rows import ORDER, Row
 from eval.report_tables import main_tables
 from trainer.config import UserError
 
@@ -204,7 +204,7 @@ def _check_json(value: Any, source: str, where: str) -> None:
 
 def _order(row: Row) -> tuple[Any, ...]:
     name = row.get("drafter", "")
-    rank = DRAFTERS.index(name) if name in DRAFTERS else DRAFTERS.index("prompt_lookup")
+    rank = ORDER.index(name if name in ORDER else "prompt_lookup")
     prompts = row.get("prompts")
     place = str(prompts.get("name") if isinstance(prompts, dict) else prompts)
     tree = row.get("tree")

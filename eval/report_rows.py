@@ -7,8 +7,9 @@ from typing import Any
 
 from eval.render import NONE
 
-STAGES = ("pretrained", "continued")  # of a drafter that is trained in several, in their order
-DRAFTERS = ("plain", "untrained", "before", *STAGES, "control", "after", "prompt_lookup", "target")
+DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
+STAGES = ("pretrained", "continued")  # of a drafter that is trained in several, between two
+ORDER = (*DRAFTERS[:3], *STAGES, *DRAFTERS[3:])
 REFERENCES = ("plain", "untrained", "prompt_lookup", "target")
 
 Row = dict[str, Any]
@@ -16,7 +17,7 @@ Row = dict[str, Any]
 
 def is_trained(row: Row) -> bool:
     """What the report is about: `after`, or a drafter measured under a name of its own."""
-    return row["drafter"] == "after" or row["drafter"] not in DRAFTERS
+    return row["drafter"] == "after" or row["drafter"] not in ORDER
 
 
 def draft_shape(row: Row) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 from eval.metrics import PromptCounters, paired_difference, summarise
 from eval.report import (
-    DRAFTERS,
     ROW_KEYS,
     build_report,
     markdown_table,
@@ -18,6 +17,7 @@ from eval.report import (
     write_report,
 )
 from eval.report_page import headline
+from eval.report_rows import DRAFTERS
 from tests.report_rows import measured, result_row
 from trainer.config import UserError
 

@@ -1,5 +1,6 @@
 """Chains and trees beside each other: names, gains, acceptance by depth, modelled speed."""
 
+from eval.metrics import per_domain
 from eval.render import to_markdown
 from eval.report import build_report, markdown_table, write_report
 from eval.report_page import headline, report_blocks
@@ -130,3 +131,28 @@ def test_drafter_is_described_in_words():
         "| start | new |",
     ):
         assert line in text
+
+
+def test_stages_stand_in_their_order_with_acceptance_by_domain():
+    alphas = {"after": 0.7, "continued": 0.9, "pretrained": 0.4, "before": 0.1, "control": 0.5}
+    rows = [result_row(name, measured(alpha)) for name, alpha in alphas.items()]
+    for row, alpha in zip(rows, alphas.values(), strict=True):
+        row["by_domain"] = per_domain(measured(alpha))
+    report = build_report({}, {}, {}, rows, [], [])
+    order = ["before", "pretrained", "continued", "control", "after"]
+    assert [row["drafter"] for row in report["results"]] == order
+    assert headline(report).startswith("At temperature 0, the trained drafter gives")  # not a stage
+    text = section(to_markdown(report_blocks(report)), "By stage")
+    table = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in table[0]] == [
+        "stage", "code", "math", "prose", "all", "block efficiency", "mbsu, by parameters",
+    ]  # fmt: skip
+    assert [line[0].strip() for line in table[2:]] == ["before", "pretrained", "continued", "after"]
+    (pretrained,) = [row for row in rows if row["drafter"] == "pretrained"]
+    one = pretrained["by_domain"]["domains"]["code"]
+    assert table[3][1] == f"{one['draft_acceptance_rate']:.3f} / {one['alpha']:.3f}"
+    assert table[3][4] == f"{pretrained['draft_acceptance_rate']:.3f} / {pretrained['alpha']:.3f}"
+
+
+def test_without_stages_there_is_no_such_table():
+    assert "By stage" not in to_markdown(report_blocks(report_with_tree()))

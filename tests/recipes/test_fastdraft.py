@@ -23,9 +23,12 @@ from recipes.base import Context
 from recipes.fastdraft import Config, Recipe, check_separation
 from recipes.parts.draft_size import SizeSearch, _inner_parameters
 from tests.commands import (
+    TWO,
     command,
+    finish,
     own_words,
     read_jsonl,
+    start,
     stored_traces,
     training_stores,
     write_jsonl,
@@ -335,6 +338,16 @@ def test_the_vetted_setting_trains_on_several_temperatures():
     assert config.eval.K == 3
 
 
+def test_the_dry_run_says_how_much_raw_text_is_read(capsys):
+    words = ["recipe=fastdraft", "dry_run=true", "method.pretrain_steps=10", "trainer.batch_size=4"]
+    assert train.main(words) == 0
+    out = capsys.readouterr().out
+    assert "raw text of stage pretrain: 5120 tokens per process from {'toy:prose': 1.0}" in out
+    assert "raw text of stage continue" in out
+    assert train.main([*words, "method.stages=[pretrain]"]) == 0
+    assert "raw text of stage continue" not in capsys.readouterr().out
+
+
 # --- whole runs -------------------------------------------------------------------------------
 
 
@@ -394,7 +407,10 @@ def test_every_stage_is_measured_on_its_own(finished):
     markdown = (finished / "run" / "report.md").read_text()
     assert "## By stage" in markdown
     assert "| pretrained | 0." in markdown.partition("## By stage")[2].partition("##")[2]
-    assert set(report["drafter"]["stages"]) == {"pretrain", "continue", "align"}
+    reached = report["drafter"]["stages"]
+    # raw text is watched by acceptance and trained to its end
+    assert [reached[name]["best_step"] for name in ("pretrain", "continue")] == [STEPS, STEPS]
+    assert reached["align"]["best_step"] in (0, 2, 4)
 
 
 def test_the_optimiser_of_a_stage_is_fresh_and_its_rate_warmed_up(finished):
@@ -476,9 +492,9 @@ def test_a_stage_alone_is_what_the_whole_run_goes_on_from(finished, tiny_folder,
 
 
 def test_a_pretrained_drafter_is_continued_and_aligned(finished, tiny_folder, tmp_path):
-    start = finished / "run" / "drafter"
+    drafter = finished / "run" / "drafter"
     words = words_of(
-        finished, tiny_folder("llama"), f"run.dir={tmp_path / 'run'}", f"model.drafter={start}",
+        finished, tiny_folder("llama"), f"run.dir={tmp_path / 'run'}", f"model.drafter={drafter}",
         "method.stages=[align]", "method.divergence=fkl", "method.teacher=compressed",
         "data.teacher_top_k=4", "data.teacher_samples=4", "eval.temperatures=[1]",
         "method.ce_share=0.5",
@@ -500,6 +516,21 @@ def test_options_of_the_raw_text_change_what_is_learnt(finished, tiny_folder, tm
         assert train.main(words_of(finished, tiny_folder("llama"), *given)) == 0
         losses = [loss for _, loss, _ in losses_of(run)["pretrain"]]
         assert losses != pytest.approx(first, rel=1e-6), word
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_rows_of_one(finished, tiny_folder, tmp_path):
+    shutil.copytree(finished / "cache" / "traces", tmp_path / "cache" / "traces")
+    words = words_of(
+        finished, tiny_folder("llama"), f"run.dir={tmp_path / 'run'}", "trainer.batch_size=2",
+        f"data.cache_dir={tmp_path / 'cache'}", "run.stage=continue",
+    )  # fmt: skip
+    code, _, err = finish(start(*TWO, "train.py", *words))
+    assert code == 0, err
+    together, alone = losses_of(tmp_path / "run"), losses_of(finished / "run")
+    for stage in ("pretrain", "continue"):
+        found, expected = ([loss for _, loss, _ in x[stage]] for x in (together, alone))
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

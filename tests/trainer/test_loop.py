@@ -526,6 +526,13 @@ def test_the_best_weights_by_evaluation_are_kept(tmp_path):
     assert [p.name for p in (tmp_path / "checkpoints/best").iterdir()] == ["step-000005"]
 
 
+def test_an_evaluation_that_only_looks_keeps_the_last_weights(tmp_path):
+    result, drafter, _ = train(tmp_path, evaluate=lambda _, s: {"select": -s, "latest": True})
+    last = load_file(tmp_path / "checkpoints/step-000012/drafter.safetensors")
+    assert (result.best_step, result.best_metric) == (12, -12)
+    assert all(torch.equal(value, last[name]) for name, value in drafter.state_dict().items())
+
+
 def test_an_evaluation_without_a_number_stops_the_run(tmp_path):
     with pytest.raises(RunFault, match="evaluation at step 0 gave nan"):
         train(tmp_path, evaluate=lambda drafter, step: {"select": float("nan")})
