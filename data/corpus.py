@@ -327,6 +327,9 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
             before = block["tokens"]
             block = _append(folder, source, target, block, found)
             bar.update(block["tokens"] - before)
+            tenth = 10 * block["tokens"] // num_tokens
+            if bar.disable and tenth > 10 * before // num_tokens:
+                print(f"tokenise {source.name}: {block['tokens']} of {num_tokens} tokens")
 
 
 def _append(

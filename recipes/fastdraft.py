@@ -91,6 +91,11 @@ class Config:
             raise UserError(
                 "method.ce_share mixes cross-entropy with another method.divergence: leave it at 0"
             )
+        if self.divergence == "ce_hard" and self.teacher == "compressed":
+            raise UserError(
+                "method.teacher=compressed serves another method.divergence than ce_hard, which "
+                "needs no teacher: name one or leave it at live"
+            )
         if self.train_prompts and self.divergence != "ce_hard":
             raise UserError(
                 "method.train_prompts=true needs method.divergence=ce_hard: the target's law is "
@@ -189,7 +194,7 @@ class Recipe:
 
     def stages(self) -> list[Stage]:
         config = self.config
-        teacher = config.teacher == "compressed" and config.divergence != "ce_hard"
+        teacher = config.teacher == "compressed"
         needs = {
             "pretrain": Needs({}, text=self._text(config.corpus)),
             "continue": Needs({}, text=self._text(config.continue_corpus)),

@@ -125,6 +125,13 @@ def test_no_more_is_read_than_asked_for_and_a_longer_budget_goes_on(target, raw,
     assert len(list((tmp_path / "corpus").iterdir())) == 1
 
 
+def test_piped_it_tells_how_far_it_is(target, raw, tmp_path, capsys):
+    file = all_of(raw, target, tmp_path, num_tokens=400)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokenise")]
+    assert 2 <= len(lines) <= 10
+    assert lines[-1] == f"tokenise {raw}: {file.num_tokens} of 400 tokens"
+
+
 def test_written_once_it_is_not_read_again(target, raw, tmp_path, monkeypatch):
     whole = all_of(raw, target, tmp_path)
     monkeypatch.setattr(Source, "texts", lambda *_: pytest.fail("read again"))

@@ -454,7 +454,10 @@ def test_the_runs_raw_text_is_part_of_what_it_is_made_of(finished, tiny_folder, 
     assert "begun with another raw text of stage pretrain" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("stage", "step"), [("pretrain", 2), ("continue", 4), ("align", 0)])
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [pytest.param("pretrain", 2, marks=pytest.mark.slow), ("continue", 4), ("align", 0)],
+)
 def test_stopped_anywhere_it_goes_on_with_the_same_rows(
     stage, step, finished, tiny_folder, tmp_path
 ):
@@ -505,6 +508,7 @@ def test_a_pretrained_drafter_is_continued_and_aligned(finished, tiny_folder, tm
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter").config.hidden_size
 
 
+@pytest.mark.slow
 def test_options_of_the_raw_text_change_what_is_learnt(finished, tiny_folder, tmp_path):
     first = [loss for _, loss, _ in losses_of(finished / "run")["pretrain"]]
     for number, word in enumerate(
@@ -577,6 +581,7 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
         ("method.warmup_share=1", "method.warmup_share must lie in [0, 1), got 1.0"),
         ("method.weight_decay=-1", "method.weight_decay must be >= 0"),
         ("method.ce_share=0.5", "method.ce_share mixes cross-entropy with another"),
+        ("method.teacher=compressed", "serves another method.divergence than ce_hard"),
         ("method.ce_share=1", "method.ce_share must lie in [0, 1)"),
         ("method.divergence=kl", "unknown method.divergence 'kl'"),
         ("method.search_by=size", "method.search_by must be one of mbsu_params, mbsu, modelled"),
