@@ -8,6 +8,7 @@ their slots are masked until they are overwritten.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -209,6 +210,20 @@ class CachedModel:
             layer.num_rows = self.rows  # type: ignore[union-attr]
             if layer.is_initialized:  # type: ignore[union-attr]
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]  # type: ignore[union-attr, index]
+
+    def repeated(self, rows: torch.Tensor) -> CachedModel:
+        """Another cache of the same model, over copies of these rows, each as often as it is named;
+        this one stays as it is."""
+        assert self.cache is not None
+        other = copy.copy(self)
+        other.begin(len(rows), self.capacity)
+        assert other.cache is not None
+        for mine, new in zip(self.cache.layers, other.cache.layers, strict=True):
+            assert mine.keys is not None
+            assert mine.values is not None
+            new.keys, new.values = mine.keys[rows], mine.values[rows]
+            new.dtype, new.device, new.is_initialized = mine.keys.dtype, mine.keys.device, True
+        return other
 
     def forward(
         self,

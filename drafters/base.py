@@ -15,6 +15,7 @@ decoding share, so they cannot drift apart. Training-free drafters offer
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -178,10 +179,12 @@ class TrainedDrafter(torch.nn.Module):
         score: Callable[[int, torch.Tensor], Any],
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        **options: torch.Tensor,
     ) -> list[Any]:
         """[score(depth, states) for each depth]: the loss is formed in here, so that wrappers which
-        gather sharded weights around `forward` have them in place for the output head too."""
-        unrolled = self.states(ids, outputs, depth, position_ids, columns)
+        gather sharded weights around `forward` have them in place for the output head too.
+        `options`: of this drafter's own `states`."""
+        unrolled = self.states(ids, outputs, depth, position_ids, columns, **options)
         return [score(number, states) for number, states in enumerate(unrolled, start=1)]
 
     # --- proposing -------------------------------------------------------------------------------
@@ -273,3 +276,11 @@ def check_fingerprint(stored: dict[str, Any], target: dict[str, Any], name: str)
             f"CompatibilityError: drafter {name!r} was made for another target "
             f"({', '.join(differing)} differ): name its own target as model.target"
         )
+
+
+def weights_hash(drafter: torch.nn.Module) -> str:
+    """Of its weights, whatever their dtype."""
+    weights = hashlib.sha256()
+    for tensor in drafter.state_dict().values():
+        weights.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
+    return weights.hexdigest()[:16]

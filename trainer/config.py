@@ -294,7 +294,8 @@ _SECTIONS = {
 }
 
 
-MAPPINGS = ("data.chat_template_kwargs", "method.data_mix")  # keys whose value is a mapping
+# keys whose value is a mapping
+MAPPINGS = ("data.chat_template_kwargs", "method.data_mix", "method.base_options")
 
 
 def suggest(word: str, known: list[str]) -> str:

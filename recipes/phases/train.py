@@ -26,6 +26,7 @@ from drafters.load import load_drafter
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
 from recipes.base import Context, Stage, TargetRequest
+from recipes.phases import shared
 from recipes.phases.run import Run
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
@@ -186,6 +187,11 @@ def _fit_stage(
         return Context(batch, generate)
 
     folder = run.folder / "stages" / f"{number}-{stage.name}"
+    made_by = recipe.made_by(stage) if hasattr(recipe, "made_by") else None
+    kept_at = None
+    if made_by is not None and settings.resume == "auto":
+        kept_at = shared.place(run, made_by, settings, drafter, [*train, *dev])
+        shared.take(run, kept_at, folder)
     tracker = Tracker(
         settings,
         run.folder,
@@ -200,15 +206,18 @@ def _fit_stage(
             f"{needs.mix}"
         )
     try:
-        return fit(
+        result = fit(
             recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=_dev_evaluation(run, dev, drafter), outputs=outputs,
+            evaluate=_dev_evaluation(run, dev, drafter, recipe), outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
             context=context, describe=lambda batch: preview(batch, target.tokenizer),
         )  # fmt: skip
     finally:
         tracker.finish()
+    if kept_at is not None:
+        shared.leave(run, folder, kept_at)
+    return result
 
 
 def stored_features(
@@ -256,7 +265,7 @@ def sample_drafter(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
+def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, recipe: Any) -> Any:
     """Acceptance on held-out training traces, no decoding; every sampling they hold counts."""
     if not dev:
         return None
@@ -273,6 +282,7 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
         ]
 
     frozen = prepared(run.target)
+    own = getattr(recipe, "dev_metrics", lambda drafter, traces: {})
 
     def evaluate(drafter: Any, step: int) -> dict[str, Any]:
         # a target that trains too is taken as it is now, on the text of the frozen one
@@ -290,6 +300,7 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any) -> Any:
             "greedy_match": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
+            **own(drafter, dev),
         }
 
     return evaluate
