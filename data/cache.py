@@ -45,6 +45,13 @@ class _SlotLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
+    def take(self, other: _SlotLayer, rows: torch.Tensor) -> None:
+        """Copies of these rows of another one that has been written to."""
+        assert other.keys is not None
+        assert other.values is not None
+        self.keys, self.values = other.keys[rows], other.values[rows]
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -219,10 +226,7 @@ class CachedModel:
         other.begin(len(rows), self.capacity)
         assert other.cache is not None
         for mine, new in zip(self.cache.layers, other.cache.layers, strict=True):
-            assert mine.keys is not None
-            assert mine.values is not None
-            new.keys, new.values = mine.keys[rows], mine.values[rows]
-            new.dtype, new.device, new.is_initialized = mine.keys.dtype, mine.keys.device, True
+            new.take(mine, rows)  # type: ignore[union-attr]
         return other
 
     def forward(

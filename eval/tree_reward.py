@@ -181,9 +181,7 @@ class TreeScorer:
         )  # fmt: skip
         return drafter.propose(state, self.budget)
 
-    def _law(
-        self, states: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _law(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """log_p and best [R, N] of the tokens [R, N] under the target's final states [R, N, H], a
         few nodes at a time: logits of all of them would be most of the memory."""
         flat, wanted = states.flatten(0, 1), tokens.flatten()

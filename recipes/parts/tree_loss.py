@@ -43,9 +43,7 @@ class Paths:
         self.lengths = torch.cat([self.lengths, lengths])
 
 
-def advantages(
-    rewards: torch.Tensor, std_floor: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def advantages(rewards: torch.Tensor, std_floor: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """rewards [G, m] -> advantages [G, m], and whether all rewards of a group are the same [G].
     Standardised within the group by the population's deviation; None: taken as they are."""
     flat = (rewards == rewards[:, :1]).all(1)

@@ -242,9 +242,7 @@ def test_the_smooth_maximum_lies_where_it_should():
 
 def test_a_further_branch_that_is_never_accepted_adds_to_lse_only():
     """As printed it counts branches too; the normalised form and node_sum do not fall for it."""
-    tree = TokenTree(
-        torch.tensor([[5, 6]]), torch.tensor([[-1, -1]]), None, torch.tensor([2])
-    )
+    tree = TokenTree(torch.tensor([[5, 6]]), torch.tensor([[-1, -1]]), None, torch.tensor([2]))
     two = ScoredTrees(tree, torch.tensor([[-0.5, -torch.inf]]), torch.tensor([[True, False]]))
     alone = TokenTree(torch.tensor([[5]]), torch.tensor([[-1]]), None, torch.tensor([1]))
     one = ScoredTrees(alone, torch.tensor([[-0.5]]), torch.tensor([[True]]))

@@ -13,7 +13,7 @@ import torch
 
 import train
 from data.batches import collate
-from data.target import Target, TargetOutputs
+from data.target import Target
 from drafters.eagle import EagleDrafter, EagleSettings
 from drafters.layers import Shared
 from drafters.load import load_drafter
@@ -105,15 +105,15 @@ def test_groups_are_runs_inside_of_the_answer_that_do_not_meet(length, target, c
         assert len(starts) == min(2, room // 3)
         lengths = recipe._lengths(starts)
         assert len(set(lengths)) == 3 * len(starts)
-        for start in starts:
-            assert list(range(start, start + 3)) == [n for n in lengths if start <= n < start + 3]
+        for first in starts:
+            assert list(range(first, first + 3)) == [n for n in lengths if first <= n < first + 3]
         # the last token of a prefix and the two behind it are the answer's: no border is crossed
         assert all(n - 1 >= 6 and n + 1 < 6 + length for n in lengths)
         assert starts == recipe._groups(ids.tolist(), 6)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warned) == (room // 3 < 2)  # once
     if warned:
-        assert f"an answer of {length} tokens has room for {room // 3} of 2 groups of 3" in warned[0]
+        assert f"of {length} tokens has room for {room // 3} of 2 groups of 3" in warned[0]
 
 
 def test_different_texts_have_different_positions_and_all_of_them_come_up(target):
@@ -323,18 +323,19 @@ def test_another_reference_is_another_loss(target, batch, tmp_path):
 
 
 def test_trees_come_to_be_worth_more_than_the_references(target, batch):
-    """Rewards rise from 0, and with them what the target accepts."""
-    recipe = tuned(target, moved=0)
-    optimizer = torch.optim.Adam(recipe.drafter.parameters(), 3e-3)
+    """Rewards rise from 0, and with them what the target accepts, where there is much to learn."""
+    recipe = tuned(target, aggregation="node_sum")
+    recipe.drafter = recipe.enter(recipe.stages()[-1], head(target), 8)
+    optimizer = torch.optim.Adam(recipe.drafter.parameters(), 5e-3)
     found = [metrics_of(recipe, batch)]
-    for _ in range(8):
+    for _ in range(20):
         optimizer.zero_grad()
         sum(w * total / max(float(n), 1) for total, n, w in terms_of(recipe, batch)).backward()
         optimizer.step()
     found.append(metrics_of(recipe, batch))
     assert found[0]["reward"] == 0
-    assert found[1]["reward"] > 0.01
-    assert found[1]["node_sum"] > found[0]["node_sum"] + 0.01
+    assert found[1]["reward"] > 0.02
+    assert found[1]["node_sum"] == pytest.approx(found[0]["node_sum"] + found[1]["reward"])
 
 
 def test_the_best_checkpoint_is_chosen_by_trees(target, batch):
@@ -366,9 +367,7 @@ def drawn(recipe, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_reference_trees_are_drafted_once_for_each_text(
-    kept, target, batch, tmp_path, monkeypatch
-):
+def test_reference_trees_are_drafted_once_for_each_text(kept, target, batch, tmp_path, monkeypatch):
     folder = str(tmp_path / "rewards") if kept else None
     recipe = tuned(target, reference_rewards=folder)
     first, value = drawn(recipe, batch, monkeypatch)
@@ -424,7 +423,7 @@ def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_pa
     again.put(ids, [3], torch.tensor([0.3]))
     assert path.read_bytes() == content
     path.write_bytes(b"{}\n" + content)
-    with pytest.raises(UserError, match="rewards-0.jsonl is damaged: delete this file"):
+    with pytest.raises(UserError, match=r"rewards-0\.jsonl is damaged: delete this file"):
         ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
 
 
@@ -447,7 +446,7 @@ def test_a_reference_of_another_network_or_vocabulary_is_refused(target, tmp_pat
         with pytest.raises(UserError, match=says):
             check_same_network(reference, drafter)
     head(target, "eagle").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="method.reference is another network: version"):
+    with pytest.raises(UserError, match=r"method\.reference is another network: version"):
         tuned(target, reference=str(tmp_path))
 
 
@@ -480,7 +479,7 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
     options = {"layers": [0, 1], "draft_vocab_size": 2}
     recipe = Recipe(Config(base_options=options, **SMALL), target)
     assert recipe.builds_from_traces
-    with pytest.raises(UserError, match="method.tree must have at most 2 children"):
+    with pytest.raises(UserError, match=r"method\.tree must have at most 2 children"):
         recipe.accept(head(target, kept=torch.tensor([5, 9])))
 
 
@@ -523,9 +522,7 @@ def test_a_run_trains_its_base_and_then_its_trees(finished):
     for row in rows_of(run, drafter="after"):
         assert row["lossless"]
     assert [row["tree"] for row in rows_of(run, drafter="after") if row.get("tree")]
-    first, *_, last = (
-        row["eval"] for row in read_jsonl(run / "metrics.jsonl") if "eval" in row
-    )
+    first, *_, last = (row["eval"] for row in read_jsonl(run / "metrics.jsonl") if "eval" in row)
     assert "tree_tokens_per_round" not in first
     assert last["select"] == last["tree_tokens_per_round"]
     gto = [row for row in read_jsonl(run / "metrics.jsonl") if row["stage"] == "gto"]
