@@ -276,6 +276,11 @@ def test_in_stage_base_there_is_nothing_but_the_token_loss(target, batch):
     assert len(terms_of(recipe, batch)) == 2  # one for each unrolled step
 
 
+@pytest.fixture(scope="module")
+def known_terms():
+    return {}
+
+
 @pytest.mark.parametrize(
     ("common", "change"),
     [
@@ -296,11 +301,14 @@ def test_in_stage_base_there_is_nothing_but_the_token_loss(target, batch):
         ({}, {"tree": "eagle"}),
     ],
 )
-def test_every_option_changes_the_tree_loss(common, change, target, batch):
-    values = [
-        tree_term(tuned(target, **{"reward_temperature": 2.0} | given), batch).item()
-        for given in (common, common | change)
-    ]
+def test_every_option_changes_the_tree_loss(common, change, target, batch, known_terms):
+    values = []
+    for given in (common, common | change):
+        key = json.dumps(given)
+        if key not in known_terms:
+            recipe = tuned(target, **{"reward_temperature": 2.0} | given)
+            known_terms[key] = tree_term(recipe, batch).item()
+        values.append(known_terms[key])
     assert abs(values[0] - values[1]) > 1e-5
 
 
@@ -328,7 +336,7 @@ def test_trees_come_to_be_worth_more_than_the_references(target, batch):
     recipe.drafter = recipe.enter(recipe.stages()[-1], head(target), 8)
     optimizer = torch.optim.Adam(recipe.drafter.parameters(), 5e-3)
     found = [metrics_of(recipe, batch)]
-    for _ in range(20):
+    for _ in range(12):
         optimizer.zero_grad()
         sum(w * total / max(float(n), 1) for total, n, w in terms_of(recipe, batch)).backward()
         optimizer.step()
@@ -554,10 +562,7 @@ def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys)
     assert len(list((tmp_path / "cache" / "stages").iterdir())) == 2
 
 
-@pytest.mark.parametrize("step", [0, 4])
-def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(
-    step, finished, tiny_folder, tmp_path
-):
+def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)
     stage = run / "stages" / "1-gto"
@@ -565,7 +570,7 @@ def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(
     (run / "report.json").unlink()
     shutil.rmtree(run / "drafter")
     for found in (stage / "checkpoints").glob("step-*"):
-        if int(found.name[5:]) > step:
+        if int(found.name[5:]) > 2:
             shutil.rmtree(found)
     assert train.main(words_of(finished, tiny_folder("llama"), f"run.dir={run}")) == 0
     then, now = (read_jsonl(folder / "metrics.jsonl") for folder in (finished / "run", run))
