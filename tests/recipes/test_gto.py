@@ -498,6 +498,7 @@ def words_of(folder, target, *given):
     settings = (
         "recipe=gto", "method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
         "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
+        "method.base_batch_size=4",
         "trainer.max_steps=6", "trainer.log_every=1", "trainer.save_every=2",
         "trainer.eval_every=3", "trainer.lr=1e-2", "eval.tree=dynamic:8:3:3", "data.num_prompts=8",
         "data.max_new_tokens=12", "eval.temperatures=0", "eval.timing_prompts=0",
@@ -599,7 +600,8 @@ def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
     given = (f"data.prompts={finished / 'train.jsonl'}", f"eval.prompts={finished / 'eval.jsonl'}")
-    words = words_of(tmp_path, tiny_folder("llama"), "trainer.batch_size=2", *given)
+    words = words_of(tmp_path, tiny_folder("llama"), "trainer.batch_size=2",
+                     "method.base_batch_size=2", *given)  # fmt: skip
     code, _, err = finish(start(*TWO, "train.py", *words))
     assert code == 0, err
     for stage in ("base", "gto"):
