@@ -130,6 +130,7 @@ class TrainedDrafter(torch.nn.Module):
     tokenizer: Any
     # [depth][rank]: how often that token is the target's on held-out text, for calibrated trees
     rank_accuracy: list[list[float]] | None = None
+    provenance: dict[str, Any] | None = None  # how it was fine-tuned, told by drafter.json
 
     # --- teacher-forced --------------------------------------------------------------------------
 
@@ -257,6 +258,8 @@ class TrainedDrafter(torch.nn.Module):
         self.tokenizer.save_pretrained(folder)
         about = {"kind": self.kind, "vocab_size": self.vocab_size, "target": self.fingerprint}
         about["rank_accuracy"] = self.rank_accuracy
+        if self.provenance is not None:
+            about["provenance"] = self.provenance
         (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
 
 

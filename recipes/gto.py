@@ -38,11 +38,15 @@ from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
 from recipes import eagle, eagle3
 from recipes.base import Needs, Stage, TargetRequest, check_kind
 from recipes.parts.heads import HeadRecipe
-from recipes.parts.reference_rewards import ReferenceRewards
+from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
 from recipes.parts.tree_loss import Paths, advantages, tree_loss
 from trainer.config import UserError, compose, require
 from trainer.losses import LossOutput
 
+# settings that the reference's rewards depend on, and those that a trained drafter tells of
+OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
+RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega")
+REWARDS_KEY = "method.reference_rewards"
 BASES: dict[str, tuple[int, ModuleType]] = {"eagle3": (3, eagle3), "eagle": (1, eagle)}
 
 
@@ -157,6 +161,8 @@ class Recipe:
         self._base = self._make_base(name, found)
         self._base.accept(drafter)
         self._check(drafter)
+        made_of = self._made_of(self._given or drafter)
+        check_rewards(self.config.reference_rewards, made_of, REWARDS_KEY)
         self.trained = True
 
     def _check(self, drafter: Any) -> None:
@@ -187,17 +193,23 @@ class Recipe:
         if self.tuning:
             reference = self._given or copy.deepcopy(drafter)
             self.reference = reference.eval().requires_grad_(False)
-            self.rewards = ReferenceRewards(
-                self.config.reference_rewards, self._made_of(), "method.reference_rewards"
-            )
+            made_of = self._made_of(self.reference)
+            self.rewards = ReferenceRewards(self.config.reference_rewards, made_of, REWARDS_KEY)
+            drafter.provenance = {
+                "recipe": "gto",
+                "reference": made_of["reference"],
+                **{name: getattr(self.config, name) for name in RECORDED},
+            }
         return drafter
 
-    def _made_of(self) -> dict[str, Any]:
-        names = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
+    def _made_of(self, reference: Any) -> dict[str, Any]:
+        """What the reference's rewards depend on."""
         return {
-            "reference": weights_hash(self.reference),
+            "reference": weights_hash(reference),
             "target": self.target.fingerprint,
-            **{f"method.{name}": getattr(self.config, name) for name in names},
+            # other kernels differ in the last bits, which standardising blows up
+            "device": self.target.device.type,
+            **{f"method.{name}": getattr(self.config, name) for name in OF_REWARDS},
         }
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:

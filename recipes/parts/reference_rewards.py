@@ -31,11 +31,10 @@ class ReferenceRewards:
         self._file: Path | None = None
         if folder is None:
             return
-        folder, made_of = Path(folder), json.loads(json.dumps(made_of))
+        folder = Path(folder)
         manifest = folder / MANIFEST
-        if manifest.exists():
-            _check(json.loads(manifest.read_text()), made_of, folder, key)
-        else:
+        check_rewards(folder, made_of, key)
+        if not manifest.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{MANIFEST}.part-{os.getpid()}"
             partial.write_text(json.dumps(made_of, indent=1) + "\n")
@@ -72,7 +71,12 @@ def _name(ids: Sequence[int], lengths: Sequence[int]) -> str:
     return hashlib.sha256(numbers.tobytes()).hexdigest()[:32]
 
 
-def _check(stored: dict[str, Any], made_of: dict[str, Any], folder: Path, key: str) -> None:
+def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) -> None:
+    """Refuses a folder whose rewards depend on something else; writes nothing."""
+    if folder is None or not (Path(folder) / MANIFEST).exists():
+        return
+    stored = json.loads((Path(folder) / MANIFEST).read_text())
+    made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
     differing = [name for name in made_of if stored.get(name) != made_of[name]]
     if differing:
         name = differing[0]

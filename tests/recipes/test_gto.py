@@ -539,6 +539,11 @@ def test_a_run_trains_its_base_and_then_its_trees(finished):
     assert rewards[0] == 0
     assert any(rewards[1:])
     assert (run / "export" / "vllm").exists()
+    about = json.loads((run / "drafter" / "drafter.json").read_text())["provenance"]
+    assert (about["recipe"], about["tree"], about["group_size"]) == ("gto", "dynamic:8:3:3", 2)
+    assert len(about["reference"]) == 16
+    report = json.loads((run / "report.json").read_text())
+    assert report["drafter"]["provenance"] == about
 
 
 def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys):
@@ -583,7 +588,7 @@ def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_fol
 
 
 def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
-    finished, tiny_folder, tmp_path
+    finished, tiny_folder, tmp_path, capsys
 ):
     given = (
         f"model.drafter={finished / 'run' / 'drafter'}", "trainer.max_steps=2",
@@ -595,6 +600,11 @@ def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
     assert len((tmp_path / "rewards" / "rewards-0.jsonl").read_text().splitlines()) == 7
     target = Target.load(str(tiny_folder("llama")))
     assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle"
+    other = (*given, "method.eta=2", f"run.dir={tmp_path / 'other'}")
+    capsys.readouterr()
+    assert train.main(words_of(tmp_path, tiny_folder("llama"), *other)) == 2
+    assert "were made with another method.eta (" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()  # known before anything is written
 
 
 @pytest.mark.slow
