@@ -1,7 +1,7 @@
 """What drafted trees are worth to the target, at many prefixes of a text and without decoding.
 
 Every node has the probability that the target would follow the path to it; from these come the
-expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134, Sec. 4.1). Trees
+expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134). Trees
 are built by `drafters.draft`, as in decoding, and scored in one target forward behind the cached
 text, a row for each prefix. A prefix of n tokens is those at 0..n-1; its tree competes with the
 tokens from n on. No gradient anywhere.
@@ -78,6 +78,21 @@ class ScoredTrees:
         smooth = (eta * lengths).logsumexp(-1) / eta
         return smooth if aggregation == "lse" else smooth - number.float().log() / eta
 
+    def greedy_depth(self) -> torch.Tensor:
+        """[P] int64: how deep the drafter's own first choices go; less than the tree's depth where
+        they were pruned. First choices come before their siblings."""
+        parents = self.tree.parents
+        sibling = parents.unsqueeze(1) == parents.unsqueeze(2)  # [P, N, N]
+        first = ~sibling.tril(-1).any(-1)
+        return self._depth_of(first)[0]
+
+    def _depth_of(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Depth [P] of the deepest node whose whole path is `wanted` [P, N], and that node [P]; of
+        siblings at most one is wanted. 0 and any node where there is none."""
+        whole = (wanted.unsqueeze(1) | ~self.tree.ancestors).all(-1)
+        depth, node = (self.tree.depths * whole).max(-1)
+        return depth, node
+
     def accepted(self, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [P, D] of an accepted path, 0 behind it, and its length [P]. "greedy": the
         target's own first choices as far as the tree has them; "branch": the branch with the
@@ -85,8 +100,7 @@ class ScoredTrees:
         tree = self.tree
         rows = torch.arange(len(self.log_p), device=self.log_p.device)
         if rule == "greedy":
-            whole = (self.best.unsqueeze(1) | ~tree.ancestors).all(-1)
-            lengths, last = (tree.depths * whole).max(-1)
+            lengths, last = self._depth_of(self.best)
         else:
             last = self.expected_lengths.masked_fill(~self.leaves, -torch.inf).argmax(-1)
             lengths = tree.depths[rows, last]

@@ -233,7 +233,7 @@ class Recipe:
         assert target_outputs is not None
         config, metrics = self.config, dict[str, Any]()
         texts = self._texts(batch)
-        paths, rewards, node_sums = self._paths(texts, batch.input_ids.device)
+        paths, rewards, found = self._paths(texts, batch.input_ids.device)
         advantage, flat = advantages(
             rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
         )
@@ -243,7 +243,7 @@ class Recipe:
         )  # fmt: skip
         groups = len(rewards) / config.group_size
         for name, values in (
-            ("reward", rewards), ("node_sum", node_sums), ("accepted", paths.lengths.float()),
+            ("reward", rewards), ("accepted", paths.lengths.float()), *found.items(),
             ("flat_groups", flat.float()), ("clipped", clipped.float()),
         ):  # fmt: skip
             if len(values):
@@ -286,12 +286,15 @@ class Recipe:
 
     def _paths(
         self, texts: list[tuple[list[int], list[int]]], device: torch.device
-    ) -> tuple[Paths, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Paths, torch.Tensor, dict[str, torch.Tensor]]:
         """Of all P prefixes of a batch: the accepted paths, the rewards [P] less the reference's
-        where asked for, and node_sum [P]."""
+        where asked for, and for the log node_sum [P] and whether the drafter's own greedy path was
+        pruned [P]."""
         config = self.config
         drafter = getattr(self.drafter, "module", self.drafter)
-        paths, rewards, node_sums = Paths.none(self.shape.depth, device), [], []
+        nothing = torch.zeros(0, device=device)
+        paths, rewards = Paths.none(self.shape.depth, device), [nothing]
+        node_sum, pruned = [nothing], [nothing]
         for row, (ids, starts) in enumerate(texts):
             if not starts:
                 continue
@@ -304,12 +307,11 @@ class Recipe:
                 kept = others[0]
                 self.rewards.put(ids, lengths, kept)
             rewards.append(own if kept is None else own - kept.to(own.device))
-            node_sums.append(scored[0].node_sum())
+            node_sum.append(scored[0].node_sum())
+            pruned.append((scored[0].greedy_depth() < self.shape.depth).float())
             paths.add(row, lengths, *scored[0].accepted(config.acceptance))
-        if not rewards:
-            nothing = torch.zeros(0, device=device)
-            return paths, nothing, nothing
-        return paths, torch.cat(rewards), torch.cat(node_sums)
+        log = {"node_sum": torch.cat(node_sum), "greedy_pruned": torch.cat(pruned)}
+        return paths, torch.cat(rewards), log
 
     def _reward(self, scored: ScoredTrees) -> torch.Tensor:
         return scored.reward(self.config.aggregation, self.config.eta)

@@ -1,4 +1,4 @@
-"""The policy-gradient loss along accepted paths of drafted trees (GTO, arXiv:2509.22134, Sec. 4.2).
+"""The policy-gradient loss along accepted paths of drafted trees (GTO, arXiv:2509.22134).
 
 The drafter's law of a path comes from the unroll that training and drafting share, fed with the
 path's own tokens, for all prefixes of a batch at once.

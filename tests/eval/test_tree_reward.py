@@ -264,6 +264,22 @@ def test_impossible_and_tiny_paths_are_numbers():
     assert found.reached[0, 2].item() == pytest.approx(2.718281828**-36, rel=1e-4)
 
 
+def test_the_drafters_own_greedy_path_may_be_pruned(tiny_target):
+    """As deep as it drafts alone, as far as the tree has kept it."""
+    target = tiny_target("llama")
+    text, found = scored(target, head(target))
+    budget = TreeScorer(target, DynamicTree(4, 4, 1)).budget
+    (chains,) = TreeScorer(target, budget.tree)(text, LENGTHS, [head(target)])
+    depths = []
+    for row in range(len(LENGTHS)):
+        paths = [path_of(found.tree, row, node) for node in range(TREE.num_nodes)]
+        greedy = chains.tree.tokens[row].tolist()
+        depths.append(max(n for n in range(5) if not n or greedy[:n] in paths))
+    assert found.greedy_depth().tolist() == depths
+    assert chains.greedy_depth().tolist() == [4] * len(LENGTHS)
+    assert len(set(depths)) > 1
+
+
 def test_the_promising_branch_is_whole():
     found = by_hand((0.5, 0.25, 0.1, 0.2))
     tokens, lengths = found.accepted("branch")
