@@ -210,6 +210,7 @@ class Recipe:
             # other kernels differ in the last bits, which standardising blows up
             "device": self.target.device.type,
             **{f"method.{name}": getattr(self.config, name) for name in OF_REWARDS},
+            "shape": repr(self.shape),  # of a tree in a file, which may have changed
         }
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:

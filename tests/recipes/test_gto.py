@@ -409,11 +409,20 @@ def test_rewards_that_depend_on_something_else_are_refused(
             drafter = randomised(recipe.drafter, 0.1)
         else:
             drafter, recipe.target = recipe.reference, tiny_target("llama", seed=5)
-        with pytest.raises(UserError, match=rf"reward.* another {named} \("):
+        with pytest.raises(UserError, match=rf"reward.* another {named}[ ,]"):
             recipe.enter(recipe.stages()[-1], drafter, 8)
         return
-    with pytest.raises(UserError, match=rf"method\.reference_rewards: .* another {named} \("):
+    with pytest.raises(UserError, match=rf"method\.reference_rewards: .* another {named}[ ,]"):
         tuned(target, reference_rewards=folder, **change)
+
+
+def test_a_tree_in_a_file_may_have_changed(target, tmp_path):
+    path, folder = tmp_path / "tree.json", str(tmp_path / "rewards")
+    path.write_text("[[0], [1], [0, 0]]")
+    tuned(target, reference_rewards=folder, tree=str(path))
+    path.write_text("[[0], [1], [1, 0]]")
+    with pytest.raises(UserError, match="another shape"):
+        tuned(target, reference_rewards=folder, tree=str(path))
 
 
 def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_path):
