@@ -8,6 +8,7 @@ their slots are masked until they are overwritten.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,13 @@ class _SlotLayer(CacheLayerMixin):
             self.num_rows, value_states.shape[1], self.capacity, value_states.shape[3]
         )
         self.is_initialized = True
+
+    def take(self, other: _SlotLayer, rows: torch.Tensor) -> None:
+        """Copies of these rows of another one that has been written to."""
+        assert other.keys is not None
+        assert other.values is not None
+        self.keys, self.values = other.keys[rows], other.values[rows]
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
@@ -209,6 +217,17 @@ class CachedModel:
             layer.num_rows = self.rows  # type: ignore[union-attr]
             if layer.is_initialized:  # type: ignore[union-attr]
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]  # type: ignore[union-attr, index]
+
+    def repeated(self, rows: torch.Tensor) -> CachedModel:
+        """Another cache of the same model, over copies of these rows, each as often as it is named;
+        this one stays as it is."""
+        assert self.cache is not None
+        other = copy.copy(self)
+        other.begin(len(rows), self.capacity)
+        assert other.cache is not None
+        for mine, new in zip(self.cache.layers, other.cache.layers, strict=True):
+            new.take(mine, rows)  # type: ignore[union-attr]
+        return other
 
     def forward(
         self,

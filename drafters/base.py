@@ -15,6 +15,7 @@ decoding share, so they cannot drift apart. Training-free drafters offer
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class TrainedDrafter(torch.nn.Module):
     tokenizer: Any
     # [depth][rank]: how often that token is the target's on held-out text, for calibrated trees
     rank_accuracy: list[list[float]] | None = None
+    provenance: dict[str, Any] | None = None  # how it was fine-tuned, told by drafter.json
 
     # --- teacher-forced --------------------------------------------------------------------------
 
@@ -178,10 +180,12 @@ class TrainedDrafter(torch.nn.Module):
         score: Callable[[int, torch.Tensor], Any],
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        **options: torch.Tensor,
     ) -> list[Any]:
         """[score(depth, states) for each depth]: the loss is formed in here, so that wrappers which
-        gather sharded weights around `forward` have them in place for the output head too."""
-        unrolled = self.states(ids, outputs, depth, position_ids, columns)
+        gather sharded weights around `forward` have them in place for the output head too.
+        `options`: of this drafter's own `states`."""
+        unrolled = self.states(ids, outputs, depth, position_ids, columns, **options)
         return [score(number, states) for number, states in enumerate(unrolled, start=1)]
 
     # --- proposing -------------------------------------------------------------------------------
@@ -254,6 +258,8 @@ class TrainedDrafter(torch.nn.Module):
         self.tokenizer.save_pretrained(folder)
         about = {"kind": self.kind, "vocab_size": self.vocab_size, "target": self.fingerprint}
         about["rank_accuracy"] = self.rank_accuracy
+        if self.provenance is not None:
+            about["provenance"] = self.provenance
         (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
 
 
@@ -273,3 +279,11 @@ def check_fingerprint(stored: dict[str, Any], target: dict[str, Any], name: str)
             f"CompatibilityError: drafter {name!r} was made for another target "
             f"({', '.join(differing)} differ): name its own target as model.target"
         )
+
+
+def weights_hash(drafter: torch.nn.Module) -> str:
+    """Of its weights, whatever their dtype."""
+    weights = hashlib.sha256()
+    for tensor in drafter.state_dict().values():
+        weights.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
+    return weights.hexdigest()[:16]

@@ -180,9 +180,12 @@ class EagleDrafter(TrainedDrafter):
         depth: int,
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        paths: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         """The training-time test: every step feeds the true tokens and the head's own states. The
-        others of the `columns` are keys of the first step only."""
+        others of the `columns` are keys of the first step only. `paths` [B, L, depth - 1] int64:
+        tokens that the later steps of each column feed instead of the true ones, as a round does
+        that drafts along another branch."""
         assert outputs is not None
         batch, length = ids.shape
         if position_ids is None:
@@ -203,7 +206,10 @@ class EagleDrafter(TrainedDrafter):
         for step in range(depth):
             if step:
                 at = wanted + 1 + step
-                token = embedded[rows, at.clamp(max=length - 1)] * (at < length).unsqueeze(-1)
+                if paths is None:
+                    token = embedded[rows, at.clamp(max=length - 1)] * (at < length).unsqueeze(-1)
+                else:
+                    token = self._embed(paths[rows, wanted, step - 1])
                 x, residual = self._inputs(feature, token)  # noqa: F821 (of the step before)
             arguments = (x, residual, positions + step, keys, values, own, allowed, step > 0)
             if self.checkpointed and self.training:

@@ -12,6 +12,8 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         size_search = None                  # optional; before `build`, sees short trainings
         def accept(self, drafter): ...      # refuse a given one that this recipe cannot train
         def enter(self, stage, drafter, max_steps) -> Drafter: ...  # optional, what it trains
+        def made_by(self, stage) -> dict | None: ...  # optional: the settings of a stage that
+                                                      # other runs may share, kept in the cache
         def begin(self, stage, max_new_tokens): ...
         def target_request(self, batch, step) -> TargetRequest | None: ...
         def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
@@ -19,6 +21,8 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
         def about(self) -> dict: ...        # optional, what the report says of the drafter
+        def dev_metrics(self, drafter, traces) -> dict: ...  # optional, further ones; its `select`
+                                                             # chooses the best checkpoint
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.

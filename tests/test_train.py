@@ -102,6 +102,8 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     words += own_words(recipe, tmp_path)
     if recipe == "fastdraft":
         words += [f"eval.K={K}", "eval.temperatures=[0, 1]"]
+    if recipe == "gto":
+        words.append("method.base_max_steps=2")
     run(*words)
     check_run_folder(tmp_path / "run", recipe)
 

@@ -298,7 +298,7 @@ _SECTIONS = {
 
 # keys whose value is a mapping
 MAPPINGS = ("data.chat_template_kwargs", "method.data_mix", "method.corpus",
-            "method.continue_corpus")  # fmt: skip
+            "method.continue_corpus", "method.base_options")  # fmt: skip
 
 
 def suggest(word: str, known: list[str]) -> str:

@@ -14,6 +14,7 @@ from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
 from data.target import Target
 from data.traces import Trace, estimate_bytes
+from drafters.base import weights_hash
 from drafters.tree import parse_tree
 from recipes.phases.run import Run, check_model_pair
 from trainer.config import Config, EvalConfig, UserError
@@ -97,13 +98,10 @@ def contents(
 ) -> dict[str, str]:
     """Hashes of what a run is made of; `texts`: raw text by stage."""
     text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
-    weights = hashlib.sha256()
-    for tensor in drafter.state_dict().values():
-        weights.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
     return {
         "target": str(run.target.fingerprint["weights"]),
         "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "starting drafter": weights.hexdigest()[:16],
+        "starting drafter": weights_hash(drafter),
         **{f"raw text of stage {n}": text.fingerprint for n, text in (texts or {}).items()},
     }
 

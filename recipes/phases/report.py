@@ -306,6 +306,8 @@ def facts(drafter: Any, target: Target) -> dict[str, Any]:
         found["captures"] = list(drafter.target_layers)
         found["feature_bytes_per_token"] = bytes_per_token(layers, target.hidden_size, "bf16")
         found["draft_vocab_size"] = drafter.draft_vocab_size
+    if drafter.provenance is not None:
+        found["provenance"] = drafter.provenance
     return found
 
 

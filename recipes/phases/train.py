@@ -30,6 +30,7 @@ from drafters.load import load_drafter
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
 from recipes.base import Context, Stage, TargetRequest
+from recipes.phases import shared
 from recipes.phases.run import Run
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
@@ -258,6 +259,11 @@ def _fit_stage(
         return Context(batch, generate)
 
     folder = run.folder / "stages" / f"{number}-{stage.name}"
+    made_by = recipe.made_by(stage) if hasattr(recipe, "made_by") else None
+    kept_at = None
+    if made_by is not None and settings.resume == "auto":
+        kept_at = shared.place(run, made_by, settings, drafter, [*train, *dev])
+        shared.take(run, kept_at, folder)
     tracker = Tracker(
         settings,
         run.folder,
@@ -272,9 +278,9 @@ def _fit_stage(
             f"{needs.mix if needs.text is None else dict(needs.text.shares)}"
         )
     try:
-        return fit(
+        result = fit(
             recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=_dev_evaluation(run, dev, drafter, latest=needs.text is not None),
+            evaluate=_dev_evaluation(run, dev, drafter, recipe, latest=needs.text is not None),
             outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
@@ -282,6 +288,9 @@ def _fit_stage(
         )  # fmt: skip
     finally:
         tracker.finish()
+    if kept_at is not None:
+        shared.leave(run, folder, kept_at)
+    return result
 
 
 def stored_features(
@@ -329,7 +338,9 @@ def sample_drafter(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, latest: bool = False) -> Any:
+def _dev_evaluation(
+    run: Run, dev: list[Trace], drafter: Any, recipe: Any, latest: bool = False
+) -> Any:
     """Acceptance on held-out training traces, no decoding; every sampling they hold counts.
     `latest`: it is only looked at. Raw text need not resemble what the target writes, so it must
     not choose how long that is trained on."""
@@ -348,6 +359,7 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, latest: bool = Fal
         ]
 
     frozen = prepared(run.target)
+    own = getattr(recipe, "dev_metrics", lambda drafter, traces: {})
 
     def evaluate(drafter: Any, step: int) -> dict[str, Any]:
         # a target that trains too is taken as it is now, on the text of the frozen one
@@ -366,6 +378,7 @@ def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, latest: bool = Fal
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
             **({"latest": True} if latest else {}),
+            **own(drafter, dev),
         }
 
     return evaluate

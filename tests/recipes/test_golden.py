@@ -37,6 +37,9 @@ def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list
     words += own_words(recipe, folder)
     if recipe == "eagle3":  # the defaults collide on two layers
         words.append("method.layers=[0,1]")
+    if recipe == "gto":
+        words += ["method.base_options={layers: [0, 1]}", "method.base_max_steps=10",
+                  "method.group_size=2"]  # fmt: skip
     assert train.main(words) == 0
     found: dict[str, dict[str, list[float]]] = {}
     for row in read_jsonl(folder / "run" / "metrics.jsonl"):

@@ -1,0 +1,305 @@
+"""GTO against the same head trained on by its own token loss: tokens per round of its trees.
+
+    python -m benchmarks.gto_claims               # base and the claimed arms, all seeds, resumable
+    python -m benchmarks.gto_claims ablate        # debiasing, group size, aggregation
+    python -m benchmarks.gto_claims report        # only the statistics of what is there
+    python -m benchmarks.gto_claims sweep         # learning rates, on held-out training prompts
+
+For each seed an EAGLE-3 head is trained, and every arm goes on from it: GTO, the token loss alone
+for as many steps on the same batches, and the token loss alone for as much processor time. No arm
+chooses a checkpoint. Two settings: the toy's default tree on all its prompts, and a smaller budget
+of nodes on the prompts of its domain with the highest entropy. Measured on held-out prompts without
+decoding, with the tree of the setting, at T=0 (claimed) and T=1; differences are paired by prompt
+and bootstrapped over seeds and prompts. Settings were committed before the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from data.batches import Batches
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import load_prompts
+from data.sampling import Sampling
+from data.target import Target
+from data.traces import Trace
+from drafters.tree import parse_tree
+from eval.metrics import PromptCounters, hierarchical_difference
+from eval.policies import tree_budget
+from eval.replay import TreeReplay
+from recipes.gto import Config, Recipe
+from recipes.phases.train import split_dev
+from trainer.config import TrainerConfig
+from trainer.loop import fit, make_accelerator
+from trainer.tracking import Tracker
+
+SEEDS = (0, 1, 2, 3, 4)
+BASE_STEPS, BASE_ROWS, BASE_LR = 900, 24, 4e-3  # the rate of EAGLE-3 in benchmarks.heads
+STEPS, ROWS = 150, 8
+LR = {"gto": 4e-4, "token": 4e-4}  # a tenth of the base's; `sweep` tries others
+RATES = (1e-4, 4e-4, 1e-3)
+NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
+TREES_PER_TEXT = 16
+
+
+class Setting(NamedTuple):
+    prompts: str
+    tree: str
+
+
+SETTINGS = {
+    "default tree": Setting("toy", "dynamic:25:5:8"),
+    "small budget": Setting("toy:prose", "dynamic:12:5:4"),
+}
+# arm -> its settings of GTO; None: the token loss alone
+CLAIMED: dict[str, dict[str, Any] | None] = {"gto": {}, "as many steps": None, "as much time": None}
+ABLATIONS: dict[str, dict[str, Any] | None] = {
+    "no debiasing": {"debias": False},
+    "m = 1, not standardised": {"group_size": 1, "standardize": False},
+    "m = 4": {"group_size": 4},
+    "m = 16": {"group_size": 16},
+    "max": {"aggregation": "max"},
+    "mean": {"aggregation": "mean"},
+    "lse_mean": {"aggregation": "lse_mean"},
+    "node_sum": {"aggregation": "node_sum"},
+}
+ARMS = CLAIMED | ABLATIONS
+# arm, the one it must beat, factor in tokens per round at T=0
+CLAIMS = (
+    ("gto", "as many steps", 1.03),
+    ("gto", "as much time", 1.03),
+    ("gto", "no debiasing", 1.0),
+    ("gto", "m = 1, not standardised", 1.0),
+)
+WORK = Path("runs/benchmarks/gto")
+
+
+class Bench:
+    def __init__(self, name: str):
+        self.name, self.setting = name, SETTINGS[name]
+        self.accelerator = make_accelerator(TrainerConfig())
+        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
+        self.shape = parse_tree(self.setting.tree)
+        self.train, self.dev = split_dev(self._traces("train", NUM_PROMPTS, 1.0, 0), 0)
+        self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
+
+    def _traces(self, split: str, count: int, temperature: float, seed: int) -> list[Trace]:
+        source = self.setting.prompts
+        prompts = load_prompts(source, count=count, seed=seed, toy_split=split)
+        plan = GenerationPlan(
+            f"{source} {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS,
+            seed=seed, lookahead=8,
+        )  # fmt: skip
+        folder = traces_folder(plan, self.target, "runs/cache")
+        return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+
+    def recipe(self, options: dict[str, Any] | None) -> Recipe:
+        given = {"tree": self.setting.tree, **(options or {})}
+        size = given.setdefault("group_size", Config.group_size)
+        return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
+
+    def fit(
+        self, drafter: Any, stage: str, seed: int, steps: int, rows: int, lr: float, folder: Path,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, float]:  # fmt: skip
+        """The drafter after `steps`, and seconds of processor time per step."""
+        recipe = self.recipe(options)
+        (now,) = [one for one in recipe.stages() if one.name == stage]
+        drafter = recipe.enter(now, copy.deepcopy(drafter), steps)
+        recipe.begin(now, NEW_TOKENS)
+        settings = TrainerConfig(
+            max_steps=steps, batch_size=rows, lr=lr, lr_warmup_steps=20, adam_beta2=0.95,
+            max_grad_norm=0.5, log_every=steps, save_every=steps, eval_every=steps,
+        )  # fmt: skip
+        device = self.accelerator.device
+
+        def outputs(batch: Any, step: int) -> Any:
+            request = recipe.target_request(batch, step)
+            assert request is not None
+            return self.target.outputs(
+                batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
+            )
+
+        began = _seconds(device)
+        fit(
+            recipe=recipe, drafter=drafter,
+            batches=Batches(self.train, {"target": 1.0}, rows, seed=seed), evaluate=None,
+            outputs=outputs, config=settings, folder=folder, seed=seed,
+            accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
+        )  # fmt: skip
+        return drafter.eval(), (_seconds(device) - began) / steps
+
+    def base(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        drafter = self.recipe(None).build(self.train)
+        folder = WORK / _slug(self.name) / f"base-{seed}"
+        return self.fit(drafter, "base", seed, BASE_STEPS, BASE_ROWS, BASE_LR, folder)[0]
+
+    def arm(self, base: Any, arm: str, seed: int, lr: float | None = None) -> tuple[Any, float]:
+        options, kind = ARMS[arm], "token" if ARMS[arm] is None else "gto"
+        steps = STEPS
+        if arm == "as much time":
+            costs = [
+                json.loads(place(self.name, other, seed).read_text())["seconds_per_step"]
+                for other in ("gto", "as many steps")
+            ]
+            steps = round(STEPS * costs[0] / costs[1])
+        folder = WORK / _slug(self.name) / f"{_slug(arm)}-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)  # begun again whole, or its time is not known
+        stage = "base" if kind == "token" else "gto"
+        found = self.fit(base, stage, seed, steps, ROWS, lr or LR[kind], folder, options)
+        shutil.rmtree(folder)
+        return found
+
+    def measure(self, drafter: Any) -> dict[str, Any]:
+        budget = tree_budget(self.shape)
+        counters = {
+            f"{t:g}": TreeReplay(self.target, traces, Sampling(t), budget)(drafter)
+            for t, traces in self.held_out.items()
+        }
+        return {t: [dataclasses.asdict(c) for c in found] for t, found in counters.items()} | {
+            "expected": self.expected(drafter)
+        }
+
+    def expected(self, drafter: Any) -> float:
+        """Expected tokens of a round at fixed positions of held-out training texts."""
+        recipe = self.recipe({})
+        recipe.tuning = True
+        return recipe.dev_metrics(drafter, self.dev)["select"]
+
+
+def _seconds(device: torch.device) -> float:
+    """Of this process's work: not disturbed by others on the same cores. A GPU's is waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.monotonic()
+    return time.process_time()
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def place(setting: str, arm: str, seed: int) -> Path:
+    return WORK / "counters" / f"{_slug(setting)}-{_slug(arm)}-{seed}.json"
+
+
+def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
+    for setting in SETTINGS:
+        bench = Bench(setting)
+        for seed in seeds:
+            missing = [a for a in ("base", *arms) if not place(setting, a, seed).exists()]
+            if not missing:
+                continue
+            base = bench.base(seed)
+            for arm in missing:
+                trained, seconds = (base, 0.0) if arm == "base" else bench.arm(base, arm, seed)
+                content = {"seconds_per_step": seconds, **bench.measure(trained)}
+                path = place(setting, arm, seed)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_suffix(".part").write_text(json.dumps(content))
+                path.with_suffix(".part").replace(path)
+                shown = [round(tokens(load(setting, arm, seed, t)), 3) for t in ("0", "1")]
+                print(f"{setting}, {arm}, seed {seed}: {shown}, {seconds:.2f} s a step", flush=True)
+
+
+def sweep() -> None:
+    for setting in SETTINGS:
+        bench = Bench(setting)
+        base = bench.base(100)
+        print(f"{setting}, base: {bench.expected(base):.4f} expected tokens a round", flush=True)
+        for arm in ("gto", "as many steps"):
+            for lr in RATES:
+                trained, _ = bench.arm(base, arm, 100, lr)
+                print(f"{setting}, {arm}, lr {lr:g}: {bench.expected(trained):.4f}", flush=True)
+
+
+def load(setting: str, arm: str, seed: int, temperature: str) -> list[PromptCounters]:
+    stored = json.loads(place(setting, arm, seed).read_text())
+    return [PromptCounters(**row) for row in stored[temperature]]
+
+
+def tokens(counters: list[PromptCounters]) -> float:
+    return sum(c.emitted for c in counters) / sum(c.rounds for c in counters)
+
+
+def _arm_rows(setting: str) -> list[str]:
+    rows = []
+    for arm in ("base", *ARMS):
+        seeds = [seed for seed in SEEDS if place(setting, arm, seed).exists()]
+        if not seeds:
+            continue
+        stored = [json.loads(place(setting, arm, seed).read_text()) for seed in seeds]
+        mean = [
+            sum(tokens(load(setting, arm, seed, t)) for seed in seeds) / len(seeds)
+            for t in ("0", "1")
+        ]
+        expected, cost = (
+            sum(one[name] for one in stored) / len(stored)
+            for name in ("expected", "seconds_per_step")
+        )
+        rows.append(
+            f"| {setting} | {arm} | {len(seeds)} | {mean[0]:.3f} | {mean[1]:.3f} | {expected:.3f} "
+            f"| {cost:.2f} |"
+        )
+    return rows
+
+
+def _claim_rows(setting: str) -> list[str]:
+    rows = []
+    for a, b, factor in CLAIMS:
+        seeds = [s for s in SEEDS if all(place(setting, x, s).exists() for x in (a, b))]
+        for t in ("0", "1") if seeds else ():
+            pairs = [(load(setting, a, s, t), load(setting, b, s, t)) for s in seeds]
+            found = hierarchical_difference(pairs, "tokens_per_round")
+            ratio = sum(tokens(x) for x, _ in pairs) / sum(tokens(y) for _, y in pairs)
+            low, high = found["ci95"]
+            holds = ratio >= factor and low > 0
+            rows.append(
+                f"| {setting} | {a} > {factor:g} {b} | {t} | {len(seeds)} | {found['diff']:+.3f} "
+                f"| [{low:+.3f}, {high:+.3f}] | {ratio:.3f} | {'yes' if holds else 'no'} |"
+            )
+    return rows
+
+
+def report() -> None:
+    trees = ", ".join(f"{name}: {s.tree} on {s.prompts}" for name, s in SETTINGS.items())
+    lines = [
+        f"Base: {BASE_STEPS} steps of {BASE_ROWS} rows. Arms: {STEPS} steps of {ROWS} rows, "
+        f"{TREES_PER_TEXT} trees a text, lr {LR}. {NUM_PROMPTS} prompts, {NUM_EVAL} held out; "
+        f"{trees}; torch {torch.__version__}, Python {platform.python_version()}",
+        "",
+        "| setting | arm | seeds | tokens per round T=0 | T=1 | expected, dev | s per step |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *(row for setting in SETTINGS for row in _arm_rows(setting)),
+        "",
+        "| setting | claim | T | seeds | difference in tokens per round | 95 % interval | ratio "
+        "| holds |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        *(row for setting in SETTINGS for row in _claim_rows(setting)),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    Path("benchmarks/results/gto_claims.md").write_text(text)
+
+
+if __name__ == "__main__":
+    action = sys.argv[1] if len(sys.argv) > 1 else "run"
+    if action == "sweep":
+        sweep()
+    elif action == "report":
+        report()
+    else:
+        given = tuple(map(int, sys.argv[2:])) or SEEDS
+        run(tuple(ABLATIONS if action == "ablate" else CLAIMED), given)
+        report()

@@ -1,0 +1,365 @@
+"""GTO: fine-tune a trained EAGLE head for the trees it drafts, not for one greedy path.
+
+Group Tree Optimization, arXiv:2509.22134 (ICLR 2026). At adjacent positions of a text the drafter
+and a frozen copy of it, the reference, draft trees; the target says how many tokens of each it
+would accept. What the drafter gains over the reference, standardised within the group of adjacent
+positions, is the advantage of a clipped policy-gradient step on the accepted path. The head's own
+token loss goes on beside it: L = L_token + omega L_tree. Without `model.drafter` the head is
+trained first (stage base), by its own recipe. At the first step of stage gto both drafters are the
+same, so that all advantages are 0 and only the token loss acts.
+
+Departures, where the paper is silent: clip 0.2; the population's standard deviation; positions are
+drawn from the text itself, so that a text always has the same; a round begins after a token of the
+target's own, and at least two more follow in the answer. EAGLE heads have no dropout to turn off.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.batches import Batch
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.base import weights_hash
+from drafters.load import load_drafter
+from drafters.tree import TreeShape, parse_tree
+from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
+from recipes import eagle, eagle3
+from recipes.base import Needs, Stage, TargetRequest, check_kind
+from recipes.parts.heads import HeadRecipe
+from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
+from recipes.parts.tree_loss import Paths, advantages, tree_loss
+from trainer.config import UserError, compose, require
+from trainer.losses import LossOutput
+
+# settings that the reference's rewards depend on, and those that a trained drafter tells of
+OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
+RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega")
+REWARDS_KEY = "method.reference_rewards"
+BASES: dict[str, tuple[int, ModuleType]] = {"eagle3": (3, eagle3), "eagle": (1, eagle)}
+
+
+@dataclass
+class Config:
+    base: str | None = None  # eagle3 or eagle; null: that of model.drafter, eagle3 without one
+    base_options: dict[str, Any] = field(default_factory=dict)  # method.* of that recipe
+    base_max_steps: int | None = None  # of stage base; null: trainer.max_steps
+    base_batch_size: int | None = None  # of stage base; null: trainer.batch_size
+    base_lr: float = 1e-3  # of stage base; stage gto wants about a tenth
+    reference: str | None = None  # null: the drafter that stage gto begins with
+    reference_rewards: str | None = None  # folder that keeps them for later runs
+    tree: str = "dynamic:60:7:10"  # what is drafted, as eval.tree
+    num_groups: int = 16  # of adjacent positions in a text
+    group_size: int = 8
+    aggregation: str = "lse"  # of a tree's branches, see eval.tree_reward
+    eta: float = 1.0  # of lse and lse_mean
+    reward_temperature: float = 1.0  # of the target
+    debias: bool = True  # subtract the reference's reward
+    standardize: bool = True  # within the group; else rewards are advantages as they are
+    std_floor: float = 1e-6
+    acceptance: str = "greedy"  # or branch: the most promising one
+    epsilon: float = 0.2  # clip of the ratio
+    omega: float = 0.5  # weight of the tree loss
+
+    def __post_init__(self) -> None:
+        known = {"base": (None, *BASES), "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
+        for name, allowed in known.items():
+            value, words = getattr(self, name), ", ".join(str(one or "null") for one in allowed)
+            require(value in allowed, f"method.{name}", f"be one of {words}", value)
+        for name in ("base_max_steps", "base_batch_size", "num_groups", "group_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"method.{name}", "be >= 1", value)
+        for name in ("base_lr", "eta", "std_floor", "omega"):
+            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
+        temperature = self.reward_temperature
+        require(temperature >= 0, "method.reward_temperature", "be >= 0", temperature)
+        require(0 < self.epsilon < 1, "method.epsilon", "lie in (0, 1)", self.epsilon)
+        if self.standardize and self.group_size < 2:
+            raise UserError(
+                "method.group_size must be >= 2, got 1: standardised within a group of one every "
+                "advantage is 0; or set method.standardize=false"
+            )
+        self.shape()
+
+    def shape(self) -> TreeShape:
+        try:
+            shape = parse_tree(self.tree)
+        except UserError as error:
+            raise UserError(str(error).replace("eval.tree", "method.tree")) from error
+        rule = f"hold at least as many nodes as its depth {shape.depth}"
+        require(shape.num_nodes >= shape.depth, "method.tree", rule, self.tree)
+        return shape
+
+
+class Recipe:
+    target_access = "forward"
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.shape = config.shape()
+        self.scorer = TreeScorer(target, self.shape, config.reward_temperature)
+        self.trained = self.tuning = self._warned = False
+        self._base: HeadRecipe | None = None
+        self._given: Any = None  # method.reference
+        if config.reference is not None:
+            self._given = load_drafter(config.reference, target, key="method.reference")
+
+    # --- the token loss's recipe -----------------------------------------------------------------
+
+    @property
+    def base(self) -> HeadRecipe:
+        if self._base is None:
+            self._base = self._make_base(self.config.base or "eagle3", {})
+        return self._base
+
+    def _make_base(self, name: str, found: dict[str, Any]) -> HeadRecipe:
+        module, options = BASES[name][1], {**found, **self.config.base_options}
+        words = [f"method.{key}={json.dumps(value)}" for key, value in options.items()]
+        try:
+            return module.Recipe(compose(name, module.Config, None, words).method, self.target)
+        except UserError as error:
+            raise UserError(f"method.base_options, of recipe {name}: {error}") from error
+
+    @property
+    def drafter(self) -> Any:
+        return self.base.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Any) -> None:
+        self.base.drafter = drafter
+
+    @property
+    def builds_from_traces(self) -> bool:
+        return getattr(self.base, "builds_from_traces", False)
+
+    def build(self, traces: Sequence[Trace]) -> Any:
+        drafter: Any = self.base.build(traces)  # type: ignore[attr-defined]
+        self._check(drafter)
+        return drafter
+
+    def accept(self, drafter: Any) -> None:
+        """A trained head: stage base falls away, the token loss is that of its kind."""
+        check_kind(drafter, "eagle", "gto")
+        (name,) = [n for n, (version, _) in BASES.items() if version == drafter.settings.version]
+        if self.config.base not in (None, name):
+            raise UserError(
+                f"model.drafter is a head of recipe {name}, got method.base={self.config.base}: "
+                "leave method.base out"
+            )
+        found = {"layers": list(drafter.target_layers)} if name == "eagle3" else {}
+        self._base = self._make_base(name, found)
+        self._base.accept(drafter)
+        self._check(drafter)
+        made_of = self._made_of(self._given or drafter)
+        check_rewards(self.config.reference_rewards, made_of, REWARDS_KEY)
+        self.trained = True
+
+    def _check(self, drafter: Any) -> None:
+        rule = f"have at most {drafter.draft_vocab_size} children under a node, its vocabulary"
+        require(self.shape.width <= drafter.draft_vocab_size, "method.tree", rule, self.config.tree)
+        if self._given is not None:
+            check_same_network(self._given, drafter)
+
+    # --- stages ----------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        text, config = Needs({"target": 1.0}), self.config
+        own = {"max_steps": config.base_max_steps, "batch_size": config.base_batch_size}
+        overrides = {"lr": config.base_lr, **{k: v for k, v in own.items() if v is not None}}
+        base = Stage("base", text, overrides, start="base", row="before")
+        tuned = Stage("gto", text, row="after")
+        return [tuned] if self.trained else [base, tuned]
+
+    def made_by(self, stage: Stage) -> dict[str, Any] | None:
+        """Stage base is the same for all settings of the other."""
+        if stage.name != "base":
+            return None
+        return {"recipe": type(self.base).__module__, **dataclasses.asdict(self.base.config)}
+
+    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+        """The reference is what stage gto begins with, and stays that."""
+        self.tuning = stage.name == "gto"
+        if self.tuning:
+            reference = self._given or copy.deepcopy(drafter)
+            self.reference = reference.eval().requires_grad_(False)
+            made_of = self._made_of(self.reference)
+            self.rewards = ReferenceRewards(self.config.reference_rewards, made_of, REWARDS_KEY)
+            drafter.provenance = {
+                "recipe": "gto",
+                "reference": made_of["reference"],
+                **{name: getattr(self.config, name) for name in RECORDED},
+            }
+        return drafter
+
+    def _made_of(self, reference: Any) -> dict[str, Any]:
+        """What the reference's rewards depend on."""
+        return {
+            "reference": weights_hash(reference),
+            "target": self.target.fingerprint,
+            # other kernels differ in the last bits, which standardising blows up
+            "device": self.target.device.type,
+            **{f"method.{name}": getattr(self.config, name) for name in OF_REWARDS},
+            "shape": repr(self.shape),  # of a tree in a file, which may have changed
+        }
+
+    def begin(self, stage: Stage, max_new_tokens: int) -> None:
+        self.base.begin(stage, max_new_tokens)
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        return self.base.target_request(batch, step)
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        own = self.base.denominators(batch, step)
+        if not self.tuning:
+            return own
+        return [*own, float(sum(len(starts) for _, starts in self._texts(batch)))]
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        output = self.base.loss(batch, target_outputs, step)
+        if not self.tuning:
+            return output
+        assert target_outputs is not None
+        config, metrics = self.config, dict[str, Any]()
+        texts = self._texts(batch)
+        paths, rewards, found = self._paths(texts, batch.input_ids.device)
+        advantage, flat = advantages(
+            rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
+        )
+        total, clipped = tree_loss(
+            self.drafter, self.reference, batch.input_ids, target_outputs, paths,
+            advantage.flatten(), config.epsilon,
+        )  # fmt: skip
+        groups = len(rewards) / config.group_size
+        for name, values in (
+            ("reward", rewards), ("accepted", paths.lengths.float()), *found.items(),
+            ("flat_groups", flat.float()), ("clipped", clipped.float()),
+        ):  # fmt: skip
+            if len(values):
+                metrics[name] = (values.sum(), float(len(values)))
+        term = (total / config.group_size, groups, config.omega)
+        return LossOutput([*output.terms, term], output.metrics | metrics)
+
+    def _texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
+        """Of each row its ids, and the first prefix length of each of its groups."""
+        mask = batch.loss_mask
+        first, number = mask.long().argmax(1).tolist(), mask.sum(1).tolist()
+        ids = batch.input_ids.tolist()
+        ends = [a + n for a, n in zip(first, number, strict=True)]
+        return [
+            (row[:end], self._groups(row[:end], start))
+            for row, start, end in zip(ids, first, ends, strict=True)
+        ]
+
+    def _groups(self, ids: list[int], first: int) -> list[int]:
+        """The first prefix length of each group; `first`: index of the answer's first token. A
+        prefix ends in a token of the answer, and two more follow."""
+        config = self.config
+        low = first + 1
+        high = min(len(ids) - 1, self.target.context - self.shape.depth + 1)
+        groups = min(config.num_groups, max(0, high - low) // config.group_size)
+        if groups < config.num_groups and high > low and not self._warned:
+            self._warned = True
+            print(
+                f"warning: an answer of {len(ids) - first} tokens has room for {groups} of "
+                f"{config.num_groups} groups of {config.group_size} positions: shorter answers "
+                "train on fewer trees, or on none"
+            )
+        seed = hashlib.sha256(array("q", ids).tobytes()).digest()
+        spare = high - low - groups * config.group_size
+        gaps = np.random.default_rng(list(seed)).integers(0, spare + 1, groups) if groups else []
+        return [low + int(gap) + i * config.group_size for i, gap in enumerate(sorted(gaps))]
+
+    def _lengths(self, starts: list[int]) -> list[int]:
+        return [start + i for start in starts for i in range(self.config.group_size)]
+
+    def _paths(
+        self, texts: list[tuple[list[int], list[int]]], device: torch.device
+    ) -> tuple[Paths, torch.Tensor, dict[str, torch.Tensor]]:
+        """Of all P prefixes of a batch: the accepted paths, the rewards [P] less the reference's
+        where asked for, and for the log node_sum [P] and whether the drafter's own greedy path was
+        pruned [P]."""
+        config = self.config
+        drafter = getattr(self.drafter, "module", self.drafter)
+        nothing = torch.zeros(0, device=device)
+        paths, rewards = Paths.none(self.shape.depth, device), [nothing]
+        node_sum, pruned = [nothing], [nothing]
+        for row, (ids, starts) in enumerate(texts):
+            if not starts:
+                continue
+            lengths = self._lengths(starts)
+            kept = self.rewards.get(ids, lengths) if config.debias else None
+            both = config.debias and kept is None
+            scored = self.scorer(ids, lengths, [drafter, self.reference] if both else [drafter])
+            own, *others = (self._reward(one) for one in scored)
+            if both:
+                kept = others[0]
+                self.rewards.put(ids, lengths, kept)
+            rewards.append(own if kept is None else own - kept.to(own.device))
+            node_sum.append(scored[0].node_sum())
+            pruned.append((scored[0].greedy_depth() < self.shape.depth).float())
+            paths.add(row, lengths, *scored[0].accepted(config.acceptance))
+        log = {"node_sum": torch.cat(node_sum), "greedy_pruned": torch.cat(pruned)}
+        return paths, torch.cat(rewards), log
+
+    def _reward(self, scored: ScoredTrees) -> torch.Tensor:
+        return scored.reward(self.config.aggregation, self.config.eta)
+
+    # --- which checkpoint is best ----------------------------------------------------------------
+
+    def dev_metrics(self, drafter: Any, traces: Sequence[Trace]) -> dict[str, float]:
+        """Expected tokens of a round at the positions of held-out texts: what trees give, which a
+        chain's tokens per round do not tell."""
+        if not self.tuning:
+            return {}
+        values = []
+        for trace in traces:
+            ids = trace.prompt_ids + trace.response_ids
+            starts = self._groups(ids, len(trace.prompt_ids))
+            if starts:
+                (scored,) = self.scorer(ids, self._lengths(starts), [drafter])
+                values.append(scored.node_sum())
+        if not values:
+            return {}
+        tokens = 1 + float(torch.cat(values).mean())
+        return {"select": tokens, "tree_tokens_per_round": tokens}
+
+
+def check_same_network(reference: Any, drafter: Any) -> None:
+    """The ratio compares two laws over the same tokens, made from the same states."""
+    if reference.kind != drafter.kind:
+        raise UserError(
+            f"method.reference is a drafter of kind {reference.kind!r}, the trained one of "
+            f"{drafter.kind!r}: name an earlier state of the same head"
+        )
+    theirs, ours = reference.kept, drafter.kept
+    same = theirs is ours if theirs is None or ours is None else torch.equal(theirs, ours)
+    if not same:
+        raise UserError(
+            "CompatibilityError: method.reference drafts from another vocabulary, "
+            f"{reference.draft_vocab_size} tokens against {drafter.draft_vocab_size}: name an "
+            "earlier state of the same head"
+        )
+    a, b = dataclasses.asdict(reference.settings), dataclasses.asdict(drafter.settings)
+    a |= {name: list(p.shape) for name, p in reference.named_parameters()}
+    b |= {name: list(p.shape) for name, p in drafter.named_parameters()}
+    differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    differing = [name for name in differing if name != "detach_recycled"]  # of training alone
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"method.reference is another network: {name} is {a.get(name)!r} there and "
+            f"{b.get(name)!r} here: name an earlier state of the same head"
+        )

@@ -1,0 +1,95 @@
+"""Rewards of a frozen reference drafter's trees, computed once for each text.
+
+    folder/manifest.json     what they depend on: reference, target, tree, reward, positions
+    folder/rewards-0.jsonl   one line for each text, appended by the process of that rank
+
+The reference, the target and the positions of a text never change while a drafter is trained, so
+neither do these rewards: kept in memory, and in a folder where one is named, for later runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import UserError
+
+MANIFEST = "manifest.json"
+
+
+class ReferenceRewards:
+    def __init__(self, folder: str | Path | None, made_of: dict[str, Any], key: str):
+        """Refuses a folder whose rewards depend on something else. `key`: of the setting."""
+        self._known: dict[str, list[float]] = {}
+        self._file: Path | None = None
+        if folder is None:
+            return
+        folder = Path(folder)
+        manifest = folder / MANIFEST
+        check_rewards(folder, made_of, key)
+        if not manifest.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / f"{MANIFEST}.part-{os.getpid()}"
+            partial.write_text(json.dumps(made_of, indent=1) + "\n")
+            os.replace(partial, manifest)
+        self._file = folder / f"rewards-{os.environ.get('RANK', '0')}.jsonl"
+        self._file.touch()
+        for path in sorted(folder.glob("rewards-*.jsonl")):
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]  # a kill may cut the last line
+            if path == self._file and whole != content:
+                os.truncate(path, len(whole))
+            for line in whole.splitlines():
+                self._known |= _read(line, path)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, ids: Sequence[int], lengths: Sequence[int]) -> torch.Tensor | None:
+        """[P] float32 of the prefixes of `ids` with these lengths."""
+        found = self._known.get(_name(ids, lengths))
+        return None if found is None else torch.tensor(found, dtype=torch.float32)
+
+    def put(self, ids: Sequence[int], lengths: Sequence[int], rewards: torch.Tensor) -> None:
+        name, values = _name(ids, lengths), rewards.tolist()
+        self._known[name] = values
+        if self._file is not None:
+            row = {"text": name, "lengths": list(lengths), "rewards": values}
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _name(ids: Sequence[int], lengths: Sequence[int]) -> str:
+    numbers = array("q", [len(ids), *ids, *lengths])
+    return hashlib.sha256(numbers.tobytes()).hexdigest()[:32]
+
+
+def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) -> None:
+    """Refuses a folder whose rewards depend on something else; writes nothing."""
+    if folder is None or not (Path(folder) / MANIFEST).exists():
+        return
+    stored = json.loads((Path(folder) / MANIFEST).read_text())
+    made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
+    differing = [name for name in made_of if stored.get(name) != made_of[name]]
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{key}: the rewards in {folder} were made with another {', '.join(differing)} "
+            f"({name} {stored.get(name)!r}, wanted: {made_of[name]!r}): name another folder or "
+            "delete it"
+        )
+
+
+def _read(line: bytes, path: Path) -> dict[str, list[float]]:
+    try:
+        row = json.loads(line)
+        return {row["text"]: [float(value) for value in row["rewards"]]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: delete this file, its rewards come again") from error

@@ -1,0 +1,71 @@
+"""Stages that many runs have in common, found by what decides their weights.
+
+    <data.cache_dir>/stages/<hash>/    finished.json and the final weights, as `trainer.checkpoint`
+                                       has them
+
+A run that finishes such a stage leaves a copy there; another one takes it and goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data.traces import Trace
+from recipes.phases.generate import contents
+from recipes.phases.run import Run
+from trainer.checkpoint import best_dir, step_dir
+from trainer.config import FREE_SETTINGS, TrainerConfig
+
+FINISHED = "finished.json"
+
+
+def place(
+    run: Run, made_by: dict[str, Any], settings: TrainerConfig, drafter: Any, traces: list[Trace]
+) -> Path:
+    """`made_by`: the recipe's settings of the stage; `drafter`: as it begins."""
+    config = run.config
+    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE_SETTINGS}
+    made_of = {
+        **contents(run, drafter, traces), "fingerprint": run.target.fingerprint,
+        "method": made_by, "trainer": kept, "seed": config.run.seed, "depth": config.eval.K,
+        "features": [config.data.features, config.data.features_dtype],
+        "processes": run.accelerator.num_processes,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(config.data.cache_dir) / "stages" / digest
+
+
+def take(run: Run, found: Path, folder: Path) -> None:
+    """Put the finished stage into the run's folder, unless one was begun there."""
+    if run.accelerator.is_main_process and found.exists() and not folder.exists():
+        _copy(found, folder)
+        print(f"{folder.name}: trained before, from {found}")
+    run.accelerator.wait_for_everyone()
+
+
+def leave(run: Run, folder: Path, kept: Path) -> None:
+    """Keep what a finished stage consists of."""
+    if run.accelerator.is_main_process and not kept.exists():
+        _copy(folder, kept)
+    run.accelerator.wait_for_everyone()
+
+
+def _copy(source: Path, destination: Path) -> None:
+    """At once or not at all."""
+    result = json.loads((source / FINISHED).read_text())
+    best = result["best_step"]
+    weights = step_dir(source, result["step"]) if best is None else best_dir(source, best)
+    partial = destination.with_name(f".tmp-{os.getpid()}-{destination.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(weights, partial / weights.relative_to(source))
+    shutil.copy(source / FINISHED, partial / FINISHED)
+    try:
+        os.replace(partial, destination)
+    except OSError:  # another run was first
+        shutil.rmtree(partial)
