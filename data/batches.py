@@ -191,8 +191,12 @@ def preview(batch: Batch, tokenizer: Any) -> str:
         return "first batch: no response yet (the drafter generates it)"
     row = supervised[0]
     prompt = tokenizer.decode(batch.prompts[row])
-    response = "".join(f"[{tokenizer.decode([token])}]" for token in batch.responses[row])
+    first = len(batch.prompts[row])
+    response = "".join(
+        f"[{tokenizer.decode([token])}]" if trained else tokenizer.decode([token])
+        for token, trained in zip(batch.responses[row], batch.loss_mask[row, first:], strict=False)
+    )
     return (
-        f"first batch, row {row} ({batch.sources[row]}): {len(batch.prompts[row])} prompt tokens, "
-        f"{len(batch.responses[row])} trained, in brackets\n{prompt}{response}"
+        f"first batch, row {row} ({batch.sources[row]}): {first} prompt tokens, "
+        f"{int(batch.loss_mask[row].sum())} trained, in brackets\n{prompt}{response}"
     )

@@ -167,7 +167,7 @@ def _figures(report: dict[str, Any]) -> list[Block]:
     for heading, rows in groups(once(report["results"])).items():
         best = focus(rows)
         decided = [r for r in rows if r["drafter"] not in ("plain", "target") and _decided(r)]
-        named = [r for r in decided if r["drafter"] in ("before", "control", "after")]
+        named = [r for r in decided if r["drafter"] in ("before", "control", "offline", "after")]
         if decided:
             svg = plots.acceptance_by_position(named or decided)
             caption = (

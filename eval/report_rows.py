@@ -7,7 +7,9 @@ from typing import Any
 
 from eval.render import NONE
 
-DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
+DRAFTERS = (
+    "plain", "untrained", "before", "control", "offline", "after", "prompt_lookup", "target",
+)  # fmt: skip
 REFERENCES = ("plain", "untrained", "prompt_lookup", "target")
 
 Row = dict[str, Any]

@@ -62,7 +62,11 @@ class Counters:
     series: list[dict[str, Any]] = field(default_factory=list)  # one row per evaluation
 
     def improved_by(self, metrics: dict[str, Any]) -> bool:
-        """Note an evaluation at this step; True where `metrics["select"]` is the best so far."""
+        """Note an evaluation at this step; True where `metrics["select"]` is the best so far. None
+        chooses nothing: then the last weights are the result."""
+        if metrics["select"] is None:
+            self.series.append({"step": self.step, **metrics})
+            return False
         if not math.isfinite(metrics["select"]):
             raise RunFault(f"the evaluation at step {self.step} gave {metrics['select']}")
         self.series.append({"step": self.step, **metrics})

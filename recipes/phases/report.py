@@ -117,7 +117,7 @@ class Measured:
 
 def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: str) -> Measured:
     """Every drafter at every temperature from the target's traces; `decoded` also by decoding, and
-    compared in pairs with "before" and "control"."""
+    compared in pairs with "before", "control" and "offline"."""
     config = run.config.eval
     for drafter in drafters.values():
         if isinstance(drafter, torch.nn.Module):
@@ -206,7 +206,7 @@ def _compare(
     name: str, measured: dict[str, Measurement], temperature: float, run: Run
 ) -> list[dict[str, Any]]:
     config, rows = run.config.eval, []
-    for other in ("before", "control"):
+    for other in ("before", "control", "offline"):
         for metric in ("alpha", "tokens_per_round"):
             if other in measured and name != other:
                 pair = measured[name].counters, measured[other].counters

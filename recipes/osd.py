@@ -1,0 +1,451 @@
+"""OSD: a drafter that learns while it serves, from the tokens that the target corrected.
+
+Liu et al. 2023 (ICML 2024), arXiv:2310.07177. Requests are answered by exact speculative decoding;
+wherever a draft is rejected, the target's law at that position is a label that costs nothing. After
+every interval of `trainer.batch_size` requests (times accumulation and processes) one step is taken
+on D(p || q) there, and the new weights serve the next interval. The loss takes raw logits of both,
+at temperature 1: as the served temperature falls, p tends to one-hot and the signal with it.
+
+Departures from the published code, which trains the position *after* each correction and every
+bonus token (`method.positions=published_code` does that): only rejected positions, at the logits
+that drafted them. The target's law is computed again by one forward of the finished answers.
+
+The stream is the training prompts in their order, from the start again when it is over; or
+`method.log`, a growing file of requests that another server answers. There the rounds are not
+known; given the text, the probability that decoding would have rejected a draft is, and weighs the
+position (eval.offline): the expectation of what serving the same text would train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from data.batches import Batch
+from data.request_log import LoggedRequest, RequestLog
+from data.sampling import Sampling
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.bank import DrafterBank, NaiveBayes
+from drafters.causal_lm import CausalLMDrafter
+from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
+from recipes.parts.online import (
+    FOREIGN_SHARE,
+    Clock,
+    OnlineBatch,
+    Replay,
+    Served,
+    Server,
+    Tally,
+    check_context,
+    draft_laws,
+    expected_rounds,
+    marks,
+    online_batch,
+    overlap_sum,
+    publish,
+    target_laws,
+)
+from trainer.chunked import chunked_divergence
+from trainer.config import UserError, require
+from trainer.losses import LossOutput, check_options
+from trainer.shift import supervised
+
+POSITIONS = ("rejected", "published_code", "all")
+
+
+@dataclass
+class Config:
+    divergence: str = "fkl"
+    beta: float = 0.5  # of jsd
+    eta: float = 3.0  # of lk_hybrid
+    mix: float = 0.9  # of kl_mix, the "jsd" of the published code
+    K: int = 5  # tokens drafted per round while serving
+    positions: str = "rejected"  # or published_code, all: which tokens are trained
+    reduction: str = "token"  # or sequence: no request counts more than another
+    replay_share: float = 0.0  # of an update's rows, drawn from all requests before
+    replay_size: int = 256  # rows kept for that, for each drafter
+    bank: bool = False  # one drafter a domain, routed by the tokens of the prompt
+    min_confidence: float = 0.0  # of the router, else the drafter of the most frequent domain
+    log: str | None = None  # follow this file instead of serving the prompts
+    log_wait_s: float = 0.0  # for new lines, before the log counts as over
+    publish_every: int = 0  # updates between versions written for a server; 0: none
+    offline: bool = True  # also distil offline, from as many requests, for comparison
+    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # default: half the target's
+
+    def __post_init__(self) -> None:
+        check_options(self.divergence, beta=self.beta, eta=self.eta, mix=self.mix)
+        for name in ("K", "replay_size", "draft_layers"):
+            value = getattr(self, name)
+            require(value >= 1, f"method.{name}", "be >= 1", value)
+        for name in ("log_wait_s", "publish_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"method.{name}", "be >= 0", value)
+        choices = {"positions": POSITIONS, "reduction": ("token", "sequence")}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, f"method.{name}", f"be one of {', '.join(allowed)}", value)
+        require(0 <= self.replay_share < 1, "method.replay_share", "lie in [0, 1)",
+                self.replay_share)  # fmt: skip
+        require(0 <= self.min_confidence <= 1, "method.min_confidence", "lie in [0, 1]",
+                self.min_confidence)  # fmt: skip
+        if self.log is not None and self.positions == "published_code":
+            raise UserError(
+                "method.positions=published_code needs the rounds of serving, which a log does not "
+                "hold: leave method.log out, or set rejected or all"
+            )
+
+
+class Recipe:
+    target_access = "forward"
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.drafter: Any = None  # set by the loop
+        self.state = PartialState()
+        if config.bank and self.state.num_processes > 1:
+            raise UserError(
+                "method.bank=true trains in one process, got "
+                f"{self.state.num_processes}: the drafters of an interval differ from process to "
+                "process; start one, or set method.bank=false"
+            )
+        self.log: RequestLog | None = None
+        if config.log is not None:
+            look = RequestLog(config.log, target, target.context)
+            look.read(100)  # what is wrong with it is said before anything is generated
+            look.check()
+        # each member is a causal LM that an engine loads, what chooses among them is ours
+        self.unserved = "it serves one drafter, not a bank" if config.bank else None
+        self.stream: list[Trace] = []
+        self.references: dict[str, Any] = {}
+        self.online = False
+
+    def stages(self) -> list[Stage]:
+        text = Needs({"target": 1.0})
+        online = Stage("online", text, start="base", row="after")
+        if not self.config.offline:
+            return [online]
+        # the published offline schedule; as many rows as the stream has requests
+        schedule = {"lr_schedule": "cosine"}
+        return [Stage("offline", text, schedule, start="base", row="offline"), online]
+
+    def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
+        config = self.config
+        width = config.draft_hidden_size or self.target.hidden_size // 2
+        return CausalLMDrafter.from_target(
+            self.target, num_layers=config.draft_layers, hidden_size=width
+        )
+
+    def accept(self, drafter: Any) -> None:
+        check_kind(drafter, "causal_lm", "osd")
+
+    def observe(self, traces: Sequence[Trace], drafters: dict[str, Any]) -> None:
+        """The stream in the order of the prompts, and whom the served drafter is compared with."""
+        self.stream = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
+        names = {"before": "static", "offline": "offline"}
+        self.references = {names[row]: d for row, d in drafters.items() if row in names}
+
+    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+        self.online, self.max_steps = stage.name == "online", max_steps
+        if self.online and self.config.bank:
+            router = NaiveBayes.fit(
+                [t.prompt_ids for t in self.stream], [t.domain for t in self.stream],
+                self.target.vocab_size, self.config.min_confidence,
+            )  # fmt: skip
+            return DrafterBank.copies_of(drafter, router)
+        return drafter
+
+    def begin(self, stage: Stage, max_new_tokens: int) -> None:
+        self.online = stage.name == "online"
+        self.server = Server(self.target, self.config.K, max_new_tokens)
+        self.version = self.requests = 0  # of updates, of requests
+        self.step, self.updated = -1, False  # the step under way, whether it has an update
+        self.tally, self.clock = Tally(), Clock()
+        self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
+        drafter = self.references["static"]
+        room = max_new_tokens + self.config.K
+        check_context(drafter, [t.prompt_ids for t in self.stream], room)
+        if self.config.log is not None:
+            context = getattr(drafter.model.config, "max_position_embeddings", 1 << 20)
+            limit = min(self.target.context, context)
+            self.log = RequestLog(self.config.log, self.target, limit)
+
+    @property
+    def served_version(self) -> int:
+        """Of the weights as they are after the step under way."""
+        return self.version + self.updated
+
+    @property
+    def _network(self) -> Any:
+        return getattr(self.drafter, "module", self.drafter)
+
+    # --- the stream ------------------------------------------------------------------------------
+
+    def refresh(self, step: int, context: Context) -> Batch | None:
+        """Answer, or read, the requests of this batch with the weights as they are; what is to be
+        trained of them. None where nothing was rejected: then no step is taken at all."""
+        if not self.online:
+            return context.batch
+        self.tally.add({"update_s": self.clock.stop()})
+        index = context.batch.index
+        size = len(context.batch.prompts)
+        if step != self.step:  # what the step before trained serves from here on
+            self.version, self.updated, self.step = self.served_version, False, step
+            self._publish(context)
+        if self.log is None:
+            rows, sums = self._serve(index, size, context.seed)
+        else:
+            rows, sums = self._follow(size)
+        batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
+        gathered = gather_object([([row.plain() for row in rows], sums)])
+        for plain, of_rank in gathered:  # so that every process holds the same buffer and counts
+            self.tally.add(of_rank)
+            self.requests += len(plain)
+            for row in map(Served.of, plain):
+                self.replay.add(row)
+                self.updated = self.updated or any(row.weights)
+            for _ in range(int(of_rank.get("foreign", 0))):
+                assert self.log is not None
+                self.log.skip("the response cannot be this target's under its sampling")
+        if self.log is not None and step == self.max_steps - 1 and self.state.is_main_process:
+            print(self.log.summary())
+        self.clock.start()
+        return batch
+
+    def _serve(self, index: int, size: int, seed: int) -> tuple[list[Served], dict[str, float]]:
+        """Request number n is prompt n of the stream; several processes take turns."""
+        first = (index * self.state.num_processes + self.state.process_index) * size
+        asked = []
+        for number in range(first, first + size):
+            trace = self.stream[number % len(self.stream)]
+            sampling = Sampling(trace.temperature, trace.top_k, trace.top_p)
+            asked.append(self._request(number, trace.prompt_ids, [], sampling, trace.domain))
+        watch = Clock()
+        watch.start()
+        answers = self.server.answer(self._network, asked, seed)
+        sums = {"serve_s": watch.stop()}
+        for row, answer in zip(asked, answers, strict=True):
+            row.response_ids = answer.response_ids
+            row.weights = marks(answer, self.config.positions)
+            for one in answer.rounds:
+                _add(sums, accepted=one.accepted, rejected=one.rejected, rounds=1,
+                     emitted=one.emitted)  # fmt: skip
+        laws = target_laws(self.target, asked)
+        self._compare(asked, laws, sums)
+        return asked, sums
+
+    def _request(
+        self, number: int, prompt: list[int], response: list[int], sampling: Sampling, domain: str
+    ) -> Served:
+        network = self._network
+        member = network.route(prompt) if isinstance(network, DrafterBank) else 0
+        return Served(number, prompt, response, sampling, domain, member, self.version)
+
+    def _follow(self, size: int) -> tuple[list[Served], dict[str, float]]:
+        """The next logged requests; each process takes its own of what the main one reads."""
+        assert self.log is not None
+        world, rank = self.state.num_processes, self.state.process_index
+        read, first = list[LoggedRequest](), self.log.lines
+        fault: UserError | None = None
+        if self.state.is_main_process:
+            try:
+                read = self.log.read(size * world, self.config.log_wait_s)
+            except UserError as error:
+                fault = error
+        read, fault, place = gather_object([(read, fault, self.log.state_dict())])[0]
+        if fault is not None:
+            raise fault
+        self.log.load_state_dict(place)
+        sums: dict[str, float] = {}
+        rows = []
+        for offset, one in enumerate(read[rank * size : (rank + 1) * size]):
+            number = first + rank * size + offset
+            row = self._request(number, one.prompt_ids, one.response_ids, one.sampling, one.domain)
+            _add(sums, retokenised=one.retokenised)
+            rows.append(row)
+        return (self._weigh(rows, sums), sums) if rows else ([], sums)
+
+    def _weigh(self, rows: list[Served], sums: dict[str, float]) -> list[Served]:
+        """Expected rejections of each response; what another model wrote is left out."""
+        laws = target_laws(self.target, rows)
+        kept, kept_laws = [], []
+        for row, p, q in zip(rows, laws, draft_laws(self._network, rows), strict=True):
+            found = expected_rounds(row, p, q, self.config.K)
+            if found.foreign > FOREIGN_SHARE:
+                _add(sums, foreign=1)
+                continue
+            everything = self.config.positions == "all"
+            row.weights = [1.0] * len(row.response_ids) if everything else found.weights
+            _add(sums, accepted=found.accepted, rejected=found.rejected, rounds=found.rounds,
+                 emitted=len(row.response_ids) - 1)  # fmt: skip
+            kept.append(row)
+            kept_laws.append(p)
+        if kept:
+            self._compare(kept, kept_laws, sums)
+        return kept
+
+    def _compare(
+        self, rows: list[Served], laws: list[torch.Tensor], sums: dict[str, float]
+    ) -> None:
+        """The overlap of every drafter with the target on the same answers, before any of them is
+        trained on."""
+        _add(sums, requests=len(rows), positions=sum(len(row.response_ids) for row in rows))
+        self._laws = {row.number: law for row, law in zip(rows, laws, strict=True)}
+        for name, drafter in {"served": self._network, **self.references}.items():
+            for row, p, q in zip(rows, laws, draft_laws(drafter, rows), strict=True):
+                _add(sums, **{name: overlap_sum(p, q, row.sampling)})
+
+    def _collect(self, rows: list[Served], index: int) -> OnlineBatch:
+        """Fresh rows and, to the share asked for, rows of before."""
+        share = self.config.replay_share
+        fresh = [row for row in rows if any(row.weights)]
+        count = round(len(fresh) * share / (1 - share))
+        old = self.replay.draw(count, index, self.state.process_index)
+        laws = [self._laws[row.number] for row in fresh]
+        laws += target_laws(self.target, old) if old else []
+        return online_batch([*fresh, *old], laws, index)
+
+    def _publish(self, context: Context) -> None:
+        every = self.config.publish_every
+        if every and self.step and self.step % every == 0 and self.state.is_main_process:
+            folder = context.folder / "published"
+            folder.mkdir(parents=True, exist_ok=True)
+            publish(self._network, folder, self.version, self.requests)
+
+    # --- what is said about it -------------------------------------------------------------------
+
+    def evaluated(self, evaluate: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Of the online stage: acceptance on the requests since the last evaluation, measured
+        before they were trained on, beside what held-out text says. No weights are chosen: what
+        serves last is the result."""
+        if not self.online:
+            return evaluate
+
+        def with_served(drafter: Any, step: int) -> dict[str, Any]:
+            self.tally.add({"update_s": self.clock.stop()})
+            found = evaluate(drafter, step) if evaluate else {}
+            by_domain = found.pop("alpha_by_domain", {})
+            found |= {f"alpha_{name}": value for name, value in by_domain.items()}
+            return found | self._series() | {"select": None}
+
+        return with_served
+
+    def _series(self) -> dict[str, Any]:
+        tally, self.tally = self.tally, Tally()
+        row: dict[str, Any] = {"request": self.requests, "version": self.served_version}
+        if self.log is not None:
+            row["log_lines_skipped"] = self.log.num_bad
+            row["retokenised_share"] = tally.ratio("retokenised", "requests")
+        known = {
+            "alpha_prequential": tally.ratio("served", "positions"),
+            **{f"alpha_{n}": tally.ratio(n, "positions") for n in self.references},
+            "alpha_hat_prequential": _share(tally.sums, "accepted", "rejected"),
+            "tokens_per_round_prequential": tally.ratio("emitted", "rounds"),
+            "serve_s_per_request": tally.ratio("serve_s", "requests"),
+            "update_s_per_request": tally.ratio("update_s", "requests"),
+        }
+        return row | {name: value for name, value in known.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Version, place in the stream, the buffer of replay, and sums not yet reported."""
+        if not self.online:
+            return {}
+        return {
+            "version": self.served_version, "requests": self.requests, "sums": dict(self.tally.sums),
+            "replay": self.replay.state_dict(),
+            "log": None if self.log is None else self.log.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.online:
+            return
+        self.version, self.requests = state["version"], state["requests"]
+        self.tally.sums = dict(state["sums"])
+        self.replay.load_state_dict(state["replay"], self.version)
+        if self.log is not None:
+            self.log.load_state_dict(state["log"])
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        """Online the law came with the batch."""
+        return None if self.online else TargetRequest(logits=True)
+
+    def _weights(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+        """For each drafter: which of the N supervised positions are its own [N] bool, their weights
+        [N], the denominator."""
+        rows = supervised(batch.loss_mask).nonzero(as_tuple=True)[0]
+        weights = torch.ones(len(rows), device=rows.device)
+        members = torch.zeros(len(batch.input_ids), dtype=torch.long, device=rows.device)
+        if isinstance(batch, OnlineBatch) and len(rows):
+            weights, members = batch.weights, batch.members
+        sequences = self.config.reduction == "sequence"
+        if sequences:
+            total = weights.new_zeros(len(batch.input_ids)).index_add(0, rows, weights)
+            weights = weights / total[rows]
+        network = self._network
+        found = []
+        for member in range(len(network.members) if isinstance(network, DrafterBank) else 1):
+            own = members[rows] == member
+            count = rows[own].unique().numel() if sequences else float(weights[own].double().sum())
+            found.append((own, weights, float(count)))
+        return found
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return [count for _, _, count in self._weights(batch)]
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        """For each drafter: weighted mean of D(p || q) over the positions that are trained."""
+        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        if isinstance(self._network, DrafterBank):
+            assert isinstance(batch, OnlineBatch)
+            self._network.chosen = batch.members
+        if target_outputs is not None:
+            assert target_outputs.logits is not None
+            full = target_outputs.logits[rows, index, : self.target.vocab_size]
+        else:
+            full = batch.laws if isinstance(batch, OnlineBatch) else None
+        labels = batch.input_ids[rows, index + 1]
+
+        def score(depth: int, states: torch.Tensor) -> LossOutput:
+            return self._score(states[rows, index], labels, full, batch)
+
+        return self.drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+
+    def _score(
+        self, states: torch.Tensor, labels: torch.Tensor, full: torch.Tensor | None, batch: Batch
+    ) -> LossOutput:
+        """states [N, d]; labels [N]; full [N, V], None where N is 0."""
+        config, network, terms = self.config, self._network, []
+        overlap = torch.zeros((), device=states.device)
+        for member, (own, weights, count) in enumerate(self._weights(batch)):
+            bank = isinstance(network, DrafterBank)
+            if bank and not bool(own.any()):  # no gradient at all: a zero one would still move it
+                terms.append((states.new_zeros(()), 0.0, 1.0))
+                continue
+            head = (network.members[member] if bank else network).output_head(1)
+            law = None if full is None else full[own]
+            value = chunked_divergence(
+                config.divergence, states[own], head,
+                lambda span, law=law: law[span],  # type: ignore[index]
+                labels[own], weights[own], beta=config.beta, eta=config.eta, mix=config.mix,
+            )  # fmt: skip
+            overlap = overlap + value.overlap.sum()
+            terms.append((value.total, count, 1.0))
+        return LossOutput(terms, {"overlap": (overlap, float(len(labels)))})
+
+
+def _add(sums: dict[str, float], **values: float) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value)
+
+
+def _share(sums: dict[str, float], part: str, rest: str) -> float | None:
+    whole = sums.get(part, 0.0) + sums.get(rest, 0.0)
+    return sums.get(part, 0.0) / whole if whole else None
