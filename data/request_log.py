@@ -173,8 +173,9 @@ class RequestLog:
 
 def _sampling(row: dict[str, Any]) -> Sampling:
     """`temperature` is asked for: its default differs between servers."""
-    temperature, top_k, top_p = row.get("temperature"), row.get("top_k"), row.get("top_p")
-    top_k, top_p = 0 if top_k is None else top_k, 1.0 if top_p is None else top_p
+    temperature: Any = row.get("temperature")
+    top_k: Any = 0 if row.get("top_k") is None else row["top_k"]
+    top_p: Any = 1.0 if row.get("top_p") is None else row["top_p"]
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}, not a number")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from trainer.config import RunFault, UserError
 class NaiveBayes(torch.nn.Module):
     """Multinomial naive Bayes over token counts, add-one smoothing. `names`: of the classes, the
     most frequent one first; it takes what is classified with less than `min_confidence`."""
+
+    log_prior: torch.Tensor
+    log_token: torch.Tensor
 
     def __init__(self, names: Sequence[str], log_prior: torch.Tensor, log_token: torch.Tensor,
                  min_confidence: float = 0.0):  # fmt: skip
@@ -118,29 +121,24 @@ class DrafterBank(TrainedDrafter):
     ) -> Iterator[torch.Tensor]:
         if len(self.chosen) != len(ids):
             raise RunFault(f"RoutingError: {len(self.chosen)} prompts were routed for {len(ids)}")
-        hidden: torch.Tensor | None = None
-        for member in self._active():
-            rows = self._rows(member)
+
+        def read(member: int, rows: torch.Tensor) -> torch.Tensor:
             positions = None if position_ids is None else position_ids[rows]
-            own = next(iter(self.members[member].states(ids[rows], outputs, 1, positions)))
-            if hidden is None:
-                hidden = own.new_zeros(len(ids), *own.shape[1:])
-            hidden = hidden.index_copy(0, rows, own)
-        assert hidden is not None
+            return next(iter(self.members[member].states(ids[rows], outputs, 1, positions)))
+
+        hidden = self._joined(read)
         for _ in range(depth):
             yield hidden
 
     def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
         """states [B, ..., d], a row for each that was routed."""
-        found: torch.Tensor | None = None
-        for member in self._active():
-            rows = self._rows(member)
-            own = self.members[member].project(states[rows], depth)
-            if found is None:
-                found = own.new_zeros(len(states), *own.shape[1:])
-            found = found.index_copy(0, rows, own)
-        assert found is not None
-        return found
+        return self._joined(lambda m, rows: self.members[m].project(states[rows], depth))
+
+    def _joined(self, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """read(member, its rows) of every member that has rows, in the order of the rows."""
+        parts = [(self._rows(m), read(m, self._rows(m))) for m in self._active()]
+        places = torch.cat([rows for rows, _ in parts])
+        return torch.cat([own for _, own in parts])[places.argsort()]
 
     def output_head(self, depth: int) -> OutputHead:
         """Of the first member; they have one shape."""
@@ -178,7 +176,7 @@ class DrafterBank(TrainedDrafter):
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
         return self._each(lambda member: member.extend(tokens, parents, depth))
 
-    def _each(self, call: Any) -> torch.Tensor:
+    def _each(self, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Logits of every row from its own member."""
         found: torch.Tensor | None = None
         for member in self._active():

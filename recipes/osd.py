@@ -27,30 +27,24 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from data.batches import Batch
-from data.request_log import LoggedRequest, RequestLog
-from data.sampling import Sampling
+from data.request_log import RequestLog
 from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.bank import DrafterBank, NaiveBayes
 from drafters.causal_lm import CausalLMDrafter
 from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
 from recipes.parts.online import (
-    FOREIGN_SHARE,
     Clock,
     OnlineBatch,
     Replay,
     Served,
-    Server,
     Tally,
     check_context,
-    draft_laws,
-    expected_rounds,
-    marks,
     online_batch,
-    overlap_sum,
     publish,
     target_laws,
 )
+from recipes.parts.stream import Stream
 from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
 from trainer.losses import LossOutput, check_options
@@ -108,21 +102,21 @@ class Recipe:
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
         self.drafter: Any = None  # set by the loop
-        self.state = PartialState()
-        if config.bank and self.state.num_processes > 1:
+        self.processes = PartialState()
+        if config.bank and self.processes.num_processes > 1:
             raise UserError(
-                "method.bank=true trains in one process, got "
-                f"{self.state.num_processes}: the drafters of an interval differ from process to "
-                "process; start one, or set method.bank=false"
+                f"method.bank=true trains in one process, got {self.processes.num_processes}: the "
+                "drafters that an interval trains differ from process to process; start one, or "
+                "set method.bank=false"
             )
-        self.log: RequestLog | None = None
         if config.log is not None:
             look = RequestLog(config.log, target, target.context)
             look.read(100)  # what is wrong with it is said before anything is generated
             look.check()
         # each member is a causal LM that an engine loads, what chooses among them is ours
         self.unserved = "it serves one drafter, not a bank" if config.bank else None
-        self.stream: list[Trace] = []
+        self.traces: list[Trace] = []
+        self.last: list[Served] = []  # this process's rows of the interval
         self.references: dict[str, Any] = {}
         self.online = False
 
@@ -147,7 +141,7 @@ class Recipe:
 
     def observe(self, traces: Sequence[Trace], drafters: dict[str, Any]) -> None:
         """The stream in the order of the prompts, and whom the served drafter is compared with."""
-        self.stream = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
+        self.traces = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
         names = {"before": "static", "offline": "offline"}
         self.references = {names[row]: d for row, d in drafters.items() if row in names}
 
@@ -155,7 +149,7 @@ class Recipe:
         self.online, self.max_steps = stage.name == "online", max_steps
         if self.online and self.config.bank:
             router = NaiveBayes.fit(
-                [t.prompt_ids for t in self.stream], [t.domain for t in self.stream],
+                [t.prompt_ids for t in self.traces], [t.domain for t in self.traces],
                 self.target.vocab_size, self.config.min_confidence,
             )  # fmt: skip
             return DrafterBank.copies_of(drafter, router)
@@ -163,18 +157,18 @@ class Recipe:
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
         self.online = stage.name == "online"
-        self.server = Server(self.target, self.config.K, max_new_tokens)
         self.version = self.requests = 0  # of updates, of requests
         self.step, self.updated = -1, False  # the step under way, whether it has an update
         self.tally, self.clock = Tally(), Clock()
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
         drafter = self.references["static"]
         room = max_new_tokens + self.config.K
-        check_context(drafter, [t.prompt_ids for t in self.stream], room)
-        if self.config.log is not None:
-            context = getattr(drafter.model.config, "max_position_embeddings", 1 << 20)
-            limit = min(self.target.context, context)
-            self.log = RequestLog(self.config.log, self.target, limit)
+        check_context(drafter, [t.prompt_ids for t in self.traces], room)
+        own = getattr(drafter.model.config, "max_position_embeddings", self.target.context)
+        self.stream = Stream(
+            self.config, self.target, self.traces, self.references, max_new_tokens,
+            min(self.target.context, own),
+        )  # fmt: skip
 
     @property
     def served_version(self) -> int:
@@ -198,10 +192,8 @@ class Recipe:
         if step != self.step:  # what the step before trained serves from here on
             self.version, self.updated, self.step = self.served_version, False, step
             self._publish(context)
-        if self.log is None:
-            rows, sums = self._serve(index, size, context.seed)
-        else:
-            rows, sums = self._follow(size)
+        rows, sums = self.stream.next(self._network, self.version, index, size, context.seed)
+        self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
         gathered = gather_object([([row.plain() for row in rows], sums)])
         for plain, of_rank in gathered:  # so that every process holds the same buffer and counts
@@ -211,109 +203,26 @@ class Recipe:
                 self.replay.add(row)
                 self.updated = self.updated or any(row.weights)
             for _ in range(int(of_rank.get("foreign", 0))):
-                assert self.log is not None
-                self.log.skip("the response cannot be this target's under its sampling")
-        if self.log is not None and step == self.max_steps - 1 and self.state.is_main_process:
-            print(self.log.summary())
+                assert log is not None
+                log.skip("the response cannot be this target's under its sampling")
+        if log is not None and step == self.max_steps - 1 and self.processes.is_main_process:
+            print(log.summary())
         self.clock.start()
         return batch
-
-    def _serve(self, index: int, size: int, seed: int) -> tuple[list[Served], dict[str, float]]:
-        """Request number n is prompt n of the stream; several processes take turns."""
-        first = (index * self.state.num_processes + self.state.process_index) * size
-        asked = []
-        for number in range(first, first + size):
-            trace = self.stream[number % len(self.stream)]
-            sampling = Sampling(trace.temperature, trace.top_k, trace.top_p)
-            asked.append(self._request(number, trace.prompt_ids, [], sampling, trace.domain))
-        watch = Clock()
-        watch.start()
-        answers = self.server.answer(self._network, asked, seed)
-        sums = {"serve_s": watch.stop()}
-        for row, answer in zip(asked, answers, strict=True):
-            row.response_ids = answer.response_ids
-            row.weights = marks(answer, self.config.positions)
-            for one in answer.rounds:
-                _add(sums, accepted=one.accepted, rejected=one.rejected, rounds=1,
-                     emitted=one.emitted)  # fmt: skip
-        laws = target_laws(self.target, asked)
-        self._compare(asked, laws, sums)
-        return asked, sums
-
-    def _request(
-        self, number: int, prompt: list[int], response: list[int], sampling: Sampling, domain: str
-    ) -> Served:
-        network = self._network
-        member = network.route(prompt) if isinstance(network, DrafterBank) else 0
-        return Served(number, prompt, response, sampling, domain, member, self.version)
-
-    def _follow(self, size: int) -> tuple[list[Served], dict[str, float]]:
-        """The next logged requests; each process takes its own of what the main one reads."""
-        assert self.log is not None
-        world, rank = self.state.num_processes, self.state.process_index
-        read, first = list[LoggedRequest](), self.log.lines
-        fault: UserError | None = None
-        if self.state.is_main_process:
-            try:
-                read = self.log.read(size * world, self.config.log_wait_s)
-            except UserError as error:
-                fault = error
-        read, fault, place = gather_object([(read, fault, self.log.state_dict())])[0]
-        if fault is not None:
-            raise fault
-        self.log.load_state_dict(place)
-        sums: dict[str, float] = {}
-        rows = []
-        for offset, one in enumerate(read[rank * size : (rank + 1) * size]):
-            number = first + rank * size + offset
-            row = self._request(number, one.prompt_ids, one.response_ids, one.sampling, one.domain)
-            _add(sums, retokenised=one.retokenised)
-            rows.append(row)
-        return (self._weigh(rows, sums), sums) if rows else ([], sums)
-
-    def _weigh(self, rows: list[Served], sums: dict[str, float]) -> list[Served]:
-        """Expected rejections of each response; what another model wrote is left out."""
-        laws = target_laws(self.target, rows)
-        kept, kept_laws = [], []
-        for row, p, q in zip(rows, laws, draft_laws(self._network, rows), strict=True):
-            found = expected_rounds(row, p, q, self.config.K)
-            if found.foreign > FOREIGN_SHARE:
-                _add(sums, foreign=1)
-                continue
-            everything = self.config.positions == "all"
-            row.weights = [1.0] * len(row.response_ids) if everything else found.weights
-            _add(sums, accepted=found.accepted, rejected=found.rejected, rounds=found.rounds,
-                 emitted=len(row.response_ids) - 1)  # fmt: skip
-            kept.append(row)
-            kept_laws.append(p)
-        if kept:
-            self._compare(kept, kept_laws, sums)
-        return kept
-
-    def _compare(
-        self, rows: list[Served], laws: list[torch.Tensor], sums: dict[str, float]
-    ) -> None:
-        """The overlap of every drafter with the target on the same answers, before any of them is
-        trained on."""
-        _add(sums, requests=len(rows), positions=sum(len(row.response_ids) for row in rows))
-        self._laws = {row.number: law for row, law in zip(rows, laws, strict=True)}
-        for name, drafter in {"served": self._network, **self.references}.items():
-            for row, p, q in zip(rows, laws, draft_laws(drafter, rows), strict=True):
-                _add(sums, **{name: overlap_sum(p, q, row.sampling)})
 
     def _collect(self, rows: list[Served], index: int) -> OnlineBatch:
         """Fresh rows and, to the share asked for, rows of before."""
         share = self.config.replay_share
         fresh = [row for row in rows if any(row.weights)]
         count = round(len(fresh) * share / (1 - share))
-        old = self.replay.draw(count, index, self.state.process_index)
-        laws = [self._laws[row.number] for row in fresh]
+        old = self.replay.draw(count, index, self.processes.process_index)
+        laws = [self.stream.laws[row.number] for row in fresh]
         laws += target_laws(self.target, old) if old else []
         return online_batch([*fresh, *old], laws, index)
 
     def _publish(self, context: Context) -> None:
         every = self.config.publish_every
-        if every and self.step and self.step % every == 0 and self.state.is_main_process:
+        if every and self.step and self.step % every == 0 and self.processes.is_main_process:
             folder = context.folder / "published"
             folder.mkdir(parents=True, exist_ok=True)
             publish(self._network, folder, self.version, self.requests)
@@ -339,8 +248,8 @@ class Recipe:
     def _series(self) -> dict[str, Any]:
         tally, self.tally = self.tally, Tally()
         row: dict[str, Any] = {"request": self.requests, "version": self.served_version}
-        if self.log is not None:
-            row["log_lines_skipped"] = self.log.num_bad
+        if self.stream.log is not None:
+            row["log_lines_skipped"] = self.stream.log.num_bad
             row["retokenised_share"] = tally.ratio("retokenised", "requests")
         known = {
             "alpha_prequential": tally.ratio("served", "positions"),
@@ -356,10 +265,12 @@ class Recipe:
         """Version, place in the stream, the buffer of replay, and sums not yet reported."""
         if not self.online:
             return {}
+        log = self.stream.log
         return {
-            "version": self.served_version, "requests": self.requests, "sums": dict(self.tally.sums),
+            "version": self.served_version, "requests": self.requests,
+            "sums": dict(self.tally.sums),
             "replay": self.replay.state_dict(),
-            "log": None if self.log is None else self.log.state_dict(),
+            "log": None if log is None else log.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -368,8 +279,8 @@ class Recipe:
         self.version, self.requests = state["version"], state["requests"]
         self.tally.sums = dict(state["sums"])
         self.replay.load_state_dict(state["replay"], self.version)
-        if self.log is not None:
-            self.log.load_state_dict(state["log"])
+        if self.stream.log is not None:
+            self.stream.log.load_state_dict(state["log"])
 
     # --- loss ------------------------------------------------------------------------------------
 
@@ -439,11 +350,6 @@ class Recipe:
             overlap = overlap + value.overlap.sum()
             terms.append((value.total, count, 1.0))
         return LossOutput(terms, {"overlap": (overlap, float(len(labels)))})
-
-
-def _add(sums: dict[str, float], **values: float) -> None:
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + float(value)
 
 
 def _share(sums: dict[str, float], part: str, rest: str) -> float | None:

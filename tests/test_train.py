@@ -25,6 +25,7 @@ from tests.commands import (
 from tests.tiny import ARCHITECTURES
 
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
+SMALL_MODELS = ("distillspec", "osd")  # causal LMs: chains only, transformers loads them
 K = 4
 CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
 
@@ -35,11 +36,11 @@ def run(*words):
 
 def check_run_folder(folder, recipe="distillspec"):
     """All that is promised of a run folder; returns the report."""
-    head = recipe != "distillspec"
+    head = recipe not in SMALL_MODELS
     names = (
         "config.yaml run.json metrics.jsonl drafter/drafter.json rounds.jsonl report.json report.md"
     )
-    places = {"distillspec": "transformers", "medusa2": "vllm/drafter"}
+    places = {**dict.fromkeys(SMALL_MODELS, "transformers"), "medusa2": "vllm/drafter"}
     exported = f"export/{places.get(recipe, 'vllm')}/model.safetensors"
     own = () if recipe.startswith("hydra") else (exported,)  # no engine loads Hydra
     for name in (*names.split(), "report.html", *own):
@@ -51,7 +52,8 @@ def check_run_folder(folder, recipe="distillspec"):
     report = json.loads((folder / "report.json").read_text())
     for temperature in (0.0, 1.0):
         rows = [r for r in report["results"] if r["temperature"] == temperature]
-        assert {r["drafter"] for r in rows} == ROWS - ({"control"} if head else set())
+        reference = {"distillspec": {"control"}, "osd": {"offline"}}.get(recipe, set())
+        assert {r["drafter"] for r in rows} == ROWS - {"control"} | reference
         (target,) = [r for r in rows if r["drafter"] == "target"]
         assert target["alpha"] == pytest.approx(1, abs=1e-6)
         assert target["alpha_pos"] == pytest.approx([1] * K, abs=1e-6)
