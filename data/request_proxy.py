@@ -83,7 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(error.read())
         except urllib.error.URLError as error:
             self._head(502, {"Content-Type": "text/plain"})
-            self.wfile.write(f"{self.server.upstream} cannot be reached ({error.reason})\n".encode())
+            self.wfile.write(
+                f"{self.server.upstream} cannot be reached ({error.reason})\n".encode()
+            )
 
     def _completion(self, body: bytes | None) -> dict[str, Any] | None:
         if body is None or not self.path.partition("?")[0].endswith(LOGGED):
