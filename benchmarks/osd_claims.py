@@ -254,12 +254,12 @@ def block_interval(differences: Sequence[Sequence[float]]) -> tuple[float, float
 
 def recovery(series: Sequence[dict[str, Any]], first: int, count: int) -> dict[str, Any]:
     """Of the part of `count` blocks from block `first`: requests until the mean of two blocks lies
-    at RECOVER of the way from the first two blocks (the drop) to the last eight (the plateau), for
-    the served drafter; whether the static one is ever there after WITHIN requests."""
+    at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for the
+    served drafter; whether ten blocks of the static one are ever there after WITHIN requests."""
     size = INTERVAL * BLOCK_STEPS
     served = blocks(series, "prequential")[first : first + count]
     static = blocks(series, "static")[first : first + count]
-    drop, plateau = mean(static[:2]), mean(served[-8:])
+    drop, plateau = served[0], mean(served[-8:])
     wanted = drop + RECOVER * (plateau - drop)
     pairs = [mean(served[i : i + 2]) for i in range(count - 1)]
     reached = next((i for i, value in enumerate(pairs) if value >= wanted), None)
@@ -332,7 +332,8 @@ def recovery_lines() -> list[str]:
             drop, plateau = (mean([e[key] for e in each]) for key in ("drop", "plateau"))
             lines.append(
                 f"| {name} | {PARTS[stream][part]} | {len(found)} "
-                f"| {drop:.4f} | {plateau:.4f} | {quartiles[0]:.0f} [{quartiles[1]:.0f}, {quartiles[2]:.0f}] "
+                f"| {drop:.4f} | {plateau:.4f} "
+                f"| {quartiles[0]:.0f} [{quartiles[1]:.0f}, {quartiles[2]:.0f}] "
                 f"| {sum(t <= WITHIN for t in times)} of {len(times)} "
                 f"| {sum(e['static_recovers'] for e in each)} of {len(times)} |"
             )

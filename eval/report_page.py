@@ -203,6 +203,11 @@ def _figures(report: dict[str, Any]) -> list[Block]:
             blocks.append(Figure(f"Confidence and acceptance. {heading}", svg, caption))
     if report["series"] and (svg := plots.over_steps(report["series"])):
         caption = "Measured without decoding, on held-out text of the target."
+        if any("alpha_prequential" in point for point in report["series"]):
+            caption += (
+                " Prequential, static and offline: on the requests since the last point, before "
+                "each was trained on."
+            )
         blocks.append(Figure("Acceptance during the run", svg, caption))
     return [Heading("Plots"), *blocks] if blocks else []
 

@@ -193,6 +193,7 @@ class Recipe:
             self.version, self.updated, self.step = self.served_version, False, step
             self._publish(context)
         rows, sums = self.stream.next(self._network, self.version, index, size, context.seed)
+        self.replay.seed = context.seed
         self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
         gathered = gather_object([([row.plain() for row in rows], sums)])
@@ -240,7 +241,7 @@ class Recipe:
             self.tally.add({"update_s": self.clock.stop()})
             found = evaluate(drafter, step) if evaluate else {}
             by_domain = found.pop("alpha_by_domain", {})
-            found |= {f"alpha_{name}": value for name, value in by_domain.items()}
+            found |= {f"alpha[{name}]": value for name, value in by_domain.items()}
             return found | self._series() | {"select": None}
 
         return with_served

@@ -14,6 +14,7 @@ from drafters.load import load_drafter
 from drafters.tree import parse_tree
 from eval.engine import SpeculativeDecoder
 from eval.policies import make_budget, tree_budget
+from scripts import export
 from tests.tiny import assert_same_greedy, generated, perturbed, tiny_model
 from trainer.config import RunFault, UserError
 
@@ -104,6 +105,13 @@ def test_stored_whole_and_each_member_by_itself(target, bank, tmp_path):
     (tmp_path / "router.pt").unlink()
     with pytest.raises(UserError, match="is damaged"):
         load_drafter(str(tmp_path), target)
+
+
+def test_no_engine_is_promised_for_it(bank, tmp_path, capsys):
+    bank.save_pretrained(tmp_path)
+    words = (f"script.drafter={tmp_path}", "script.engine=vllm", f"script.out={tmp_path / 'out'}")
+    assert export.main(list(words)) == 2
+    assert "no engine loads Bank, its own format is all" in capsys.readouterr().err
 
 
 def test_members_and_router_must_agree(bank):

@@ -358,7 +358,7 @@ def test_the_offline_stage_distils_on_the_same_text(target, traces):
     q = recipe.drafter.draft_logits(batch.input_ids)[rows, index]
     ((total, count, _),) = recipe.loss(batch, outputs, 0).terms
     expected = float(kl(outputs.logits[rows, index], q.detach()).mean())
-    assert float(total / count) == pytest.approx(expected, rel=1e-4)
+    assert total.item() / count == pytest.approx(expected, rel=1e-4)
     assert recipe.denominators(batch, 0) == [float(count)]
     assert recipe.state_dict() == {}
     assert recipe.evaluated(len) is len
