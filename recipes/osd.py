@@ -13,7 +13,8 @@ that drafted them. The target's law is computed again by one forward of the fini
 The stream is the training prompts in their order, from the start again when it is over; or
 `method.log`, a growing file of requests that another server answers. There the rounds are not
 known; given the text, the probability that decoding would have rejected a draft is, and weighs the
-position (eval.offline): the expectation of what serving the same text would train.
+position (eval.offline): the expectation of what serving the same text would train. The prompts are
+then only the text of the offline reference and of the evaluation.
 """
 
 from __future__ import annotations
@@ -144,16 +145,16 @@ class Recipe:
         self.traces = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
         names = {"before": "static", "offline": "offline"}
         self.references = {names[row]: d for row, d in drafters.items() if row in names}
-
-    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
-        self.online, self.max_steps = stage.name == "online", max_steps
-        if self.online and self.config.bank:
-            router = NaiveBayes.fit(
+        if self.config.bank:  # the prompts of the whole stream, as a labelled set known before it
+            self.router = NaiveBayes.fit(
                 [t.prompt_ids for t in self.traces], [t.domain for t in self.traces],
                 self.target.vocab_size, self.config.min_confidence,
             )  # fmt: skip
-            return DrafterBank.copies_of(drafter, router)
-        return drafter
+
+    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+        self.online, self.max_steps = stage.name == "online", max_steps
+        banked = self.online and self.config.bank
+        return DrafterBank.copies_of(drafter, self.router) if banked else drafter
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
         self.online = stage.name == "online"

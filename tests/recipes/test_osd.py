@@ -308,6 +308,18 @@ def test_a_drafter_learns_from_its_stream(target, traces):
     assert row["alpha_prequential"] > row["alpha_static"] + 0.02
 
 
+def test_batches_of_one_step_are_served_with_one_version(target, traces):
+    """Accumulation makes the interval longer, it does not move the weights."""
+    recipe = make(target, traces, 1.0)
+    seen = []
+    for index in range(6):
+        stored = collate([[5, 6]] * 2, [[7]] * 2, ["target"] * 2, index)
+        recipe.refresh(index // 2, Context(stored, None))
+        seen += [row.version for row in recipe.last]
+    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+    assert recipe.served_version == 3
+
+
 # --- options ----------------------------------------------------------------------------------
 
 
