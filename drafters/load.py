@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from data.target import Target
+from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle import EagleDrafter, EagleSettings
@@ -23,6 +24,7 @@ from drafters.medusa2 import Medusa2Drafter
 from trainer.config import UserError
 
 HEADS: dict[str, Callable[[Path, Target], TrainedDrafter]] = {
+    "bank": DrafterBank.from_pretrained,
     "eagle": EagleDrafter.from_pretrained,
     "medusa": MedusaDrafter.from_pretrained,
     "medusa2": Medusa2Drafter.from_pretrained,

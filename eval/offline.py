@@ -87,6 +87,26 @@ def replay(
     return sums | per_depth
 
 
+def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Where rounds of K tokens are expected to test and to reject along one text.
+
+    accept: [N] float64, probability that a token drafted at response index i is accepted given the
+    text, equal at every depth (a causal LM); `length` <= N: of the response, index 0 being the
+    token of the prefill. Returns [N] probabilities that i is tested, and that it is rejected, given
+    the text; and the expected number of rounds. Summed, they are the counters of `replay`.
+    """
+    visit, tested = np.zeros(length + K + 1), np.zeros(len(accept))
+    visit[min(1, length)] = 1.0
+    for t in range(1, length):
+        survive = visit[t]
+        for i in range(t, min(t + K, length)):
+            tested[i] += survive
+            visit[i + 1] += survive * (1 - accept[i])
+            survive *= accept[i]
+        visit[t + K + 1] += survive
+    return tested, tested * (1 - accept), float(visit[1:length].sum())
+
+
 @dataclass
 class OfflineResult:
     counters: list[PromptCounters]
@@ -146,6 +166,8 @@ class OfflineEvaluator:
             drafted = np.full((len(group), width), self.K)
             overlap = greedy = real = None
             if hasattr(drafter, "states"):
+                if hasattr(drafter, "routed"):  # a bank: which of its drafters reads which row
+                    drafter.routed([trace.prompt_ids for trace in group])
                 overlaps, greedy, sure = self._parallel(
                     drafter, draft_sampling, index, group, accept, drafted
                 )

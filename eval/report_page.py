@@ -168,7 +168,7 @@ def _figures(report: dict[str, Any]) -> list[Block]:
     for heading, rows in groups(once(report["results"])).items():
         best = focus(rows)
         decided = [r for r in rows if r["drafter"] not in ("plain", "target") and _decided(r)]
-        named = [r for r in decided if r["drafter"] in ("before", "control", "after")]
+        named = [r for r in decided if r["drafter"] in ("before", "control", "offline", "after")]
         if decided:
             svg = plots.acceptance_by_position(named or decided)
             caption = (
@@ -204,6 +204,11 @@ def _figures(report: dict[str, Any]) -> list[Block]:
             blocks.append(Figure(f"Confidence and acceptance. {heading}", svg, caption))
     if report["series"] and (svg := plots.over_steps(report["series"])):
         caption = "Measured without decoding, on held-out text of the target."
+        if any("alpha_prequential" in point for point in report["series"]):
+            caption += (
+                " Prequential, static and offline: on the requests since the last point, before "
+                "each was trained on."
+            )
         blocks.append(Figure("Acceptance during the run", svg, caption))
     return [Heading("Plots"), *blocks] if blocks else []
 

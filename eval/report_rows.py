@@ -7,7 +7,9 @@ from typing import Any
 
 from eval.render import NONE
 
-DRAFTERS = ("plain", "untrained", "before", "control", "after", "prompt_lookup", "target")
+DRAFTERS = (
+    "plain", "untrained", "before", "control", "offline", "after", "prompt_lookup", "target",
+)  # fmt: skip
 STAGES = ("pretrained", "continued")  # of a drafter that is trained in several, between two
 ORDER = (*DRAFTERS[:3], *STAGES, *DRAFTERS[3:])
 REFERENCES = ("plain", "untrained", "prompt_lookup", "target")

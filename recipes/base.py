@@ -14,11 +14,15 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def enter(self, stage, drafter, max_steps) -> Drafter: ...  # optional, what it trains
         def made_by(self, stage) -> dict | None: ...  # optional: the settings of a stage that
                                                       # other runs may share, kept in the cache
+        def observe(self, traces, drafters): ...  # optional; the training text and, by row, the
+                                                  # drafters of the stages before ("before": start)
         def begin(self, stage, max_new_tokens): ...
+        def evaluated(self, evaluate): ...        # optional; what to evaluate with in its place
         def target_request(self, batch, step) -> TargetRequest | None: ...
         def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
+        unserved = None                     # optional; why no engine serves what it trains
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
         def about(self) -> dict: ...        # optional, what the report says of the drafter
         def dev_metrics(self, drafter, traces) -> dict: ...  # optional, further ones; its `select`
@@ -85,10 +89,13 @@ class TargetRequest:
 @dataclass
 class Context:
     """What `refresh` may use: the stored batch of this step and generation from the drafter as it
-    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids."""
+    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids. `seed`:
+    of the run; `folder`: the run's."""
 
     batch: Batch
     generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
+    seed: int = 0
+    folder: Path = Path()
 
 
 def check_kind(drafter: Any, kind: str, recipe: str) -> None:

@@ -42,6 +42,7 @@ SERVED_BY = {
     "eagle": ("vllm", "sglang"),
     "eagle3": ("vllm", "speculators", "sglang"),
     "hydra": (),
+    "bank": (),
 }
 KEYS = ["script.drafter", "script.engine", "script.out", "model.target", "eval.K"]
 

@@ -26,6 +26,11 @@ from tests.commands import (
 from tests.tiny import ARCHITECTURES
 
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
+SMALL_MODELS = (
+    "distillspec",
+    "fastdraft",
+    "osd",
+)  # causal LMs: chains only, transformers loads them
 K = 4
 CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
 
@@ -36,13 +41,12 @@ def run(*words):
 
 def check_run_folder(folder, recipe="distillspec"):
     """All that is promised of a run folder; returns the report."""
-    head = recipe not in ("distillspec", "fastdraft")
+    head = recipe not in SMALL_MODELS
     stages = {"pretrained", "continued"} if recipe == "fastdraft" else set()
-    control = {"control"} if recipe != "distillspec" else set()
     names = (
         "config.yaml run.json metrics.jsonl drafter/drafter.json rounds.jsonl report.json report.md"
     )
-    places = {"distillspec": "transformers", "fastdraft": "transformers", "medusa2": "vllm/drafter"}
+    places = {**dict.fromkeys(SMALL_MODELS, "transformers"), "medusa2": "vllm/drafter"}
     exported = f"export/{places.get(recipe, 'vllm')}/model.safetensors"
     own = () if recipe.startswith("hydra") else (exported,)  # no engine loads Hydra
     for name in (*names.split(), "report.html", *own):
@@ -54,7 +58,8 @@ def check_run_folder(folder, recipe="distillspec"):
     report = json.loads((folder / "report.json").read_text())
     for temperature in (0.0, 1.0):
         rows = [r for r in report["results"] if r["temperature"] == temperature]
-        assert {r["drafter"] for r in rows} == (ROWS | stages) - control
+        reference = {"distillspec": {"control"}, "osd": {"offline"}}.get(recipe, set())
+        assert {r["drafter"] for r in rows} == ROWS - {"control"} | reference | stages
         (target,) = [r for r in rows if r["drafter"] == "target"]
         assert target["alpha"] == pytest.approx(1, abs=1e-6)
         assert target["alpha_pos"] == pytest.approx([1] * K, abs=1e-6)

@@ -62,13 +62,15 @@ class Counters:
     series: list[dict[str, Any]] = field(default_factory=list)  # one row per evaluation
 
     def improved_by(self, metrics: dict[str, Any]) -> bool:
-        """Note an evaluation at this step; True where `metrics["select"]` is the best so far, or
-        `metrics["latest"]` asks for the newest weights whatever it says."""
+        """Note an evaluation at this step; True where `metrics["select"]` is the best so far. None
+        chooses nothing: then the last weights are the result."""
+        if metrics["select"] is None:
+            self.series.append({"step": self.step, **metrics})
+            return False
         if not math.isfinite(metrics["select"]):
             raise RunFault(f"the evaluation at step {self.step} gave {metrics['select']}")
         self.series.append({"step": self.step, **metrics})
-        better = self.best_metric is None or metrics["select"] > self.best_metric
-        if not (better or metrics.get("latest")):
+        if self.best_metric is not None and not metrics["select"] > self.best_metric:
             return False
         self.best_step, self.best_metric = self.step, metrics["select"]
         return True

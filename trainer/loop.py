@@ -12,8 +12,8 @@
   `load_state_dict()` (equal on all ranks; tensors and plain containers).
 - optional: `recipe.lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
 - `outputs(batch, step)`: what the frozen target says, or None.
-- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, or `latest` is true and the
-  last weights are kept. The random state is put back.
+- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None leaves the choice to the
+  last step. The random state is put back.
 
 One process waits for its device only to log, evaluate and save; several also agree on the
 denominators once per step. Precision, devices and sharding are the accelerator's.
@@ -240,7 +240,8 @@ class Fit:
             self.model.train()
             set_rng_state(random_state)
             self.tracker.log({"step": counters.step, "eval": metrics})
-            self.progress.note(f"step {counters.step}  evaluation {metrics['select']:.4f}")
+            if metrics["select"] is not None:
+                self.progress.note(f"step {counters.step}  evaluation {metrics['select']:.4f}")
             if counters.improved_by(metrics):
                 self.store.save_best(counters.step, self.model, metrics)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafters.bank import DrafterBank
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
 from drafters.export.heads import method_of
@@ -17,9 +18,9 @@ from trainer.config import ModelConfig
 def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
     """run/drafter in the project's own format and run/export/<engine>: transformers' layout for a
     causal LM, which vLLM loads too; vLLM's for heads, beside the target where that was trained with
-    them. No engine loads Hydra."""
+    them. No engine loads Hydra; a bank's members lie in run/drafter as causal LMs."""
     drafter.save_pretrained(run.folder / "drafter")
-    if isinstance(drafter, HydraDrafter):
+    if isinstance(drafter, HydraDrafter | DrafterBank):
         return
     K, target, out = run.config.eval.K, run.target, run.folder / "export" / "vllm"
     name = target.name

@@ -119,7 +119,7 @@ class Measured:
 
 def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: str) -> Measured:
     """Every drafter at every temperature from the target's traces; `decoded` also by decoding, and
-    compared in pairs with "before" and "control"."""
+    compared in pairs with "before", "control" and "offline"."""
     config = run.config.eval
     for drafter in drafters.values():
         if isinstance(drafter, torch.nn.Module):
@@ -208,7 +208,7 @@ def _compare(
     name: str, measured: dict[str, Measurement], temperature: float, run: Run
 ) -> list[dict[str, Any]]:
     config, rows = run.config.eval, []
-    pairs = [(name, other) for other in ("before", "control") if other in measured]
+    pairs = [(name, other) for other in ("before", "control", "offline") if other in measured]
     stages = [one for one in STAGES if one in measured]
     # each stage of several against the one before; the first starts from "before"
     pairs += [(b, a) for a, b in pairwise(["before", *stages, name] if stages else [])]

@@ -27,6 +27,7 @@ from data.target import Target
 from data.traces import Trace
 from drafters.base import served_target
 from drafters.load import load_drafter
+from eval.metrics import per_domain
 from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
 from recipes.base import Context, Stage, TargetRequest
@@ -57,7 +58,9 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
                 "the compressed teacher is stored with the traces: set data.teacher_top_k and "
                 "data.teacher_samples, got 0 and 0"
             )
-    model = run.config.model
+    model, engine = run.config.model, run.config.eval.engine
+    if engine != "own" and (reason := getattr(recipe, "unserved", None)):
+        raise UserError(f"eval.engine={engine}: {reason}")
     if model.drafter is None:
         return None if getattr(recipe, "builds_from_traces", False) else build(run, recipe, [])
     drafter = load_drafter(
@@ -172,6 +175,8 @@ def train_stages(
     names = [stage.name for stage in recipe.stages()]
     for stage in chosen_stages(run, recipe):
         drafter = copy.deepcopy(base if stage.start == "base" else current)
+        if hasattr(recipe, "observe"):
+            recipe.observe(train, {"before": base, **rows})
         if hasattr(recipe, "enter"):
             torch.manual_seed(run.config.run.seed)  # whether the stage before ran or was found done
             drafter = recipe.enter(stage, drafter, _settings(run, stage).max_steps)
@@ -256,8 +261,11 @@ def _fit_stage(
                 seed=hash((config.run.seed, stream, accelerator.process_index)),
             )  # fmt: skip
 
-        return Context(batch, generate)
+        return Context(batch, generate, config.run.seed, run.folder)
 
+    evaluate = _dev_evaluation(run, dev, drafter, recipe, chooses=needs.text is None)
+    if hasattr(recipe, "evaluated"):
+        evaluate = recipe.evaluated(evaluate)
     folder = run.folder / "stages" / f"{number}-{stage.name}"
     made_by = recipe.made_by(stage) if hasattr(recipe, "made_by") else None
     kept_at = None
@@ -280,7 +288,7 @@ def _fit_stage(
     try:
         result = fit(
             recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=_dev_evaluation(run, dev, drafter, recipe, latest=needs.text is not None),
+            evaluate=evaluate,
             outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
@@ -339,11 +347,11 @@ def sample_drafter(
 
 
 def _dev_evaluation(
-    run: Run, dev: list[Trace], drafter: Any, recipe: Any, latest: bool = False
+    run: Run, dev: list[Trace], drafter: Any, recipe: Any, chooses: bool = True
 ) -> Any:
-    """Acceptance on held-out training traces, no decoding; every sampling they hold counts.
-    `latest`: it is only looked at. Raw text need not resemble what the target writes, so it must
-    not choose how long that is trained on."""
+    """Acceptance on held-out training traces, no decoding; every sampling they hold counts. Where
+    it does not choose it is only looked at: raw text need not resemble what the target writes, so
+    that must not decide how long it is trained on."""
     if not dev:
         return None
     depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
@@ -367,6 +375,7 @@ def _dev_evaluation(
         evaluators = frozen if served is None else prepared(served)
         counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
+        domains = per_domain(counters)["domains"]
         rounds = sum(c.rounds for c in counters)
         tokens = sum(c.emitted for c in counters) / rounds if rounds else 1.0
         return {
@@ -374,10 +383,11 @@ def _dev_evaluation(
             # depth 1 and useless further on: what counts is what a round gives
             "select": tokens if drafter.target_layers else alpha,
             "alpha": alpha,
+            "alpha_by_domain": {name: row["alpha"] for name, row in domains.items()},
             "greedy_match": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
-            **({"latest": True} if latest else {}),
+            **({} if chooses else {"select": None}),
             **own(drafter, dev),
         }
 

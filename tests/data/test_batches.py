@@ -253,5 +253,12 @@ def test_the_preview_marks_the_trained_tokens():
     assert text.endswith("\nHi [x][y][e][s][<|endoftext|>]")
 
 
+def test_the_preview_marks_no_token_that_is_not_trained():
+    tokenizer = tiny_tokenizer()
+    batch = collate([tokenizer("Q").input_ids], [tokenizer("abc").input_ids], ["target"])
+    batch.loss_mask[0, 2] = False
+    assert "1 prompt tokens, 2 trained, in brackets\nQ[a]b[c]" in preview(batch, tokenizer)
+
+
 def test_the_preview_of_text_that_is_not_there_yet_says_so():
     assert "no response yet" in preview(collate([[5]], [[]], ["draft"]), tiny_tokenizer())

@@ -26,7 +26,7 @@ NASTY = "<script>alert('x')</script> | $x$ & `y`"
 
 def example_report():
     alphas = {"target": 0.98, "after": 0.72, "untrained": 0.04, "before": 0.60,
-              "prompt_lookup": 0.25, "control": 0.63}  # fmt: skip
+              "prompt_lookup": 0.25, "offline": 0.66, "control": 0.63}  # fmt: skip
     results, comparisons = [], []
     for temperature in (1.0, 0.0):
         counters = {name: measured(a - 0.05 * temperature) for name, a in alphas.items()}
@@ -121,6 +121,16 @@ def test_same_report_gives_the_same_bytes(written, tmp_path):
     for kind in ("json", "md", "html"):
         a, b = ((folder / f"report.{kind}").read_bytes() for folder in (written[1], tmp_path))
         assert a == b
+
+
+def test_a_stream_of_requests_is_told_from_held_out_text(tmp_path):
+    report = example_report()
+    write_report(report, tmp_path)
+    served = "each was trained on"
+    assert served not in (tmp_path / "report.html").read_text()
+    report["series"][2]["alpha_prequential"] = 0.5
+    write_report(report, tmp_path)
+    assert served in (tmp_path / "report.html").read_text()
 
 
 def test_headline_names_gain_interval_and_speed():

@@ -409,7 +409,7 @@ def test_every_stage_is_measured_on_its_own(finished):
     assert "| pretrained | 0." in markdown.partition("## By stage")[2].partition("##")[2]
     reached = report["drafter"]["stages"]
     # raw text is watched by acceptance and trained to its end
-    assert [reached[name]["best_step"] for name in ("pretrain", "continue")] == [STEPS, STEPS]
+    assert [reached[name]["best_step"] for name in ("pretrain", "continue")] == [None, None]
     assert reached["align"]["best_step"] in (0, 2, 4)
 
 

@@ -527,9 +527,10 @@ def test_the_best_weights_by_evaluation_are_kept(tmp_path):
 
 
 def test_an_evaluation_that_only_looks_keeps_the_last_weights(tmp_path):
-    result, drafter, _ = train(tmp_path, evaluate=lambda _, s: {"select": -s, "latest": True})
+    result, drafter, _ = train(tmp_path, evaluate=lambda _, s: {"select": None, "loss": -s})
     last = load_file(tmp_path / "checkpoints/step-000012/drafter.safetensors")
-    assert (result.best_step, result.best_metric) == (12, -12)
+    assert (result.best_step, result.best_metric) == (None, None)
+    assert [row["loss"] for row in result.series] == [-row["step"] for row in result.series]
     assert all(torch.equal(value, last[name]) for name, value in drafter.state_dict().items())
 
 

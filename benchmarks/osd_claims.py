@@ -1,0 +1,394 @@
+"""OSD on the embedded toy: does a drafter that learns while it serves get better, and how soon.
+
+    python -m benchmarks.osd_claims             # all cells and seeds, resumable
+    python -m benchmarks.osd_claims report      # only the statistics of what is there
+    python -m benchmarks.osd_claims sweep       # learning rates, seed 100, on the stream's own text
+    python -m benchmarks.osd_claims check       # every cell for a moment: does it run at all
+
+Prequential acceptance is the mean overlap of drafter and target at temperature 1 on the answer to a
+request, before it is trained on; the start ("static") and the drafter distilled offline on as many
+requests read the same answers. It is kept in blocks of 24 requests, which the bootstrap resamples
+together with the seeds. Finished drafters are compared on held-out prompts without decoding. A seed
+changes the order of the stream, what is sampled in it and the order of the offline text; the
+starting drafters are the same. Settings stand here before the run.
+
+Streams: `stationary`, 1,968 prompts of all domains mixed, from the drafter that ships with the toy.
+`shift`: math, then code, then prose, 984 each; `return`: math, code, math; both from a drafter that
+was distilled on math alone, so that every switch hurts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.batches import Batches
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.prompts import load_prompts
+from data.sampling import Sampling
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.base import Budget
+from drafters.load import load_drafter
+from eval.metrics import PromptCounters, hierarchical_difference
+from eval.offline import OfflineEvaluator
+from recipes.base import Context
+from recipes.osd import Config, Recipe
+from trainer.config import TrainerConfig
+from trainer.loop import fit, make_accelerator
+from trainer.tracking import Tracker
+
+SEEDS = (0, 1, 2, 3, 4)
+INTERVAL, BLOCK_STEPS = 8, 3  # 24 requests a block
+REQUESTS, PART = 1968, 984  # both a whole number of blocks
+NEW_TOKENS, NUM_EVAL, K, LR = 64, 96, 5, 1e-3
+RECOVER, WITHIN = 0.8, 500  # share of the loss, requests
+DRAWS = 2000
+WORK = Path("runs/benchmarks/osd")
+# cell -> (stream, settings)
+CELLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stationary": ("stationary", {}),
+    "log": ("stationary", {"log": "log"}),  # the path is put in
+    "all positions": ("stationary", {"positions": "all"}),
+    "published code": ("stationary", {"positions": "published_code"}),
+    "bank": ("stationary", {"bank": True}),
+    "shift": ("shift", {}),
+    "return": ("return", {}),
+    "return, replay": ("return", {"replay_share": 0.25}),
+}
+PARTS = {"shift": ("math", "code", "prose"), "return": ("math", "code", "math")}
+
+
+class Bench:
+    def __init__(self, requests: int = REQUESTS, part: int = PART) -> None:
+        self.requests, self.part = requests, part
+        self.accelerator = make_accelerator(TrainerConfig())
+        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
+        self.start = load_drafter("assets/toy/draft", self.target)
+        self.held_out = self._traces("toy", "eval", min(NUM_EVAL, requests), 99, 1.0, K)
+
+    def _traces(
+        self, source: str, split: str, count: int, seed: int, temperature: float, lookahead: int = 0
+    ) -> list[Trace]:
+        prompts = load_prompts(source, count=count, seed=seed, toy_split=split)
+        plan = GenerationPlan(
+            f"{source} {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS,
+            seed=seed, lookahead=lookahead,
+        )  # fmt: skip
+        folder = traces_folder(plan, self.target, "runs/cache")
+        return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+
+    def stream(self, name: str, seed: int) -> list[Trace]:
+        """In the order they arrive."""
+        if name == "stationary":
+            rows = self._traces("toy", "train", self.requests, 0, 1.0)
+            random.Random(seed).shuffle(rows)
+        else:
+            rows = []
+            for place, domain in enumerate(PARTS[name]):
+                half = self._traces(f"toy:{domain}", "train", 2 * self.part, 0, 1.0)
+                half = half[self.part * (place == 2) :][: self.part]  # never a prompt twice
+                random.Random(seed).shuffle(half)
+                rows += half
+        return [dataclasses.replace(trace, index=i) for i, trace in enumerate(rows)]
+
+    def specialist(self) -> Any:
+        """Distilled on math alone; the start of the streams that switch."""
+        rows = self._traces("toy:math", "train", 2 * self.part, 0, 1.0)
+        return self.fit("specialist", rows, self.start, 100, "offline", {}, {})[0]
+
+    def fit(
+        self,
+        name: str,
+        rows: list[Trace],
+        start: Any,
+        seed: int,
+        stage: str,
+        options: dict[str, Any],
+        others: dict[str, Any],
+        lr: float = LR,
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """The drafter after one pass over `rows`, and the series of its stage."""
+        steps = len(rows) // INTERVAL
+        settings = TrainerConfig(
+            max_steps=steps, batch_size=INTERVAL, lr=lr, adam_beta2=0.95, log_every=steps,
+            lr_schedule="constant" if stage == "online" else "cosine",
+            eval_every=BLOCK_STEPS, save_every=steps,
+        )  # fmt: skip
+        recipe = Recipe(Config(K=K, **options), self.target)
+        recipe.observe(rows, {"before": start, **others})
+        (found,) = [one for one in recipe.stages() if one.name == stage]
+        drafter = recipe.enter(found, copy.deepcopy(start), steps)
+        recipe.begin(found, NEW_TOKENS)
+        folder = WORK / "fits" / f"{name.replace(' ', '-')}-{seed}-{stage}-{lr:g}-{len(rows)}"
+
+        def outputs(batch: Any, step: int) -> TargetOutputs | None:
+            if recipe.target_request(batch, step) is None:
+                return None
+            return self.target.outputs(batch.input_ids, batch.position_ids)
+
+        result = fit(
+            recipe=recipe, drafter=drafter,
+            batches=Batches(rows, {"target": 1.0}, INTERVAL, seed=seed),
+            evaluate=recipe.evaluated(None), outputs=outputs, config=settings, folder=folder,
+            seed=seed, accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
+            context=lambda step, batch: Context(batch, _no_generation, seed, folder),
+        )  # fmt: skip
+        return drafter.eval(), result.series
+
+    def log_of(self, seed: int, rows: list[Trace]) -> Path:
+        """What a server without any drafter would have written: the same prompts in the same order,
+        answered by the target alone."""
+        path = WORK / f"log-{seed}-{len(rows)}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"prompt_ids": t.prompt_ids, "response_ids": t.response_ids, "temperature": 1.0,
+             "domain": t.domain} for t in rows
+        ]  # fmt: skip
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    def cell(self, name: str, seed: int, lr: float = LR) -> dict[str, Any]:
+        stream, options = CELLS[name]
+        rows = self.stream(stream, seed)
+        start = self.start if stream == "stationary" else self.specialist()
+        if "log" in options:
+            options = {"log": str(self.log_of(seed, rows))}
+        began = time.monotonic()
+        offline, _ = self.fit(stream, rows, start, seed, "offline", {}, {}, lr)
+        online, series = self.fit(
+            name, rows, start, seed, "online", options, {"offline": offline}, lr
+        )
+        return {
+            "seconds": time.monotonic() - began, "series": series,
+            **{arm: self.measure(d) for arm, d in
+               {"static": start, "offline": offline, "online": online}.items()},
+        }  # fmt: skip
+
+    def measure(self, drafter: Any) -> list[dict[str, Any]]:
+        evaluator = OfflineEvaluator(self.target, self.held_out, Sampling(1.0), Budget(K))
+        return [dataclasses.asdict(c) for c in evaluator(drafter).counters]
+
+
+def _no_generation(*arguments: Any) -> list[list[int]]:
+    raise AssertionError("OSD draws no text of the drafter's own")
+
+
+def place(name: str, seed: int) -> Path:
+    return WORK / "cells" / f"{name.replace(' ', '-').replace(',', '')}-{seed}.json"
+
+
+def run(seeds: tuple[int, ...] = SEEDS) -> None:
+    bench = Bench()
+    for seed in seeds:
+        for name in CELLS:
+            path = place(name, seed)
+            if path.exists():
+                continue
+            found = bench.cell(name, seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".part").write_text(json.dumps(found))
+            path.with_suffix(".part").replace(path)
+            last = mean(blocks(found["series"], "prequential")[-10:])
+            print(f"{name} seed {seed}: {last:.4f}, {found['seconds']:.0f} s", flush=True)
+
+
+def sweep() -> None:
+    bench = Bench()
+    for lr in (1e-4, 3e-4, 1e-3, 2e-3):
+        series = bench.cell("stationary", 100, lr)["series"]
+        shown = [mean(blocks(series, arm)[-20:]) for arm in ("static", "offline", "prequential")]
+        print(f"lr {lr:g}: static, offline, online {[round(v, 4) for v in shown]}", flush=True)
+
+
+def check() -> None:
+    """A few blocks of everything, into a folder of its own."""
+    global WORK
+    WORK = WORK / "check"
+    bench = Bench(requests=72, part=24)
+    for name in CELLS:
+        found = bench.cell(name, 0)
+        shown = [round(v, 3) for v in blocks(found["series"], "prequential")]
+        print(f"{name}: {shown}, {found['seconds']:.0f} s", flush=True)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def blocks(series: Sequence[dict[str, Any]], arm: str) -> list[float]:
+    """alpha of every block of 24 requests, in order."""
+    return [row[f"alpha_{arm}"] for row in series if f"alpha_{arm}" in row]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def stored(name: str) -> list[dict[str, Any]]:
+    found = [place(name, seed) for seed in SEEDS]
+    return [json.loads(path.read_text()) for path in found if path.exists()]
+
+
+def block_interval(differences: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Mean over seeds and blocks, and its 95 % interval: seeds and blocks are resampled."""
+    rng = np.random.default_rng(0)
+    table = [np.array(values) for values in differences]
+    drawn = []
+    for _ in range(DRAWS):
+        seeds = rng.integers(len(table), size=len(table))
+        drawn.append(np.mean([rng.choice(table[s], len(table[s])).mean() for s in seeds]))
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(np.mean([values.mean() for values in table])), float(low), float(high)
+
+
+def recovery(series: Sequence[dict[str, Any]], first: int, count: int) -> dict[str, Any]:
+    """Of the part of `count` blocks from block `first`: requests until the mean of two blocks lies
+    at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for the
+    served drafter; whether ten blocks of the static one are ever there after WITHIN requests."""
+    size = INTERVAL * BLOCK_STEPS
+    served = blocks(series, "prequential")[first : first + count]
+    static = blocks(series, "static")[first : first + count]
+    drop, plateau = served[0], mean(served[-8:])
+    wanted = drop + RECOVER * (plateau - drop)
+    pairs = [mean(served[i : i + 2]) for i in range(count - 1)]
+    reached = next((i for i, value in enumerate(pairs) if value >= wanted), None)
+    late = static[WITHIN // size :]
+    windows = [mean(late[i : i + 10]) for i in range(len(late) - 9)]
+    return {
+        "requests": None if reached is None else (reached + 2) * size,
+        "drop": drop, "plateau": plateau,
+        "static_recovers": any(value >= wanted for value in windows),
+    }  # fmt: skip
+
+
+def held_out_difference(a: str, arm_a: str, b: str, arm_b: str) -> dict[str, Any] | None:
+    """alpha of two drafters on held-out prompts, paired by seed."""
+    seeds = [s for s in SEEDS if place(a, s).exists() and place(b, s).exists()]
+    if not seeds:
+        return None
+    both = [(json.loads(place(a, s).read_text()), json.loads(place(b, s).read_text()))
+            for s in seeds]  # fmt: skip
+    pairs = [
+        ([PromptCounters(**c) for c in x[arm_a]], [PromptCounters(**c) for c in y[arm_b]])
+        for x, y in both
+    ]
+    return hierarchical_difference(pairs, "alpha")
+
+
+def prequential_lines() -> list[str]:
+    lines = [
+        "| cell | seeds | static | offline | online, first quarter | last quarter | last quarter - "
+        "static [95 %] | last quarter - offline [95 %] |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in CELLS:
+        found = stored(name)
+        if not found:
+            continue
+        rows: dict[str, list[list[float]]] = {}
+        for arm in ("prequential", "static", "offline"):
+            every = [blocks(one["series"], arm) for one in found]
+            rows[arm] = [values[-(len(values) // 4) :] for values in every]
+            rows[f"{arm}, first"] = [values[: len(values) // 4] for values in every]
+        against = []
+        for arm in ("static", "offline"):
+            pairs = zip(rows["prequential"], rows[arm], strict=True)
+            against.append(block_interval([np.subtract(a, b).tolist() for a, b in pairs]))
+        shown = [mean([mean(v) for v in rows[k]]) for k in
+                 ("static", "offline", "prequential, first", "prequential")]  # fmt: skip
+        numbers = " | ".join(f"{value:.4f}" for value in shown)
+        ends = " | ".join(f"{d:+.4f} [{low:+.4f}, {high:+.4f}]" for d, low, high in against)
+        lines.append(f"| {name} | {len(found)} | {numbers} | {ends} |")
+    return lines
+
+
+def recovery_lines() -> list[str]:
+    lines = [
+        f"A switch is recovered from once {RECOVER:.0%} of the way from drop to plateau is done, "
+        f"held to {WITHIN} requests.",
+        "",
+        "| stream | switch to | seeds | drop | plateau | requests, median [quartiles] | within "
+        f"{WITHIN} | static ever |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    count = PART // (INTERVAL * BLOCK_STEPS)
+    for name, (stream, _) in CELLS.items():
+        found = stored(name)
+        for part in (1, 2) if stream in PARTS and found else ():
+            each = [recovery(one["series"], part * count, count) for one in found]
+            times = [e["requests"] if e["requests"] is not None else PART for e in each]
+            quartiles = np.percentile(times, [50, 25, 75])
+            drop, plateau = (mean([e[key] for e in each]) for key in ("drop", "plateau"))
+            lines.append(
+                f"| {name} | {PARTS[stream][part]} | {len(found)} "
+                f"| {drop:.4f} | {plateau:.4f} "
+                f"| {quartiles[0]:.0f} [{quartiles[1]:.0f}, {quartiles[2]:.0f}] "
+                f"| {sum(t <= WITHIN for t in times)} of {len(times)} "
+                f"| {sum(e['static_recovers'] for e in each)} of {len(times)} |"
+            )
+    return lines
+
+
+# claim -> (a, b, what the lower end of a - b must reach): (cell, arm) pairs
+CLAIMS: dict[str, tuple[tuple[str, str], tuple[str, str], float]] = {
+    "online > static": (("stationary", "online"), ("stationary", "static"), 0.0),
+    "online within 0.02 of offline": (("stationary", "online"), ("stationary", "offline"), -0.02),
+    "log within 0.02 of serving": (("log", "online"), ("stationary", "online"), -0.02),
+    "bank > one drafter + 0.02": (("bank", "online"), ("stationary", "online"), 0.02),
+    "rejected within 0.02 of all": (
+        ("stationary", "online"), ("all positions", "online"), -0.02,
+    ),
+    "rejected > published code": (("stationary", "online"), ("published code", "online"), 0.0),
+    "replay > none, after a return": (("return, replay", "online"), ("return", "online"), 0.0),
+}  # fmt: skip
+
+
+def report() -> None:
+    lines = [
+        f"{REQUESTS} requests ({PART} a part), {NEW_TOKENS} new tokens, an update every {INTERVAL},"
+        f" K={K}, lr {LR:g}, {NUM_EVAL} held-out prompts, T=1, torch {torch.__version__}, Python "
+        f"{platform.python_version()}",
+        "",
+        "Prequential acceptance:",
+        "",
+        *prequential_lines(),
+        "",
+        *recovery_lines(),
+        "",
+        "Held-out prompts, finished drafters:",
+        "",
+        "| claim | seeds | difference in alpha | 95 % interval | holds |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for claim, ((a, arm_a), (b, arm_b), least) in CLAIMS.items():
+        found = held_out_difference(a, arm_a, b, arm_b)
+        if found is None:
+            continue
+        low, high = found["ci95"]
+        lines.append(
+            f"| {claim} | {found['seeds']} | {found['diff']:+.4f} | [{low:+.4f}, {high:+.4f}] "
+            f"| {'yes' if low > least else 'no'} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    Path("benchmarks/results/osd.md").write_text(text)
+
+
+if __name__ == "__main__":
+    action = sys.argv[1] if len(sys.argv) > 1 else "run"
+    if action in ("report", "sweep", "check"):
+        {"report": report, "sweep": sweep, "check": check}[action]()
+    else:
+        run(tuple(map(int, sys.argv[2:])) or SEEDS)
+        report()

@@ -1,0 +1,210 @@
+"""A growing log of requests that a server has answered: read line by line, never past its end.
+
+One JSON object a line, in one of three forms:
+
+    {"prompt_ids": [..], "response_ids": [..], "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    {"prompt": "..", "response": "..", "temperature": 1.0}   # as the target saw it, or "messages",
+                                          # which get its chat template; tokenised here
+    {"request": {..}, "response": {..}}   # an OpenAI-compatible exchange, as scripts.request_log
+                                          # keeps it; vLLM adds its token ids when asked to
+
+`domain` is optional. Tokenising text again may give other tokens than the server drew, so such rows
+are marked. What cannot be used is skipped, counted and named; too much of it stops the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.prompts import render
+from data.sampling import Sampling
+from data.target import Target
+from trainer.config import UserError
+
+MAX_BAD_SHARE = 0.1
+ENOUGH_LINES = 20  # of which that share may already stop a run that is under way
+NAMED = 5  # lines that are named with their reason
+POLL_S = 0.2
+# settings of a request under which the server's law is not the one `data.sampling.warp` makes
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0,
+           "logit_bias": {}, "n": 1, "best_of": 1}  # fmt: skip
+ENDED = ("stop", "eos")
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """One answered request; `retokenised`: its ids were made from text here."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    sampling: Sampling
+    domain: str
+    retokenised: bool
+
+
+class RequestLog:
+    """`limit`: tokens that prompt and response may have together. `state_dict` is the place in the
+    file and what was skipped before it."""
+
+    def __init__(self, path: str | Path, target: Target, limit: int):
+        self.path, self.target, self.limit = Path(path), target, limit
+        self.offset = self.lines = self.num_bad = 0
+        self.named: list[str] = []  # the first few lines that were skipped, and why
+        if not self.path.is_file():
+            raise UserError(f"method.log={path} does not exist: name the file the server writes")
+
+    def read(self, count: int, wait_s: float = 0.0) -> list[LoggedRequest]:
+        """The next `count` usable requests, fewer where the log has no more complete line and
+        `wait_s` seconds have passed without one."""
+        found: list[LoggedRequest] = []
+        if self.path.stat().st_size < self.offset:
+            raise UserError(
+                f"method.log={self.path} is shorter than what was read of it ({self.offset} bytes):"
+                " it was replaced; begin another run with another run.dir"
+            )
+        waited = 0.0
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while len(found) < count:
+                line = file.readline()
+                if not line.endswith(b"\n"):  # the end, or a line that is still being written
+                    file.seek(self.offset)
+                    if waited >= wait_s:
+                        break
+                    time.sleep(POLL_S)
+                    waited += POLL_S
+                    continue
+                waited = 0.0
+                self.offset += len(line)
+                if line.strip():
+                    found += self._take(line)
+        return found
+
+    def _take(self, line: bytes) -> list[LoggedRequest]:
+        self.lines += 1
+        try:
+            return [self.parse(line)]
+        except ValueError as error:
+            self.skip(str(error), line=self.lines)
+            return []
+
+    def skip(self, reason: str, line: int | None = None) -> None:
+        """Count a row that cannot be used; too many of them stop the run."""
+        self.num_bad += 1
+        if len(self.named) < NAMED:
+            self.named.append(f"line {line or self.lines}: {reason}")
+        if self.lines >= ENOUGH_LINES:
+            self.check()
+
+    def check(self) -> None:
+        if self.num_bad > MAX_BAD_SHARE * self.lines:
+            raise UserError(
+                f"method.log={self.path}: {self.num_bad} of {self.lines} lines cannot be used, "
+                f"more than {MAX_BAD_SHARE:.0%} ({'; '.join(self.named)})"
+            )
+
+    def summary(self) -> str:
+        named = f" ({'; '.join(self.named)})" if self.named else ""
+        return f"{self.path}: {self.num_bad} of {self.lines} lines skipped{named}"
+
+    def parse(self, line: bytes) -> LoggedRequest:
+        """ValueError with the reason where a line is of no use."""
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError("not JSON") from error
+        if not isinstance(row, dict):
+            raise ValueError("not a JSON object")
+        if isinstance(row.get("request"), dict):
+            row = _exchange(row)
+        retokenised = row.get("response_ids") is None
+        prompt = row.get("prompt_ids")
+        if prompt is None:
+            prompt, retokenised = self._render(row), True
+        response = self._tokenise(row) if row.get("response_ids") is None else row["response_ids"]
+        for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
+            self._check_ids(name, ids)
+        if len(prompt) + len(response) > self.limit:
+            raise ValueError(f"{len(prompt) + len(response)} tokens, the context is {self.limit}")
+        domain = str(row.get("domain") or "log")
+        return LoggedRequest(prompt, response, _sampling(row), domain, retokenised)
+
+    def _render(self, row: dict[str, Any]) -> list[int]:
+        if isinstance(row.get("prompt"), str):
+            return self.target.tokenizer(row["prompt"]).input_ids
+        if not isinstance(row.get("messages"), list) or not row["messages"]:
+            raise ValueError("no prompt_ids, messages or prompt")
+        try:
+            return render(row["messages"], self.target.tokenizer)
+        except (UserError, TypeError, KeyError) as error:
+            raise ValueError(f"its messages cannot be rendered ({error})") from error
+
+    def _tokenise(self, row: dict[str, Any]) -> list[int]:
+        text = row.get("response")
+        if not isinstance(text, str):
+            raise ValueError("no response_ids and no response text")
+        ids = self.target.tokenizer(text, add_special_tokens=False).input_ids
+        ended = row.get("finish_reason") in ENDED
+        return [*ids, self.target.eos_ids[0]] if ended and self.target.eos_ids else ids
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            raise ValueError(f"{name} is not a list of ids")
+        outside = [i for i in ids if not 0 <= i < self.target.vocab_size]
+        if outside:
+            raise ValueError(
+                f"{name}: {outside[0]} is outside the vocabulary of {self.target.vocab_size}"
+            )
+
+    # --- its place in a checkpoint ---------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"offset": self.offset, "lines": self.lines, "num_bad": self.num_bad,
+                "named": list(self.named)}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.offset, self.lines = state["offset"], state["lines"]
+        self.num_bad, self.named = state["num_bad"], list(state["named"])
+
+
+def _sampling(row: dict[str, Any]) -> Sampling:
+    """`temperature` is asked for: its default differs between servers."""
+    temperature: Any = row.get("temperature")
+    top_k: Any = 0 if row.get("top_k") is None else row["top_k"]
+    top_p: Any = 1.0 if row.get("top_p") is None else row["top_p"]
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r}, not a number")
+    if not temperature >= 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature {temperature}, top_p {top_p} is no sampling")
+    for name, neutral in NEUTRAL.items():
+        if row.get(name, neutral) not in (neutral, None):
+            raise ValueError(f"{name}={row[name]} changes the server's law in a way not known here")
+    return Sampling(float(temperature), max(0, int(top_k)), float(top_p))
+
+
+def _exchange(row: dict[str, Any]) -> dict[str, Any]:
+    """The first form, or the second, of a request to /v1/completions or /v1/chat/completions and
+    its answer; OpenAI's default temperature is 1."""
+    request, response = row["request"], row.get("response")
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError("an exchange without exactly one choice")
+    choice = choices[0]
+    assert isinstance(response, dict)
+    prompt = request.get("prompt")
+    ids = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
+    message = choice.get("message") or {}
+    return {
+        **request,
+        "temperature": 1.0 if request.get("temperature") is None else request["temperature"],
+        "prompt_ids": ids or (prompt if isinstance(prompt, list) else None),
+        "response_ids": choice.get("token_ids"),
+        "response": choice.get("text") or message.get("content"),
+        "finish_reason": choice.get("finish_reason"),
+        "domain": row.get("domain"),
+    }

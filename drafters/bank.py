@@ -1,0 +1,223 @@
+"""Several small causal LMs as one drafter: the prompt decides which of them drafts.
+
+Liu et al. 2023 (ICML 2024), arXiv:2310.07177, Sec. 3.3, keep one draft model per language or topic
+and classify the query first. Here the classifier is naive Bayes over the tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.target import Target, TargetOutputs
+from drafters.base import Budget, DraftState, TrainedDrafter
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export.files import read_json
+from trainer.chunked import OutputHead
+from trainer.config import RunFault, UserError
+
+
+class NaiveBayes(torch.nn.Module):
+    """Multinomial naive Bayes over token counts, add-one smoothing. `names`: of the classes, the
+    most frequent one first; it takes what is classified with less than `min_confidence`."""
+
+    log_prior: torch.Tensor
+    log_token: torch.Tensor
+
+    def __init__(self, names: Sequence[str], log_prior: torch.Tensor, log_token: torch.Tensor,
+                 min_confidence: float = 0.0):  # fmt: skip
+        super().__init__()
+        self.names, self.min_confidence = list(names), min_confidence
+        self.register_buffer("log_prior", log_prior)  # [M]
+        self.register_buffer("log_token", log_token)  # [M, V]
+
+    @classmethod
+    def fit(
+        cls, prompts: Sequence[list[int]], labels: Sequence[str], vocab_size: int,
+        min_confidence: float = 0.0,
+    ) -> NaiveBayes:  # fmt: skip
+        frequency = Counter(labels)
+        names = sorted(frequency, key=lambda name: (-frequency[name], name))
+        if len(names) < 2:
+            raise UserError(
+                f"method.bank=true needs prompts of several domains, all {len(labels)} are of "
+                f"{names[0] if names else 'none'!r}: name them in a column `domain`, or set "
+                "method.bank=false"
+            )
+        counts = torch.ones(len(names), vocab_size)
+        for prompt, label in zip(prompts, labels, strict=True):
+            ids = torch.tensor(prompt)
+            counts[names.index(label)].index_add_(0, ids, torch.ones(len(ids)))
+        prior = torch.tensor([float(frequency[name]) for name in names])
+        log_token = (counts / counts.sum(1, keepdim=True)).log()
+        return cls(names, (prior / prior.sum()).log(), log_token, min_confidence)
+
+    def route(self, prompt_ids: Sequence[int]) -> int:
+        """The class of a prompt."""
+        ids = torch.tensor(prompt_ids, device=self.log_token.device)
+        score = (self.log_prior + self.log_token[:, ids].sum(1)).double().softmax(0)
+        best = int(score.argmax())
+        return best if float(score[best]) >= self.min_confidence else 0
+
+
+class DrafterBank(TrainedDrafter):
+    """`members`: of one shape, in the order of the router's names. Which member serves which row is
+    decided at `prefill`, or by `routed` for text that is read at once. A batch with rows of several
+    members runs each of these over all rows; one row costs what one drafter does."""
+
+    kind = "bank"
+    start_width = CausalLMDrafter.start_width
+    chosen: torch.Tensor  # [B] the member of each row
+
+    def __init__(self, members: Sequence[CausalLMDrafter], router: NaiveBayes):
+        super().__init__()
+        if len(members) != len(router.names):
+            raise UserError(
+                f"RoutingError: the router knows {len(router.names)} drafters, the bank holds "
+                f"{len(members)}"
+            )
+        self.members: Any = torch.nn.ModuleList(members)
+        self.router = router
+        first = members[0]
+        self.tokenizer, self.fingerprint = first.tokenizer, first.fingerprint
+        self.vocab_size = first.vocab_size
+
+    @classmethod
+    def copies_of(cls, drafter: CausalLMDrafter, router: NaiveBayes) -> DrafterBank:
+        device = next(drafter.parameters()).device
+        return cls([copy.deepcopy(drafter) for _ in router.names], router.to(device))
+
+    def route(self, prompt_ids: Sequence[int]) -> int:
+        return self.router.route(prompt_ids)
+
+    def routed(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Rows of what is read next begin with these prompts."""
+        self.chosen = torch.tensor([self.route(p) for p in prompts], device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def _active(self) -> list[int]:
+        return sorted(set(self.chosen.tolist()))
+
+    def _rows(self, member: int) -> torch.Tensor:
+        return (self.chosen == member).nonzero()[:, 0]
+
+    # --- teacher-forced --------------------------------------------------------------------------
+
+    def states(
+        self,
+        ids: torch.Tensor,
+        outputs: TargetOutputs | None,
+        depth: int,
+        position_ids: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
+        if len(self.chosen) != len(ids):
+            raise RunFault(f"RoutingError: {len(self.chosen)} prompts were routed for {len(ids)}")
+
+        def read(member: int, rows: torch.Tensor) -> torch.Tensor:
+            positions = None if position_ids is None else position_ids[rows]
+            return next(iter(self.members[member].states(ids[rows], outputs, 1, positions)))
+
+        hidden = self._joined(read)
+        for _ in range(depth):
+            yield hidden
+
+    def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """states [B, ..., d], a row for each that was routed."""
+        return self._joined(lambda m, rows: self.members[m].project(states[rows], depth))
+
+    def _joined(self, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """read(member, its rows) of every member that has rows, in the order of the rows."""
+        parts = [(self._rows(m), read(m, self._rows(m))) for m in self._active()]
+        places = torch.cat([rows for rows, _ in parts])
+        return torch.cat([own for _, own in parts])[places.argsort()]
+
+    def output_head(self, depth: int) -> OutputHead:
+        """Of the first member; they have one shape."""
+        return self.members[0].output_head(depth)
+
+    # --- proposing -------------------------------------------------------------------------------
+
+    def begin(self, rows: int, capacity: int) -> None:
+        self.chosen = torch.zeros(rows, dtype=torch.long, device=self._device)
+        for member in self.members:
+            member.begin(rows, capacity)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.chosen = self.chosen[rows]
+        for member in self.members:
+            member.keep(rows)
+
+    def prefill(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        outputs: TargetOutputs | None = None,
+    ) -> None:
+        prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        members = torch.tensor([self.route(prompt) for prompt in prompts], device=ids.device)
+        self.chosen[rows] = members
+        for member in sorted(set(members.tolist())):
+            own = members == member
+            self.members[member].prefill(rows[own], ids[own], lengths[own], None)
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        return self._each(lambda member: member.start(state, budget))
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._each(lambda member: member.extend(tokens, parents, depth))
+
+    def _each(self, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Logits of every row from its own member."""
+        found: torch.Tensor | None = None
+        for member in self._active():
+            own = call(self.members[member])
+            mine = (self.chosen == member).view(-1, *[1] * (own.dim() - 1))
+            found = own if found is None else torch.where(mine, own, found)
+        assert found is not None
+        return found
+
+    # --- own format ------------------------------------------------------------------------------
+
+    def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Of one member: a step reads no other one; an embedding that is looked up is left out."""
+        model = self.members[0].model
+        looked_up = model.get_input_embeddings().weight
+        if looked_up is model.get_output_embeddings().weight:
+            looked_up = None
+        return [p for p in model.parameters() if p is not looked_up]
+
+    def fresh(self) -> DrafterBank:
+        return DrafterBank([member.fresh() for member in self.members], copy.deepcopy(self.router))
+
+    def about(self) -> dict[str, Any]:
+        router = self.router
+        return {"settings": {"names": router.names, "min_confidence": router.min_confidence}}
+
+    def save_weights(self, folder: Path) -> None:
+        """Each member is a folder of its own that loads as a causal LM."""
+        for i, member in enumerate(self.members):
+            member.save_pretrained(folder / f"member-{i}")
+        torch.save(self.router.state_dict(), folder / "router.pt")
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, target: Target) -> DrafterBank:
+        settings = read_json(Path(folder) / "drafter.json")["settings"]
+        members = [
+            CausalLMDrafter.from_pretrained(str(Path(folder) / f"member-{i}"), target)
+            for i in range(len(settings["names"]))
+        ]
+        stored = torch.load(Path(folder) / "router.pt", target.device, weights_only=True)
+        router = NaiveBayes(
+            settings["names"], stored["log_prior"], stored["log_token"], settings["min_confidence"]
+        )
+        return cls(members, router).eval()

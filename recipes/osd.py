@@ -1,0 +1,359 @@
+"""OSD: a drafter that learns while it serves, from the tokens that the target corrected.
+
+Liu et al. 2023 (ICML 2024), arXiv:2310.07177. Requests are answered by exact speculative decoding;
+wherever a draft is rejected, the target's law at that position is a label that costs nothing. After
+every interval of `trainer.batch_size` requests (times accumulation and processes) one step is taken
+on D(p || q) there, and the new weights serve the next interval. The loss takes raw logits of both,
+at temperature 1: as the served temperature falls, p tends to one-hot and the signal with it.
+
+Departures from the published code, which trains the position *after* each correction and every
+bonus token (`method.positions=published_code` does that): only rejected positions, at the logits
+that drafted them. The target's law is computed again by one forward of the finished answers.
+
+The stream is the training prompts in their order, from the start again when it is over; or
+`method.log`, a growing file of requests that another server answers. There the rounds are not
+known; given the text, the probability that decoding would have rejected a draft is, and weighs the
+position (eval.offline): the expectation of what serving the same text would train. The prompts are
+then only the text of the offline reference and of the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from data.batches import Batch
+from data.request_log import RequestLog
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.bank import DrafterBank, NaiveBayes
+from drafters.causal_lm import CausalLMDrafter
+from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
+from recipes.parts.online import (
+    Clock,
+    OnlineBatch,
+    Replay,
+    Served,
+    Tally,
+    check_context,
+    online_batch,
+    publish,
+    target_laws,
+)
+from recipes.parts.stream import Stream
+from trainer.chunked import chunked_divergence
+from trainer.config import UserError, require
+from trainer.losses import LossOutput, check_options
+from trainer.shift import supervised
+
+POSITIONS = ("rejected", "published_code", "all")
+
+
+@dataclass
+class Config:
+    divergence: str = "fkl"
+    beta: float = 0.5  # of jsd
+    eta: float = 3.0  # of lk_hybrid
+    mix: float = 0.9  # of kl_mix, the "jsd" of the published code
+    K: int = 5  # tokens drafted per round while serving
+    positions: str = "rejected"  # or published_code, all: which tokens are trained
+    reduction: str = "token"  # or sequence: no request counts more than another
+    replay_share: float = 0.0  # of an update's rows, drawn from all requests before
+    replay_size: int = 256  # rows kept for that, for each drafter
+    bank: bool = False  # one drafter a domain, routed by the tokens of the prompt
+    min_confidence: float = 0.0  # of the router, else the drafter of the most frequent domain
+    log: str | None = None  # follow this file instead of serving the prompts
+    log_wait_s: float = 0.0  # for new lines, before the log counts as over
+    publish_every: int = 0  # updates between versions written for a server; 0: none
+    offline: bool = True  # also distil offline, from as many requests, for comparison
+    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # default: half the target's
+
+    def __post_init__(self) -> None:
+        check_options(self.divergence, beta=self.beta, eta=self.eta, mix=self.mix)
+        for name in ("K", "replay_size", "draft_layers"):
+            value = getattr(self, name)
+            require(value >= 1, f"method.{name}", "be >= 1", value)
+        for name in ("log_wait_s", "publish_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"method.{name}", "be >= 0", value)
+        choices = {"positions": POSITIONS, "reduction": ("token", "sequence")}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, f"method.{name}", f"be one of {', '.join(allowed)}", value)
+        require(0 <= self.replay_share < 1, "method.replay_share", "lie in [0, 1)",
+                self.replay_share)  # fmt: skip
+        require(0 <= self.min_confidence <= 1, "method.min_confidence", "lie in [0, 1]",
+                self.min_confidence)  # fmt: skip
+        if self.log is not None and self.positions == "published_code":
+            raise UserError(
+                "method.positions=published_code needs the rounds of serving, which a log does not "
+                "hold: leave method.log out, or set rejected or all"
+            )
+
+
+class Recipe:
+    target_access = "forward"
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.drafter: Any = None  # set by the loop
+        self.processes = PartialState()
+        if config.bank and self.processes.num_processes > 1:
+            raise UserError(
+                f"method.bank=true trains in one process, got {self.processes.num_processes}: the "
+                "drafters that an interval trains differ from process to process; start one, or "
+                "set method.bank=false"
+            )
+        if config.log is not None:
+            look = RequestLog(config.log, target, target.context)
+            look.read(100)  # what is wrong with it is said before anything is generated
+            look.check()
+        # each member is a causal LM that an engine loads, what chooses among them is ours
+        self.unserved = "it serves one drafter, not a bank" if config.bank else None
+        self.traces: list[Trace] = []
+        self.last: list[Served] = []  # this process's rows of the interval
+        self.references: dict[str, Any] = {}
+        self.online = False
+
+    def stages(self) -> list[Stage]:
+        text = Needs({"target": 1.0})
+        online = Stage("online", text, start="base", row="after")
+        if not self.config.offline:
+            return [online]
+        # the published offline schedule; as many rows as the stream has requests
+        schedule = {"lr_schedule": "cosine"}
+        return [Stage("offline", text, schedule, start="base", row="offline"), online]
+
+    def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
+        config = self.config
+        width = config.draft_hidden_size or self.target.hidden_size // 2
+        return CausalLMDrafter.from_target(
+            self.target, num_layers=config.draft_layers, hidden_size=width
+        )
+
+    def accept(self, drafter: Any) -> None:
+        check_kind(drafter, "causal_lm", "osd")
+
+    def observe(self, traces: Sequence[Trace], drafters: dict[str, Any]) -> None:
+        """The stream in the order of the prompts, and whom the served drafter is compared with."""
+        self.traces = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
+        names = {"before": "static", "offline": "offline"}
+        self.references = {names[row]: d for row, d in drafters.items() if row in names}
+        if self.config.bank:  # the prompts of the whole stream, as a labelled set known before it
+            self.router = NaiveBayes.fit(
+                [t.prompt_ids for t in self.traces], [t.domain for t in self.traces],
+                self.target.vocab_size, self.config.min_confidence,
+            )  # fmt: skip
+
+    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+        self.online, self.max_steps = stage.name == "online", max_steps
+        banked = self.online and self.config.bank
+        return DrafterBank.copies_of(drafter, self.router) if banked else drafter
+
+    def begin(self, stage: Stage, max_new_tokens: int) -> None:
+        self.online = stage.name == "online"
+        self.version = self.requests = 0  # of updates, of requests
+        self.step, self.updated = -1, False  # the step under way, whether it has an update
+        self.tally, self.clock = Tally(), Clock()
+        self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
+        drafter = self.references["static"]
+        room = max_new_tokens + self.config.K
+        check_context(drafter, [t.prompt_ids for t in self.traces], room)
+        own = getattr(drafter.model.config, "max_position_embeddings", self.target.context)
+        self.stream = Stream(
+            self.config, self.target, self.traces, self.references, max_new_tokens,
+            min(self.target.context, own),
+        )  # fmt: skip
+
+    @property
+    def served_version(self) -> int:
+        """Of the weights as they are after the step under way."""
+        return self.version + self.updated
+
+    @property
+    def _network(self) -> Any:
+        return getattr(self.drafter, "module", self.drafter)
+
+    # --- the stream ------------------------------------------------------------------------------
+
+    def refresh(self, step: int, context: Context) -> Batch | None:
+        """Answer, or read, the requests of this batch with the weights as they are; what is to be
+        trained of them. None where nothing was rejected: then no step is taken at all."""
+        if not self.online:
+            return context.batch
+        self.tally.add({"update_s": self.clock.stop()})
+        index = context.batch.index
+        size = len(context.batch.prompts)
+        if step != self.step:  # what the step before trained serves from here on
+            self.version, self.updated, self.step = self.served_version, False, step
+            self._publish(context)
+        rows, sums = self.stream.next(self._network, self.version, index, size, context.seed)
+        self.replay.seed = context.seed
+        self.last, log = rows, self.stream.log
+        batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
+        gathered = gather_object([([row.plain() for row in rows], sums)])
+        for plain, of_rank in gathered:  # so that every process holds the same buffer and counts
+            self.tally.add(of_rank)
+            self.requests += len(plain)
+            for row in map(Served.of, plain):
+                self.replay.add(row)
+                self.updated = self.updated or any(row.weights)
+            for _ in range(int(of_rank.get("foreign", 0))):
+                assert log is not None
+                log.skip("the response cannot be this target's under its sampling")
+        if log is not None and step == self.max_steps - 1 and self.processes.is_main_process:
+            print(log.summary())
+        self.clock.start()
+        return batch
+
+    def _collect(self, rows: list[Served], index: int) -> OnlineBatch:
+        """Fresh rows and, to the share asked for, rows of before."""
+        share = self.config.replay_share
+        fresh = [row for row in rows if any(row.weights)]
+        count = round(len(fresh) * share / (1 - share))
+        old = self.replay.draw(count, index, self.processes.process_index)
+        laws = [self.stream.laws[row.number] for row in fresh]
+        laws += target_laws(self.target, old) if old else []
+        return online_batch([*fresh, *old], laws, index)
+
+    def _publish(self, context: Context) -> None:
+        every = self.config.publish_every
+        if every and self.step and self.step % every == 0 and self.processes.is_main_process:
+            folder = context.folder / "published"
+            folder.mkdir(parents=True, exist_ok=True)
+            publish(self._network, folder, self.version, self.requests)
+
+    # --- what is said about it -------------------------------------------------------------------
+
+    def evaluated(self, evaluate: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Of the online stage: acceptance on the requests since the last evaluation, measured
+        before they were trained on, beside what held-out text says. No weights are chosen: what
+        serves last is the result."""
+        if not self.online:
+            return evaluate
+
+        def with_served(drafter: Any, step: int) -> dict[str, Any]:
+            self.tally.add({"update_s": self.clock.stop()})
+            found = evaluate(drafter, step) if evaluate else {}
+            by_domain = found.pop("alpha_by_domain", {})
+            found |= {f"alpha[{name}]": value for name, value in by_domain.items()}
+            return found | self._series() | {"select": None}
+
+        return with_served
+
+    def _series(self) -> dict[str, Any]:
+        tally, self.tally = self.tally, Tally()
+        row: dict[str, Any] = {"request": self.requests, "version": self.served_version}
+        if self.stream.log is not None:
+            row["log_lines_skipped"] = self.stream.log.num_bad
+            row["retokenised_share"] = tally.ratio("retokenised", "requests")
+        known = {
+            "alpha_prequential": tally.ratio("served", "positions"),
+            **{f"alpha_{n}": tally.ratio(n, "positions") for n in self.references},
+            "alpha_hat_prequential": _share(tally.sums, "accepted", "rejected"),
+            "tokens_per_round_prequential": tally.ratio("emitted", "rounds"),
+            "serve_s_per_request": tally.ratio("serve_s", "requests"),
+            "update_s_per_request": tally.ratio("update_s", "requests"),
+        }
+        return row | {name: value for name, value in known.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Version, place in the stream, the buffer of replay, and sums not yet reported."""
+        if not self.online:
+            return {}
+        log = self.stream.log
+        return {
+            "version": self.served_version, "requests": self.requests,
+            "sums": dict(self.tally.sums),
+            "replay": self.replay.state_dict(),
+            "log": None if log is None else log.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.online:
+            return
+        self.version, self.requests = state["version"], state["requests"]
+        self.tally.sums = dict(state["sums"])
+        self.replay.load_state_dict(state["replay"], self.version)
+        if self.stream.log is not None:
+            self.stream.log.load_state_dict(state["log"])
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        """Online the law came with the batch."""
+        return None if self.online else TargetRequest(logits=True)
+
+    def _weights(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+        """For each drafter: which of the N supervised positions are its own [N] bool, their weights
+        [N], the denominator."""
+        rows = supervised(batch.loss_mask).nonzero(as_tuple=True)[0]
+        weights = torch.ones(len(rows), device=rows.device)
+        members = torch.zeros(len(batch.input_ids), dtype=torch.long, device=rows.device)
+        if isinstance(batch, OnlineBatch) and len(rows):
+            weights, members = batch.weights, batch.members
+        sequences = self.config.reduction == "sequence"
+        if sequences:
+            total = weights.new_zeros(len(batch.input_ids)).index_add(0, rows, weights)
+            weights = weights / total[rows]
+        network = self._network
+        found = []
+        for member in range(len(network.members) if isinstance(network, DrafterBank) else 1):
+            own = members[rows] == member
+            count = rows[own].unique().numel() if sequences else float(weights[own].double().sum())
+            found.append((own, weights, float(count)))
+        return found
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return [count for _, _, count in self._weights(batch)]
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        """For each drafter: weighted mean of D(p || q) over the positions that are trained."""
+        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        if isinstance(self._network, DrafterBank):
+            assert isinstance(batch, OnlineBatch)
+            self._network.chosen = batch.members
+        if target_outputs is not None:
+            assert target_outputs.logits is not None
+            full = target_outputs.logits[rows, index, : self.target.vocab_size]
+        else:
+            full = batch.laws if isinstance(batch, OnlineBatch) else None
+        labels = batch.input_ids[rows, index + 1]
+
+        def score(depth: int, states: torch.Tensor) -> LossOutput:
+            return self._score(states[rows, index], labels, full, batch)
+
+        return self.drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+
+    def _score(
+        self, states: torch.Tensor, labels: torch.Tensor, full: torch.Tensor | None, batch: Batch
+    ) -> LossOutput:
+        """states [N, d]; labels [N]; full [N, V], None where N is 0."""
+        config, network, terms = self.config, self._network, []
+        overlap = torch.zeros((), device=states.device)
+        for member, (own, weights, count) in enumerate(self._weights(batch)):
+            bank = isinstance(network, DrafterBank)
+            if bank and not bool(own.any()):  # no gradient at all: a zero one would still move it
+                terms.append((states.new_zeros(()), 0.0, 1.0))
+                continue
+            head = (network.members[member] if bank else network).output_head(1)
+            law = None if full is None else full[own]
+            value = chunked_divergence(
+                config.divergence, states[own], head,
+                lambda span, law=law: law[span],  # type: ignore[index]
+                labels[own], weights[own], beta=config.beta, eta=config.eta, mix=config.mix,
+            )  # fmt: skip
+            overlap = overlap + value.overlap.sum()
+            terms.append((value.total, count, 1.0))
+        return LossOutput(terms, {"overlap": (overlap, float(len(labels)))})
+
+
+def _share(sums: dict[str, float], part: str, rest: str) -> float | None:
+    whole = sums.get(part, 0.0) + sums.get(rest, 0.0)
+    return sums.get(part, 0.0) / whole if whole else None

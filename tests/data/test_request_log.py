@@ -1,0 +1,168 @@
+"""The log of a server: its three forms, what is skipped and named, how it is followed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from data.request_log import RequestLog
+from data.sampling import Sampling
+from tests.commands import write_jsonl
+from tests.tiny import EOS, VOCAB_SIZE
+from trainer.config import UserError
+
+ROW = {"prompt_ids": [10, 11], "response_ids": [12, 13], "temperature": 0.7, "top_k": 5}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_target):
+    return tiny_target("llama", chat_template=True)
+
+
+def opened(tmp_path, target, rows, limit=256):
+    return RequestLog(write_jsonl(tmp_path / "log.jsonl", rows), target, limit)
+
+
+def ids(target, text):
+    return target.tokenizer(text).input_ids
+
+
+def test_ids_and_sampling_are_taken_as_they_are(tmp_path, target):
+    (one,) = opened(tmp_path, target, [{**ROW, "domain": "code"}]).read(4)
+    assert (one.prompt_ids, one.response_ids) == ([10, 11], [12, 13])
+    assert one.sampling == Sampling(0.7, 5, 1.0)
+    assert (one.domain, one.retokenised) == ("code", False)
+
+
+def test_text_is_tokenised_and_marked(tmp_path, target):
+    row = {"prompt": "Two and two? ", "response": "Four.", "temperature": 0}
+    ended, cut = opened(
+        tmp_path, target, [{**row, "finish_reason": "stop"}, {**row, "finish_reason": "length"}]
+    ).read(4)
+    assert ended.prompt_ids == ids(target, "Two and two? ")
+    assert ended.response_ids == [*ids(target, "Four."), EOS]
+    assert cut.response_ids == ids(target, "Four.")
+    assert ended.retokenised
+    assert cut.retokenised
+
+
+def exchange(**choice):
+    messages = [{"role": "user", "content": "Hi"}]
+    return {
+        "request": {"messages": messages, "top_p": 0.9},
+        "response": {"choices": [{"finish_reason": "stop", **choice}]},
+    }
+
+
+def test_an_exchange_of_a_chat_server_brings_its_token_ids(tmp_path, chat):
+    message = {"role": "assistant", "content": "Yo"}
+    with_ids = exchange(message=message, token_ids=[40, EOS])
+    with_ids["response"]["prompt_token_ids"] = [20, 21]
+    text_only = exchange(message=message)
+    completion = {
+        "request": {"prompt": "Hi", "temperature": 0.0, "top_k": -1},
+        "response": {"choices": [{"text": "x", "token_ids": [50], "prompt_token_ids": [51]}]},
+    }
+    log = opened(tmp_path, chat, [with_ids, text_only, completion])
+    first, second, third = log.read(4)
+    assert (first.prompt_ids, first.response_ids) == ([20, 21], [40, EOS])
+    assert first.sampling == Sampling(1.0, 0, 0.9)  # OpenAI's default temperature
+    assert second.prompt_ids == ids(chat, "<|turn|>user\nHi\n<|turn|>assistant\n")
+    assert second.response_ids == [*ids(chat, "Yo"), EOS]
+    assert [one.retokenised for one in (first, second, third)] == [False, True, False]
+    assert (third.prompt_ids, third.response_ids) == ([51], [50])
+    assert third.sampling == Sampling(0.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ({**ROW, "response_ids": [VOCAB_SIZE]}, "response_ids: 100 is outside the vocabulary"),
+        ({**ROW, "prompt_ids": [-1]}, "prompt_ids: -1 is outside the vocabulary of 100"),
+        ({**ROW, "prompt_ids": []}, "prompt_ids is not a list of ids"),
+        ({**ROW, "response_ids": ["a"]}, "response_ids is not a list of ids"),
+        ({"prompt_ids": [5], "temperature": 1}, "no response_ids and no response text"),
+        ({"response_ids": [5], "temperature": 1}, "no prompt_ids, messages or prompt"),
+        ({**ROW, "temperature": None}, "temperature is None, not a number"),
+        ({**ROW, "temperature": -1}, "temperature -1"),
+        ({**ROW, "top_p": 0}, "top_p 0 is no sampling"),
+        ({**ROW, "min_p": 0.1}, "min_p=0.1 changes the server's law"),
+        ({**ROW, "presence_penalty": 1.0}, "presence_penalty=1.0"),
+        ({**ROW, "prompt_ids": [5] * 30}, "32 tokens, the context is 31"),
+        ({"request": {}, "response": {"choices": []}}, "exactly one choice"),
+        ({"messages": [{"role": "user", "content": "a"}], "response": "b", "temperature": 1},
+         "its messages cannot be rendered"),
+    ],
+)  # fmt: skip
+def test_a_useless_line_is_skipped_counted_and_named(tmp_path, target, row, says):
+    log = opened(tmp_path, target, [ROW] * 10, limit=31)
+    with log.path.open("a") as file:
+        file.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+    assert len(log.read(20)) == 10
+    assert says in log.summary()
+    assert "1 of 11 lines skipped (line 11: " in log.summary()
+    log.check()
+
+
+def test_more_than_a_tenth_stops(tmp_path, target):
+    log = opened(tmp_path, target, [ROW] * 18 + ["x"] * 2)
+    assert len(log.read(99)) == 18  # a tenth may be
+    with log.path.open("a") as file:
+        file.write('"x"\n')
+    with pytest.raises(UserError, match=r"3 of 21 lines cannot be used, more than 10%.*line 19: "):
+        log.read(1)
+
+
+def test_a_line_that_is_being_written_is_waited_for(tmp_path, target):
+    log = opened(tmp_path, target, [ROW])
+    whole = json.dumps({**ROW, "prompt_ids": [77]}) + "\n"
+    with log.path.open("a") as file:
+        file.write(whole[:20])
+    assert len(log.read(2)) == 1
+    assert log.read(2) == []
+
+    def write_the_rest():
+        time.sleep(0.3)
+        with log.path.open("a") as file:
+            file.write(whole[20:])
+
+    writer = threading.Thread(target=write_the_rest)
+    writer.start()
+    (one,) = log.read(1, wait_s=30)
+    writer.join()
+    assert one.prompt_ids == [77]
+    assert log.num_bad == 0
+
+
+def test_it_goes_on_where_a_checkpoint_stood(tmp_path, target):
+    rows = [{**ROW, "prompt_ids": [i]} for i in range(4, 12)] + ["x"]
+    log = opened(tmp_path, target, rows)
+    log.read(3)
+    again = RequestLog(log.path, target, 256)
+    again.load_state_dict(log.state_dict())
+    assert again.read(9) == log.read(9)
+    assert again.state_dict() == log.state_dict()
+    assert again.summary().endswith("1 of 9 lines skipped (line 9: not a JSON object)")
+
+
+def test_a_log_that_was_replaced_is_refused(tmp_path, target):
+    log = opened(tmp_path, target, [ROW] * 3)
+    log.read(3)
+    write_jsonl(log.path, [ROW])
+    with pytest.raises(UserError, match="it was replaced"):
+        log.read(1)
+
+
+def test_a_missing_log_is_named(tmp_path, target):
+    with pytest.raises(UserError, match=r"nothing\.jsonl does not exist"):
+        RequestLog(tmp_path / "nothing.jsonl", target, 256)
