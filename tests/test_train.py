@@ -26,11 +26,7 @@ from tests.commands import (
 from tests.tiny import ARCHITECTURES
 
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
-SMALL_MODELS = (
-    "distillspec",
-    "fastdraft",
-    "osd",
-)  # causal LMs: chains only, transformers loads them
+SMALL_MODELS = ("distillspec", "fastdraft", "osd")  # causal LMs: chains only
 K = 4
 CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
 
