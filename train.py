@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
             start = train.prepare(this, recipe, train_prompts)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
             start = start or train.build(this, recipe, traces)
-            report.check_drafter(start, config.eval)
+            trains_head = getattr(recipe, "trains_acceptance", False)
+            report.check_drafter(start, config.eval, trains_head)
             run.claim(this, ["train.py", *arguments], generate.contents(this, start, traces))
             trained, results = train.train_stages(this, recipe, start, traces)
             if config.run.stage is None and this.accelerator.is_main_process:

@@ -108,8 +108,8 @@ def check_exposed(drafter: Any) -> None:
     if not getattr(drafter, "exposes_hidden", False):
         kind = getattr(drafter, "kind", type(drafter).__name__)
         raise UserError(
-            f"CapabilityError: a drafter of kind {kind!r} exposes no state at the tokens it drafts, "
-            "so no acceptance head can judge them: name a causal LM or an EAGLE head"
+            f"CapabilityError: a drafter of kind {kind!r} exposes no state at what it drafts, so "
+            "no acceptance head can judge them: name a causal LM or an EAGLE head"
         )
 
 
@@ -147,6 +147,33 @@ def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
             f"recipe=specdecpp, or remove {SETTINGS}"
         )
     drafter.acceptance = head.to(next(drafter.parameters()).device)
+
+
+def adaptive(head: AcceptanceHead | None, K: int) -> dict[str, Any]:
+    """How an engine that knows a confidence threshold alone is told to draft: as many tokens as the
+    head may, up to the threshold that verifies as often as the head does, at the lowest temperature
+    it was tuned at. Without a tuned head: K tokens."""
+    if head is None or not head.settings.tuned:
+        return {"num_assistant_tokens": K, "acceptance": head}
+    tuned = head.settings.tuned
+    lowest = tuned[min(tuned, key=float)]
+    return {
+        "num_assistant_tokens": lowest["head"][1],
+        "confidence_threshold": lowest["matching_confidence"],
+        "acceptance": head,
+    }
+
+
+def adaptive_note(head: AcceptanceHead | None) -> str:
+    """The same in words, for the model card."""
+    how = adaptive(head, 0)
+    if "confidence_threshold" not in how:
+        return ""
+    return (
+        f"Under transformers (generation_config.json) it is up to {how['num_assistant_tokens']} "
+        f"tokens, fewer after one less likely than {how['confidence_threshold']:g}: that verifies "
+        f"as often as its acceptance head ({WEIGHTS}), which only draftsmith reads."
+    )
 
 
 def check_bounds(K_min: int, K_max: int, prefix: str = "method.") -> None:

@@ -265,7 +265,7 @@ class OfflineEvaluator:
                         score = acceptance_of(drafter).probability(states[batch, at])
             accept[:, :, depth - 1] = weights[:, positions + depth - 1]
             if rule is not None:
-                signals.add(seen, score)  # noqa: F821 (of this depth's law)
+                signals.add(seen, score)
             overlaps.append(common[:, :width].double().cpu().numpy())
             if depth == 1:
                 best = tokens if greedy_target else p.argmax(-1)
@@ -291,8 +291,8 @@ class OfflineEvaluator:
 
 
 class _SignalsByDepth:
-    """What a stop rule would see at every start of a round on traces, [B, N] at each depth; what was
-    drafted is the trace's own token as long as the round goes on."""
+    """What a stop rule would see of a round from every place of the traces, [B, N] at each depth:
+    as long as the round goes on, the token drafted is the trace's own."""
 
     def __init__(self) -> None:
         self.laws: list[tuple[torch.Tensor, torch.Tensor]] = []

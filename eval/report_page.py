@@ -18,6 +18,7 @@ from eval.render import (
     number,
     with_interval,
 )
+from eval.report_policies import policy_blocks, policy_figures
 from eval.report_rows import (
     Row,
     best_chain,
@@ -201,6 +202,7 @@ def _figures(report: dict[str, Any]) -> list[Block]:
             )
             svg = plots.calibration(calibrated)
             blocks.append(Figure(f"Confidence and acceptance. {heading}", svg, caption))
+    blocks += policy_figures(report.get("policies", []))
     if report["series"] and (svg := plots.over_steps(report["series"])):
         caption = "Measured without decoding, on held-out text of the target."
         blocks.append(Figure("Acceptance during the run", svg, caption))
@@ -243,6 +245,8 @@ def report_blocks(report: dict[str, Any], figures: bool = False) -> list[Block]:
             _comparison_table(report["comparisons"]),
         ]  # fmt: skip
     blocks += [*depth_tables(rows), *cost_tables(rows), *goodput_tables(rows), *domain_tables(rows)]
+    if report.get("policies"):
+        blocks += policy_blocks(report["policies"])
     if figures:
         blocks += _figures(report)
     if rows:

@@ -17,6 +17,8 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
+        def dev_evaluation(self, dev) -> Callable | None: ...  # optional, the loop's `evaluate`
+        trains_acceptance = False           # optional; true: its drafter gets an acceptance head
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.
@@ -77,10 +79,12 @@ class TargetRequest:
 @dataclass
 class Context:
     """What `refresh` may use: the stored batch of this step and generation from the drafter as it
-    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids."""
+    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids.
+    outputs() -> what `target_request` asks for on that batch."""
 
     batch: Batch
     generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
+    outputs: Callable[[], Any] | None = None
 
 
 def check_kind(drafter: Any, kind: str, recipe: str) -> None:

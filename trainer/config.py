@@ -201,8 +201,8 @@ class EvalConfig:
     verifier: str = "token"  # or typical: Medusa's, lossy, for trees at T > 0
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    # fixed | confidence:<t> | product:<t> | heuristic | head:<h> | head_last:<h>: when a chain of at
-    # most K ends early, see eval/policies.py; the last two are for drafters with an acceptance head
+    # fixed | confidence:<t> | product:<t> | heuristic | head:<h> | head_last:<h>: when a chain of
+    # at most K ends early, see eval/policies.py; the last two are of an acceptance head
     policy: str = "fixed"
     engine: str = "own"
     batch_size: int = 8

@@ -155,6 +155,7 @@ def _fit_stage(
         world=accelerator.num_processes,
     )
     recipe.begin(stage, config.data.max_new_tokens)
+    own_evaluation = recipe.dev_evaluation(dev) if hasattr(recipe, "dev_evaluation") else None
     kept = KeptLogits(target, train, needs.mix)
     fits = kept.fits()
 
@@ -183,7 +184,10 @@ def _fit_stage(
                 seed=hash((config.run.seed, stream, accelerator.process_index)),
             )  # fmt: skip
 
-        return Context(batch, generate)
+        def stored_outputs() -> Any:
+            return outputs(batch.to(accelerator.device), step)
+
+        return Context(batch, generate, stored_outputs)
 
     folder = run.folder / "stages" / f"{number}-{stage.name}"
     tracker = Tracker(
@@ -202,7 +206,7 @@ def _fit_stage(
     try:
         return fit(
             recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=_dev_evaluation(run, dev, drafter), outputs=outputs,
+            evaluate=own_evaluation or _dev_evaluation(run, dev, drafter), outputs=outputs,
             config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
             tracker=tracker,
             context=context, describe=lambda batch: preview(batch, target.tokenizer),
