@@ -28,7 +28,8 @@ from eval.metrics import PromptCounters
 from eval.speed_model import modelled_speedup
 from trainer.config import UserError
 
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+# a head trained to overrate rejections needs those close to 1
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")
 STARTS = 8  # rounds per prompt
 
@@ -75,9 +76,7 @@ class Rollouts:
         """Of each prompt under this policy: its rollouts as rounds, one after the other, weighted
         so that they stand for a round from every place of its text."""
         if budget.max_tokens > self.K:
-            raise UserError(
-                f"rollouts hold {self.K} tokens, the policy asks for {budget.max_tokens}"
-            )
+            raise UserError(f"rollouts hold {self.K} tokens, a policy asks for {budget.max_tokens}")
         rule, num_prompts = budget.stop, len(self.traces)
         if rule is not None:
             rule.begin(num_prompts, self.ratio.device)

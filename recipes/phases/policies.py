@@ -55,12 +55,14 @@ def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Tr
             **{family: [budget.policy, budget.max_tokens] for family, budget in chosen.items()},
             "matching_confidence": matching(banks[0], chosen["head"]),
         }
-        cost = cost_of(drafter, run.target, Budget(K, Recorder(uses_head=True)))
         name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
-        bench = Bench(run.target, traces, sampling, config, name_and_hash, _note(own, sampling))
+        bench = Bench(run.target, traces, sampling, config, name_and_hash)
         decoded = {}
         for family, budget in chosen.items():
+            never = Budget(budget.max_tokens, Recorder(uses_head=family == "head"))
+            cost = cost_of(drafter, run.target, never)  # of a token, not of where a rule stops
             real = bench.decoded("after", drafter, cost, budget)
+            real.row |= _note(own, sampling) if family == "head" else {}
             decoded[family] = rollouts.rates(real.counters)
             if budget.policy == config.policy and budget.max_tokens == config.K:
                 continue  # the report has that row
@@ -140,7 +142,7 @@ def _compare(
         return rollouts.at_cost(bank.counters(chosen[family]), cost_ratio)
 
     for family in FAMILIES:
-        for c in COST_RATIOS if family != "head" else ():
+        for c in COST_RATIOS[1:] if family != "head" else ():
             diff = paired_difference(
                 counters("head", c), counters(family, c), "tokens_per_round",
                 draws=config.bootstrap_draws, seed=config.seed,
