@@ -118,6 +118,8 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
         TargetOutputs(hidden),
     )  # fmt: skip
     drafter.begin(1, capacity)
+    if budget.stop is not None:
+        budget.stop.begin(1, device)
     prompt = TargetOutputs({layer: states[:, :-2] for layer, states in hidden.items()})
     drafter.prefill(torch.tensor([0], device=device), ids[:, :-2], lengths - 1, prompt)
     spent = []

@@ -106,7 +106,7 @@ def test_a_wrong_policy_is_named(policy, says):
 
 def test_a_head_is_asked_of_a_drafter_that_has_one():
     model = tiny_model("llama")
-    with pytest.raises(UserError, match="CapabilityError: eval.policy=head"):
+    with pytest.raises(UserError, match=r"CapabilityError: eval\.policy=head"):
         speculated(model, drafter_of(model, model), [[5, 6]], budget=make_budget("head:0.5", 3))
 
 
