@@ -259,7 +259,7 @@ def speed(counters: Sequence[PromptCounters], cost_ratio: float) -> float:
     return modelled_speedup(found["tokens_per_round"], found["submitted_per_round"], cost_ratio)
 
 
-def grid(family: str, K: int) -> list[str]:
+def grid(family: str) -> list[str]:
     """The policies of a family, as `eval.policy` spells them; `fixed` ones are told apart by K."""
     if family in ("fixed", "heuristic"):
         return [family]

@@ -83,7 +83,7 @@ def longest(run: Run, own: AcceptanceSettings, traces: Sequence[Trace]) -> int:
 def family_budgets(family: str, K: int, K_min: int) -> list[Budget]:
     if family == "fixed":
         return [Budget(k) for k in range(1, K + 1)]
-    return [make_budget(policy, K, K_min) for policy in rollouts.grid(family, K)]
+    return [make_budget(policy, K, K_min) for policy in rollouts.grid(family)]
 
 
 def best(bank: Rollouts, family: str, K_min: int, cost_ratio: float = TUNED_AT) -> Budget:

@@ -156,8 +156,7 @@ def test_the_heuristic_goes_from_round_to_round():
 def test_a_larger_threshold_of_the_head_drafts_longer_and_discards_more():
     bank = simulated(num_prompts=40, starts=8)
     found = [
-        rollouts.rates(bank.counters(make_budget(policy, 6, 2)))
-        for policy in rollouts.grid("head", 6)
+        rollouts.rates(bank.counters(make_budget(policy, 6, 2))) for policy in rollouts.grid("head")
     ]
     drafted = [one["submitted_per_round"] for one in found]
     assert drafted == sorted(drafted)

@@ -21,7 +21,7 @@ from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes.base import Context
 from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted_loss
-from scripts import evaluate
+from scripts import evaluate, export
 from tests.commands import command, read_jsonl
 from tests.heads import randomised
 from tests.tiny import EOS, perturbed
@@ -86,7 +86,7 @@ def loss_of(recipe, drawn):
     ((total, mass, weight),) = output.terms
     assert recipe.denominators(drawn, 0) == [pytest.approx(float(mass))]
     assert weight == 1
-    return total / mass
+    return total / mass.detach()
 
 
 # --- draws ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_the_loss_is_the_weighted_cross_entropy_at_the_drafted_tokens(kind, targ
         f, a = logits.softmax(-1)[1], accept.double()
         total += -6 * (1 - a) * (1 - f).log() - a * f.log()
         mass += 6 * (1 - a) + a
-    assert float(loss_of(recipe, drawn)) == pytest.approx(float(total / mass), rel=1e-4)
+    assert loss_of(recipe, drawn).item() == pytest.approx((total / mass).item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,13 @@ def test_the_export_carries_head_and_threshold(finished, tiny_target):
     assert how["num_assistant_tokens"] == 5
     drafter = load_drafter(str(run / "export" / "transformers"), tiny_target("llama"))
     assert drafter.acceptance is not None
+    out = finished / "out"
+    words = (f"drafter={run / 'drafter'}", "engine=transformers", f"out={out}")
+    assert export.main([f"script.{word}" for word in words]) == 0
+    for name in ("generation_config.json", SETTINGS, "model.safetensors"):
+        written = run / "export" / "transformers" / name
+        assert (out / name).read_bytes() == written.read_bytes()
+    assert "up to 5 tokens, fewer after one less likely" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("policy", ["head:0.9", "heuristic"])
