@@ -418,3 +418,29 @@ def test_a_drafter_without_states_and_a_policy_without_a_head_are_refused(
     assert train.main(words) == 2
     assert "CapabilityError: eval.policy=head:..." in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_eagle_head_is_judged_as_well(target, tiny_folder, tmp_path):
+    """Its law changes with the depth; trained, decoded, saved, exported and measured again."""
+    settings = EagleSettings(3, [0, 1], target.hidden_size)
+    start = randomised(EagleDrafter.build(target, settings), 0.1)
+    start.save_pretrained(tmp_path / "eagle")
+    given = (f"model.drafter={tmp_path / 'eagle'}", "method.depths=2")
+    words = words_of(tmp_path, tiny_folder("llama"), *given)
+    words = [word for word in words if not word.startswith("method.draft_")]
+    assert train.main(words) == 0
+    run = tmp_path / "run"
+    assert {row["stage"] for row in read_jsonl(run / "metrics.jsonl")} == {"acceptance"}
+    report = json.loads((run / "report.json").read_text())
+    (row,) = [r for r in report["results"] if r["policy"].startswith("head")]
+    assert row["identical_to_plain"] == 1
+    after = load_drafter(str(run / "drafter"), target)
+    assert after.acceptance is not None
+    same = start.draft_weights().items()
+    assert all(torch.equal(after.draft_weights()[name], tensor) for name, tensor in same)
+    again = (f"eval.drafter={run / 'drafter'}", "eval.policy=head:0.9", f"script.out={tmp_path}")
+    assert evaluate.main(list(again)) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["results"]
+    own = {r["measured_by"]: r for r in rows if r["policy"] == "head:0.9"}
+    assert own["offline"]["tokens_per_round"] == own["decoding"]["tokens_per_round"]
