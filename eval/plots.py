@@ -147,7 +147,7 @@ def discards_over_verification(points: list[Row]) -> str:
 
     def draw(axes: Any) -> None:
         families = dict.fromkeys(point["family"] for point in points)
-        colours = [COLOURS["before"], *_SPARE, COLOURS["control"], COLOURS["after"]]
+        colours = [COLOURS["before"], *_SPARE, COLOURS["after"]]
         for family, colour in zip(families, colours, strict=False):
             own = [point for point in points if point["family"] == family]
             own.sort(key=lambda point: point["verification_rate"])
