@@ -22,7 +22,7 @@ from torch import nn
 
 from drafters.base import TrainedDrafter
 from drafters.medusa import ResidualLayers
-from trainer.config import UserError, require
+from trainer.config import UserError
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
 ACCEPT = 1  # the index of the logit; 0: reject
@@ -174,8 +174,3 @@ def adaptive_note(head: AcceptanceHead | None) -> str:
         f"tokens, fewer after one less likely than {how['confidence_threshold']:g}: that verifies "
         f"as often as its acceptance head ({WEIGHTS}), which only draftsmith reads."
     )
-
-
-def check_bounds(K_min: int, K_max: int, prefix: str = "method.") -> None:
-    require(K_min >= 1, f"{prefix}K_min", "be >= 1", K_min)
-    require(K_max >= K_min, f"{prefix}K_max", f"be >= {prefix}K_min={K_min}", K_max)

@@ -65,7 +65,7 @@ class StopRule:
     One object serves the rows of one decoding loop: `begin` and `keep` as of a drafter, `renew` for
     rows that begin another answer, `verified` after each round. Depth 1 begins a round."""
 
-    name: ClassVar[str] | str
+    name: str
     uses_head: bool = False
     judges_last: bool = False  # sees the head's score of the token just drafted: one forward more
     replayable: bool = True  # a round depends on nothing but where it starts

@@ -29,7 +29,6 @@ from drafters.acceptance_head import (
     ACCEPT,
     AcceptanceHead,
     calibrate,
-    check_bounds,
     check_exposed,
 )
 from drafters.draft import acceptance_of
@@ -74,7 +73,9 @@ class Config:
         require(0 < self.top_p <= 1, "method.top_p", "lie in (0, 1]", self.top_p)
         for name in ("depths", "draft_layers"):
             require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
-        check_bounds(self.K_min, self.K_max)
+        require(self.K_min >= 1, "method.K_min", "be >= 1", self.K_min)
+        rule = f"be >= method.K_min={self.K_min}"
+        require(self.K_max >= self.K_min, "method.K_max", rule, self.K_max)
 
 
 @dataclass

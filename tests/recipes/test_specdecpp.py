@@ -208,7 +208,7 @@ def test_the_loss_is_the_weighted_cross_entropy_at_the_drafted_tokens(kind, targ
 def test_every_option_changes_the_loss(change, target, traces):
     common = {"num_layers": 3} if "shared_blocks" in change else {}
     losses = [
-        float(loss_of(recipe, drawn_of(recipe, traces, 5)))
+        loss_of(recipe, drawn_of(recipe, traces, 5)).item()
         for recipe in (recipe_of(target, **common), recipe_of(target, **(common | change)))
     ]
     assert abs(losses[0] - losses[1]) > 1e-5
@@ -218,7 +218,7 @@ def test_more_depths_of_a_head_change_its_loss(target, traces):
     losses = {}
     for depths in (1, 2):
         recipe = recipe_of(target, "eagle3", depths=depths)
-        losses[depths] = float(loss_of(recipe, drawn_of(recipe, traces)))
+        losses[depths] = loss_of(recipe, drawn_of(recipe, traces)).item()
     assert abs(losses[1] - losses[2]) > 1e-5
 
 
@@ -234,7 +234,7 @@ def test_only_the_head_trains_and_a_batch_without_drafts_gives_nothing(target, t
     raw.loss_mask[:] = False
     assert recipe.denominators(raw, 0) == [0.0]
     ((total, mass, _),) = recipe.loss(raw, None, 0).terms
-    assert float(total) == float(mass) == 0
+    assert total.item() == mass.item() == 0
     assert total.requires_grad
 
 
