@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,11 @@ from data.target import LayerId, Target, TargetOutputs
 from drafters.tree import TokenTree, TreeShape
 from trainer.chunked import OutputHead
 from trainer.config import UserError
+
+if TYPE_CHECKING:
+    from drafters.acceptance_head import AcceptanceHead
+
+ACCEPTANCE = "acceptance"  # the attribute that holds an acceptance head, and its tensors' prefix
 
 
 class RandomSource(Protocol):
@@ -42,19 +47,54 @@ class RandomSource(Protocol):
     ) -> torch.Tensor: ...
 
 
+@dataclass
+class Signals:
+    """What a stop rule sees of the token just drafted, each [B] float. `confidence`: the largest
+    probability of the drafter's law, at temperature 1 or the sampling's; `probability`: the drafted
+    token's own; `score`: what the acceptance head gives the token before it, or itself where the
+    rule judges the last one; None where there is none to judge, or no rule asks."""
+
+    confidence: torch.Tensor
+    probability: torch.Tensor
+    score: torch.Tensor | None = None
+
+
+class StopRule:
+    """When a row drafts no further; made by `eval.policies`. It sees drafted tokens only, and the
+    token after which it stops is kept and verified: so every rule is lossless.
+
+    One object serves the rows of one decoding loop: `begin` and `keep` as of a drafter, `renew` for
+    rows that begin another answer, `verified` after each round. Depth 1 begins a round."""
+
+    name: str
+    uses_head: bool = False
+    judges_last: bool = False  # sees the head's score of the token just drafted: one forward more
+    replayable: bool = True  # a round depends on nothing but where it starts
+
+    def begin(self, rows: int, device: torch.device) -> None: ...
+
+    def renew(self, rows: torch.Tensor) -> None: ...
+
+    def keep(self, rows: torch.Tensor) -> None: ...
+
+    def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None: ...
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        """bool [B]: rows that stop after the token of this depth (from 1)."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much to draft this round: a chain of `max_tokens`, or a tree of that depth.
 
-    `stop(probs, chosen, depth) -> bool [B]`, made by `eval.policies`, sees the drafter's law [B, V]
-    at temperature 1 or the sampling's, the token just drafted [B] and its depth from 1; a row it
-    stops keeps that token and drafts no further. `tree`: its shape, None for a chain;
+    `stop`: ends a chain early, row by row. `tree`: its shape, None for a chain;
     `sample_children`: under sampling, draw the children of a static tree from the drafter's law
     without replacement instead of taking the most likely ones.
     """
 
     max_tokens: int
-    stop: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
+    stop: StopRule | None = None
     tree: TreeShape | None = None
     sample_children: bool = False
 
@@ -64,6 +104,11 @@ class Budget:
                 f"a tree of depth {self.tree.depth} needs a budget of as many tokens, got "
                 f"{self.max_tokens}"
             )
+
+    @property
+    def policy(self) -> str:
+        """As `eval.policy` spells it."""
+        return "fixed" if self.stop is None else self.stop.name
 
     @property
     def max_nodes(self) -> int:
@@ -119,9 +164,14 @@ class Drafter(Protocol):
 
 class TrainedDrafter(torch.nn.Module):
     """A network that drafts. `vocab_size`: the target's true vocabulary; `fingerprint`: of the
-    target it was made for; `start_width`: tokens that `start` feeds."""
+    target it was made for; `start_width`: tokens that `start` feeds. `exposes_hidden`: its state
+    after each token it is fed tells that token from others, so that an acceptance head can judge
+    it; then `extend` leaves in `hidden` [B, d] what `states` has there."""
 
     kind: ClassVar[str]
+    exposes_hidden: ClassVar[bool] = False
+    hidden: torch.Tensor
+    acceptance: AcceptanceHead | None
     target_layers: tuple[LayerId, ...] = ()
     start_width: int = 1
     max_depth: int | None = None  # of what it can draft; None: no limit
@@ -131,6 +181,17 @@ class TrainedDrafter(torch.nn.Module):
     # [depth][rank]: how often that token is the target's on held-out text, for calibrated trees
     rank_accuracy: list[list[float]] | None = None
     provenance: dict[str, Any] | None = None  # how it was fine-tuned, told by drafter.json
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module(ACCEPTANCE, None)
+
+    def train(self, mode: bool = True) -> TrainedDrafter:
+        """Under an acceptance head the drafter is frozen, its dropout too."""
+        super().train(mode and self.acceptance is None)
+        if self.acceptance is not None:
+            self.acceptance.train(mode)
+        return self
 
     # --- teacher-forced --------------------------------------------------------------------------
 
@@ -224,8 +285,14 @@ class TrainedDrafter(torch.nn.Module):
         return None
 
     def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Those that drafting reads."""
-        return self.parameters()
+        """Those that drafting reads, the acceptance head's left out."""
+        own = self.named_parameters()
+        return [p for name, p in own if not name.startswith(f"{ACCEPTANCE}.")]
+
+    def draft_weights(self) -> dict[str, torch.Tensor]:
+        """All tensors but the acceptance head's, by name."""
+        own = self.state_dict().items()
+        return {name: t for name, t in own if not name.startswith(f"{ACCEPTANCE}.")}
 
     # --- own format ------------------------------------------------------------------------------
 
@@ -261,6 +328,8 @@ class TrainedDrafter(torch.nn.Module):
         if self.provenance is not None:
             about["provenance"] = self.provenance
         (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
+        if self.acceptance is not None:
+            self.acceptance.save(folder)
 
 
 def served_target(drafter: Any) -> Target | None:

@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.cache import CachedModel, TreeSlots
 from data.target import (
+    LayerId,
     Target,
     TargetOutputs,
+    captured,
     check_same_vocabulary,
     load_causal_lm,
     output_head,
@@ -31,6 +33,7 @@ class CausalLMDrafter(TrainedDrafter):
     target. Logits past it are padding and are never drafted."""
 
     kind = KIND
+    exposes_hidden = True
     start_width = 2
 
     def __init__(self, model: Any, tokenizer: Any, vocab_size: int, fingerprint: dict[str, Any]):
@@ -165,6 +168,7 @@ class CausalLMDrafter(TrainedDrafter):
         chain, a tree's depth and one more, whose nodes lay elsewhere. The others are written again
         unchanged."""
         self._round = state
+        self._judged = budget.stop is not None and budget.stop.uses_head
         self._nodes = TreeSlots(state.lengths) if budget.tree is not None else None
         self.start_width = budget.max_tokens + 1 if budget.tree is not None else 2
         back = torch.arange(-self.start_width, 0, device=state.ids.device)
@@ -186,7 +190,11 @@ class CausalLMDrafter(TrainedDrafter):
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, used: int) -> torch.Tensor:
         first = used - ids.shape[1] if len(ids) == 1 and used >= ids.shape[1] else None
-        logits = self.cached().forward(ids, positions, used=used, first=first, logits_to_keep=1)
+        cached, found = self.cached(), dict[LayerId, torch.Tensor]()
+        with captured(self.model, ("final_norm",) if self._judged else (), found):
+            logits = cached.forward(ids, positions, used=used, first=first, logits_to_keep=1)
+        if self._judged:
+            self.hidden = found["final_norm"][:, -1]
         return logits[..., : self.vocab_size]
 
     # --- own format ------------------------------------------------------------------------------

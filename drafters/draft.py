@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.sampling import warp
+from drafters.base import Signals
 from drafters.tree import DynamicTree, StaticTree, TokenTree
+from trainer.config import UserError
 
 if TYPE_CHECKING:
+    from drafters.acceptance_head import AcceptanceHead
     from drafters.base import Budget, DraftState, TrainedDrafter
 
 
@@ -26,11 +29,13 @@ def draft(drafter: TrainedDrafter, state: DraftState, budget: Budget) -> TokenTr
 
 
 def chain(drafter: TrainedDrafter, state: DraftState, budget: Budget) -> TokenTree:
-    """`budget.max_tokens` tokens, each drawn from the drafter's law (its best one at T=0)."""
-    greedy = state.sampling.temperature == 0
+    """`budget.max_tokens` tokens, each drawn from the drafter's law (its best one at T=0), fewer
+    where `budget.stop` ends a row."""
+    greedy, rule = state.sampling.temperature == 0, budget.stop
     tokens, laws = [], []
-    stopped = lengths = None
-    logits = drafter.start(state, budget)
+    stops = Stops(state.lengths)
+    score = None  # of the token fed last
+    logits, fed = drafter.start(state, budget), 0
     parents = torch.full_like(state.lengths, -1).unsqueeze(1)
     for depth in range(1, budget.max_tokens + 1):
         if greedy:
@@ -39,27 +44,55 @@ def chain(drafter: TrainedDrafter, state: DraftState, budget: Budget) -> TokenTr
             laws.append(warp(logits, state.sampling))
             chosen = state.random.choice(laws[-1], state.lengths + (depth - 1), "draft")
         tokens.append(chosen)
-        if budget.stop is not None:
-            seen = logits.float().softmax(-1) if greedy else laws[-1]
-            now = budget.stop(seen, chosen, depth)
-            stopped = now if stopped is None else stopped | now
-            grown = (~stopped).long()
-            lengths = (torch.ones_like(grown) if lengths is None else lengths) + grown
-            if bool(stopped.all()):
+        seen = None
+        if rule is not None:
+            law = logits.float().softmax(-1) if greedy else laws[-1]
+            seen = law.amax(-1), law.gather(-1, chosen.unsqueeze(-1))[..., 0]
+            if not rule.judges_last and stops.all(rule(Signals(*seen, score), depth)):
                 break
         if depth < budget.max_tokens:
             logits = drafter.extend(chosen.unsqueeze(1), parents, depth)[:, 0]
-            parents = parents + 1
+            parents, fed = parents + 1, fed + 1
+            if rule is not None and rule.uses_head:
+                score = acceptance_of(drafter).probability(drafter.hidden)
+            if rule is not None and rule.judges_last:
+                assert seen is not None
+                if stops.all(rule(Signals(*seen, score), depth)):
+                    break
     drafted = len(tokens)
-    if lengths is None:
-        lengths = torch.full_like(state.lengths, drafted)
     return TokenTree.chain(
         torch.stack(tokens, 1),
         torch.stack(laws, 1) if laws else None,
-        lengths.clamp(max=drafted),
-        draft_forwards=drafted,
-        draft_tokens=drafter.start_width + drafted - 1,
+        stops.lengths.clamp(max=drafted),
+        draft_forwards=1 + fed,
+        draft_tokens=drafter.start_width + fed,
     )
+
+
+class Stops:
+    """Which rows of a round a stop rule has ended, and after how many tokens; `like` [B]."""
+
+    def __init__(self, like: torch.Tensor):
+        self.stopped = torch.zeros_like(like, dtype=torch.bool)
+        self.lengths = torch.full_like(like, torch.iinfo(torch.long).max)
+        self.depth = 0
+
+    def all(self, now: torch.Tensor) -> bool:
+        """Take in what the rule says at the next depth; whether no row goes on."""
+        self.depth += 1
+        ends = now & ~self.stopped
+        self.lengths = torch.where(ends, self.depth, self.lengths)
+        self.stopped = self.stopped | now
+        return bool(self.stopped.all())
+
+
+def acceptance_of(drafter: TrainedDrafter) -> AcceptanceHead:
+    if drafter.acceptance is None:
+        raise UserError(
+            "CapabilityError: eval.policy=head:... needs a drafter with an acceptance head, which "
+            f"this one, of kind {drafter.kind!r}, has not: train it with recipe=specdecpp"
+        )
+    return drafter.acceptance
 
 
 def static(

@@ -75,6 +75,7 @@ def default_captures(num_layers: int) -> list[LayerId]:
 
 class EagleDrafter(TrainedDrafter):
     kind = "eagle"
+    exposes_hidden = True
 
     def __init__(
         self,
@@ -310,6 +311,7 @@ class EagleDrafter(TrainedDrafter):
         )
         projected, recycled = self._outputs(hidden)
         self._recycled = torch.cat([self._recycled, recycled], 1)
+        self.hidden = projected[:, -1]
         return self.project(projected, depth + 1)
 
     def _rounded(self, used: int) -> int:
@@ -335,7 +337,7 @@ class EagleDrafter(TrainedDrafter):
         return {"settings": dataclasses.asdict(self.settings), "layer": self.config.to_dict()}
 
     def save_weights(self, folder: Path) -> None:
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.draft_weights().items()}
         save_file(tensors, folder / "model.safetensors")
 
     @classmethod

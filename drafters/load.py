@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from data.target import Target
+from drafters.acceptance_head import attach
 from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
@@ -44,8 +45,22 @@ def load_drafter(
 ) -> TrainedDrafter:
     """`name`: a folder or a Hub id. Heads of this project must be made for this target; published
     ones, in a layout that `drafters.export.reader` knows, become drafters of this target. `key`:
-    how errors call the setting."""
+    how errors call the setting. An acceptance head beside the drafter comes with it."""
     folder = _fetched(name, revision)
+    drafter = _load(name, folder, target, revision, trust_remote_code, key)
+    if folder is not None:
+        attach(drafter, folder, key)
+    return drafter
+
+
+def _load(
+    name: str,
+    folder: Path | None,
+    target: Target,
+    revision: str | None,
+    trust_remote_code: bool,
+    key: str,
+) -> TrainedDrafter:
     if folder is not None and (folder / "drafter.json").exists():
         kind = stored(folder, key)["kind"]
         if kind in HEADS:

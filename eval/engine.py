@@ -85,6 +85,8 @@ class SpeculativeDecoder:
         device = self.target.device
         self.target.begin(size, capacity)
         self.drafter.begin(size, capacity)
+        if self.budget.stop is not None:
+            self.budget.stop.begin(size, device)
         self.rows: list[_Row | None] = [None] * size
         self.ids = torch.zeros(size, capacity, dtype=torch.long, device=device)
         self.lengths = torch.full((size,), 2, dtype=torch.long, device=device)
@@ -134,6 +136,8 @@ class SpeculativeDecoder:
                 self.hidden[layer] = states.new_zeros(shape)
             self.hidden[layer][rows, : ids.shape[1]] = states
         self.drafter.prefill(rows, ids, ends, TargetOutputs(found) if found else None)
+        if self.budget.stop is not None:
+            self.budget.stop.renew(rows)
         self.keys[rows] = torch.tensor([r.key for r in taken], device=device)
         if self.sampling.temperature == 0:
             chosen = last.argmax(-1)
@@ -163,6 +167,8 @@ class SpeculativeDecoder:
             verdict = self._verify(tree, longest, random, active)
         verified = self._clock()
         accepted_tokens = self._commit(tree, verdict, found)
+        if self.budget.stop is not None:
+            self.budget.stop.verified(verdict.accepted, tree.lengths)
         self.lengths += (verdict.accepted + 1) * active
         host = torch.cat(
             [
@@ -285,6 +291,8 @@ class SpeculativeDecoder:
         index = torch.tensor(live, device=self.ids.device)
         self.target.keep(index)
         self.drafter.keep(index)
+        if self.budget.stop is not None:
+            self.budget.stop.keep(index)
         self.rows = [self.rows[i] for i in live]
         self.ids, self.lengths, self.keys = self.ids[index], self.lengths[index], self.keys[index]
         self.hidden = {layer: states[index] for layer, states in self.hidden.items()}

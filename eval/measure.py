@@ -17,6 +17,7 @@ from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.base import Budget, Drafter, DraftState, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
+from drafters.draft import acceptance_of
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import (
     PromptCounters,
@@ -27,7 +28,7 @@ from eval.metrics import (
     summarise,
 )
 from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
+from eval.policies import budget_for
 from eval.replay import TreeReplay
 from eval.report import COUNTING
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
@@ -117,6 +118,8 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
         TargetOutputs(hidden),
     )  # fmt: skip
     drafter.begin(1, capacity)
+    if budget.stop is not None:
+        budget.stop.begin(1, device)
     prompt = TargetOutputs({layer: states[:, :-2] for layer, states in hidden.items()})
     drafter.prefill(torch.tensor([0], device=device), ids[:, :-2], lengths - 1, prompt)
     spent = []
@@ -136,6 +139,10 @@ def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
     if not isinstance(drafter, TrainedDrafter):
         return Cost(0.0, verify, 0.0, 0.0)
     read = read_per_round(drafter, budget.max_tokens)
+    if budget.stop is not None and budget.stop.uses_head:
+        head = list(acceptance_of(drafter).parameters())
+        counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
+        read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
     whole = read_per_step(target.model)
     ratio = draft_seconds(drafter, target, budget) / step
     return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
@@ -161,16 +168,19 @@ class Bench:
             config,
         )
         self.prompts, self.about = prompts, about or {}
-        self.chain = make_budget(config.policy, config.K)
-        self.offline = OfflineEvaluator(target, traces, sampling, self.chain)
+        self.offline = OfflineEvaluator(target, traces, sampling, Budget(config.K))
 
     def replayed(self, name: str, drafter: Any, cost: Cost) -> Measurement:
-        """Acceptance of chains without decoding."""
-        result = self.offline(drafter)
+        """Acceptance of chains without decoding; of fixed length where the policy's rounds depend
+        on those before."""
+        budget = budget_for(drafter, self.config.policy, self.config.K)
+        if budget.stop is not None and not budget.stop.replayable:
+            budget = Budget(budget.max_tokens)
+        result = self.offline(drafter, budget=budget)
         extra: dict[str, Any] = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
-        row = self._row(name, result.counters, cost, "offline", self.chain)
+        row = self._row(name, result.counters, cost, "offline", budget)
         return Measurement(row | extra, result.counters)
 
     def replayed_tree(self, name: str, drafter: Any, cost: Cost, budget: Budget) -> Measurement:
@@ -183,7 +193,7 @@ class Bench:
     ) -> Measurement:
         """Real speculative decoding of every prompt; a few also one by one against transformers'
         own generate, for tokens/s and (T=0) for equality."""
-        budget = budget or self.chain
+        budget = budget or budget_for(drafter, self.config.policy, self.config.K)
         cached = CachedModel(self.target.model)
         decoder = self._decoder(cached, drafter, self.config.batch_size, budget)
         finished = {s.request.tag: s for s in decoder.run(self.requests())}
@@ -307,7 +317,7 @@ class Bench:
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
             "verifier": config.verifier if tree is not None else "token",
-            "policy": config.policy if tree is None else "fixed",
+            "policy": budget.policy,
             "K": K,
             "tree": None if tree is None else tree.describe(),
             "tree_children": config.tree_children if tree is not None else None,

@@ -22,7 +22,8 @@ import torch
 from data.sampling import Sampling, warp
 from data.target import Target
 from data.traces import Trace
-from drafters.base import Budget
+from drafters.base import Budget, Signals, StopRule
+from drafters.draft import Stops, acceptance_of
 from eval.metrics import PromptCounters
 from trainer.config import UserError
 
@@ -153,8 +154,20 @@ class OfflineEvaluator:
         self._target_probs: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def __call__(self, drafter: Any, draft_sampling: Sampling | None = None) -> OfflineResult:
+    def __call__(
+        self,
+        drafter: Any,
+        draft_sampling: Sampling | None = None,
+        budget: Budget | None = None,
+    ) -> OfflineResult:
+        """`budget`: another stop rule than the evaluator's own."""
         draft_sampling = draft_sampling or self.sampling
+        rule = (budget or self.budget).stop
+        if rule is not None and not rule.replayable:
+            raise UserError(
+                f"eval.policy={rule.name}: its rounds depend on those before, which acceptance "
+                "without decoding does not follow"
+            )
         counters: list[PromptCounters] = []
         confidence: list[np.ndarray] = []
         agreement: list[np.ndarray] = []
@@ -169,7 +182,7 @@ class OfflineEvaluator:
                 if hasattr(drafter, "routed"):  # a bank: which of its drafters reads which row
                     drafter.routed([trace.prompt_ids for trace in group])
                 overlaps, greedy, sure = self._parallel(
-                    drafter, draft_sampling, index, group, accept, drafted
+                    drafter, draft_sampling, rule, index, group, accept, drafted
                 )
                 overlap = overlaps[0]
                 inside = np.arange(width) < lengths[:, None]
@@ -193,7 +206,7 @@ class OfflineEvaluator:
                 if not self.engine_counters:
                     one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
                     one.engine_accepted_per_position = [0.0] * self.K
-                if self.budget.stop is not None:
+                if rule is not None:
                     # what a stop rule drafts after a rejection is not in the trace
                     one.submitted = one.engine_drafted = 0.0
                 if overlap is not None and greedy is not None and real is not None:
@@ -218,7 +231,7 @@ class OfflineEvaluator:
         device = self.target.device
         return ids.to(device), (where - 1).to(device), ids.gather(1, where).to(device)
 
-    def _parallel(self, drafter, draft_sampling, index, group, accept, drafted):
+    def _parallel(self, drafter, draft_sampling, rule, index, group, accept, drafted):
         """Fill `accept` and `drafted` from one pass of each model; the overlap at each depth, and
         at the first the greedy match and the drafter's confidence, each [B, N]."""
         ids, where, tokens = self._rows(group)
@@ -241,6 +254,8 @@ class OfflineEvaluator:
         positions = np.arange(width)
         before = None
         overlaps: list[np.ndarray] = []
+        signals = _SignalsByDepth()
+        score = None
         for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
             if states is not before:  # else the law is the same at every depth
                 before = states
@@ -264,19 +279,15 @@ class OfflineEvaluator:
                     plain = q if draft_sampling.temperature else plain
                 # inference tensors cannot share memory with numpy's owner: copy
                 weights = weight.double().cpu().numpy()
-                stop = None
-                if self.budget.stop is not None:
-                    flat = plain.flatten(0, 1)
-                    stop = (
-                        self.budget.stop(flat, flat.argmax(-1), depth)
-                        .view(where.shape)
-                        .cpu()
-                        .numpy()
-                    )
+                if rule is not None:
+                    own = plain.gather(-1, tokens.unsqueeze(-1))[..., 0]
+                    seen = plain.amax(-1), own
+                    if rule.uses_head:  # the state at a token, not at the one before it
+                        at = (where + 1).clamp(max=ids.shape[1] - 1)
+                        score = acceptance_of(drafter).probability(states[batch, at])
             accept[:, :, depth - 1] = weights[:, positions + depth - 1]
-            if stop is not None and depth < self.K:
-                ends = stop[:, positions + depth - 1]
-                drafted[:] = np.where(ends, np.minimum(drafted, depth), drafted)
+            if rule is not None:
+                signals.add(seen, score)
             overlaps.append(common[:, :width].double().cpu().numpy())
             if depth == 1:
                 best = tokens if greedy_target else p.argmax(-1)
@@ -284,6 +295,8 @@ class OfflineEvaluator:
                     (logits.argmax(-1) == best)[:, :width].double().cpu().numpy(),
                     plain.amax(-1)[:, :width].double().cpu().numpy(),
                 ]
+        if rule is not None:
+            drafted[:] = signals.lengths(rule, width, self.K)
         return overlaps, *found
 
     def _by_start(self, continuation: Callable, group, accept, drafted) -> None:
@@ -297,6 +310,36 @@ class OfflineEvaluator:
                 follows = text[begin + t : begin + t + len(proposed)]
                 known = len(follows)  # without look-ahead the text ends before the copy
                 accept[row, t, :known] = np.array(proposed)[:known] == follows
+
+
+class _SignalsByDepth:
+    """What a stop rule would see of a round from every place of the traces, [B, N] at each depth:
+    as long as the round goes on, the token drafted is the trace's own."""
+
+    def __init__(self) -> None:
+        self.laws: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.scores: list[torch.Tensor | None] = []  # of depth d: of tokens drafted at depth d - 1
+
+    def add(self, law: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
+        self.laws.append(law)
+        self.scores.append(score)
+
+    def lengths(self, rule: StopRule, width: int, K: int) -> np.ndarray:
+        """[B, width] tokens that a round drafts from each response index."""
+        batch, device = len(self.laws[0][0]), self.laws[0][0].device
+        positions = torch.arange(width, device=device)
+        rule.begin(batch * width, device)
+        stops = Stops(torch.zeros(batch * width, dtype=torch.long, device=device))
+        for depth in range(1, K):
+            at = positions + depth - 1
+            confidence, probability = (one[:, at].flatten() for one in self.laws[depth - 1])
+            judged = depth if rule.judges_last else depth - 1  # the depth of the token
+            score = self.scores[judged] if judged else None
+            if score is not None:
+                score = score[:, positions + judged - 1].flatten()
+            if stops.all(rule(Signals(confidence, probability, score), depth)):
+                break
+        return stops.lengths.clamp(max=K).view(batch, width).cpu().numpy()
 
 
 def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> dict[str, Any]:

@@ -142,6 +142,26 @@ def calibration(rows: list[Row]) -> str:
     return _svg([draw])
 
 
+def discards_over_verification(points: list[Row]) -> str:
+    """Discarded drafts against target forwards, both per emitted token; one line per family."""
+
+    def draw(axes: Any) -> None:
+        families = dict.fromkeys(point["family"] for point in points)
+        colours = [COLOURS["before"], *_SPARE, COLOURS["after"]]
+        for family, colour in zip(families, colours, strict=False):
+            own = [point for point in points if point["family"] == family]
+            own.sort(key=lambda point: point["verification_rate"])
+            x, y = ([p[key] for p in own] for key in ("verification_rate", "discards_per_token"))
+            axes.plot(x, y, "o-", label=family, color=colour)
+            best = [point for point in own if point["chosen"]]
+            x, y = ([p[key] for p in best] for key in ("verification_rate", "discards_per_token"))
+            axes.plot(x, y, "o", color=colour, markersize=9)
+        axes.set(xlabel="target forwards per token", ylabel="discarded drafts per token")
+        axes.set_ylim(bottom=0)
+
+    return _svg([draw])
+
+
 def _svg(panels: list[_Panel]) -> str:
     """Draw the panels side by side and return one `<svg>` element."""
     import matplotlib

@@ -1,15 +1,18 @@
-"""How long to draft: makers of the `stop` rule of a Budget.
+"""How long to draft: the rules that end a chain early.
 
-Every rule here looks at the drafter's distribution and stops *after* keeping the token just
-drawn, so which token was drawn never decides whether it is submitted: all are lossless.
+Whether another token is drafted depends on tokens already drafted and never on the coins that
+verify them, and the token after which a rule stops is kept: which token it was decides what
+follows, not whether it is submitted. So all rules leave the target's law as it is.
 """
 
 from __future__ import annotations
 
 import torch
 
-from drafters.base import Budget
+from drafters.base import Budget, Signals, StopRule
 from drafters.tree import TreeShape
+
+FIRST_K = 5  # of a heuristic answer
 
 
 def tree_budget(tree: TreeShape, children: str = "top") -> Budget:
@@ -17,14 +20,109 @@ def tree_budget(tree: TreeShape, children: str = "top") -> Budget:
     return Budget(tree.depth, tree=tree, sample_children=children == "sampled")
 
 
-def make_budget(policy: str, K: int) -> Budget:
-    """`fixed`, or `confidence:<t>`: stop once the drafter's largest probability falls below t."""
+class Confidence(StopRule):
+    """Stop once the drafter's largest probability falls below `limit`."""
+
+    def __init__(self, limit: float):
+        self.limit, self.name = limit, f"confidence:{limit:g}"
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return signals.confidence < self.limit
+
+
+class _Product(StopRule):
+    """Whose decision is a product over the tokens of the round."""
+
+    product: torch.Tensor
+
+    def _times(self, factor: torch.Tensor, depth: int) -> torch.Tensor:
+        """The product so far; a round's first token begins anew."""
+        self.product = factor if depth == 1 else self.product * factor
+        return self.product
+
+
+class Product(_Product):
+    """Stop once the drafter's probability of all it drafted this round falls below `limit`."""
+
+    def __init__(self, limit: float):
+        self.limit, self.name = limit, f"product:{limit:g}"
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return self._times(signals.probability, depth) < self.limit
+
+
+class Head(_Product):
+    """Stop once the acceptance head expects a rejection among the drafted tokens with more than the
+    probability `threshold` (Huang et al. 2024, SpecDec++, Algorithm 1), after `K_min` tokens at the
+    earliest: a larger threshold drafts longer.
+
+    As in the published code the newest token is not judged, since its state is known only once it
+    is fed for the next one; `judges_last` feeds it first, as the paper's text has it.
+    """
+
+    uses_head = True
+
+    def __init__(self, threshold: float, K_min: int = 1, judges_last: bool = False):
+        self.threshold, self.K_min, self.judges_last = threshold, K_min, judges_last
+        self.name = f"head{'_last' * judges_last}:{threshold:g}"
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        one = torch.ones_like(signals.confidence)
+        # without `judges_last` the first token of a round has nothing to be judged by
+        known = signals.score if depth > 1 or self.judges_last else None
+        product = self._times(one if known is None else known.to(one), depth)
+        return (1 - product > self.threshold) & (depth >= self.K_min)
+
+
+class Heuristic(StopRule):
+    """Two tokens more after a round that was accepted whole, one less after any other, from
+    `FIRST_K` in every answer (the schedule of transformers' assisted generation)."""
+
+    name = "heuristic"
+    replayable = False
+
+    def __init__(self, K: int):
+        self.K = K
+
+    def begin(self, rows: int, device: torch.device) -> None:
+        self.lengths = torch.full((rows,), min(FIRST_K, self.K), device=device)
+
+    def renew(self, rows: torch.Tensor) -> None:
+        self.lengths[rows] = min(FIRST_K, self.K)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.lengths = self.lengths[rows]
+
+    def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None:
+        change = torch.where(accepted >= submitted, 2, -1)
+        self.lengths = (self.lengths + change).clamp(1, self.K)
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return self.lengths <= depth
+
+
+def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
+    """`eval.policy` for chains of at most K: `fixed`; `confidence:<t>`, of the newest token's law;
+    `product:<t>`, of all drafted tokens; `heuristic`; `head:<h>`, of an acceptance head, with
+    `K_min` tokens at least; `head_last:<h>`, which judges the newest token too."""
     name, _, threshold = policy.partition(":")
     if name == "fixed":
         return Budget(K)
+    if name == "heuristic":
+        return Budget(K, Heuristic(K))
     limit = float(threshold)
+    if name == "confidence":
+        return Budget(K, Confidence(limit))
+    if name == "product":
+        return Budget(K, Product(limit))
+    assert name in ("head", "head_last"), policy
+    return Budget(K, Head(limit, K_min, judges_last=name == "head_last"))
 
-    def stop(probs: torch.Tensor, chosen: torch.Tensor, depth: int) -> torch.Tensor:
-        return probs.amax(-1) < limit
 
-    return Budget(K, stop)
+def budget_for(drafter: object, policy: str, K: int) -> Budget:
+    """`make_budget` for this drafter. One without an acceptance head drafts chains of fixed length
+    where the policy asks for one: baselines have none."""
+    if not policy.startswith("head"):
+        return make_budget(policy, K)
+    head = getattr(drafter, "acceptance", None)
+    return Budget(K) if head is None else make_budget(policy, K, head.settings.K_min)

@@ -4,7 +4,8 @@ A row is the output of `eval.metrics.summarise` plus what identifies the measure
 row: `tree` (its description; null for a chain), `tree_children`, `nodes`, `alpha_by_depth`,
 `modelled_speedup_at` ({"0.05": x}), `verify_cost`, `draft_time_share`, `by_domain` (of
 `eval.metrics.per_domain`), `calibration` ({"bins": [{"confidence", "acceptance", "count"}]}) and
-`note`, a sentence shown below its table. `K` of a tree is its depth.
+`note`, a sentence shown below its table. `K` of a tree is its depth. Optional in the report:
+`policies`, points of `eval.rollouts` for `eval.report_policies`.
 """
 
 from __future__ import annotations

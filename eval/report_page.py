@@ -18,6 +18,7 @@ from eval.render import (
     number,
     with_interval,
 )
+from eval.report_policies import policy_blocks, policy_figures
 from eval.report_rows import (
     Row,
     best_chain,
@@ -202,6 +203,7 @@ def _figures(report: dict[str, Any]) -> list[Block]:
             )
             svg = plots.calibration(calibrated)
             blocks.append(Figure(f"Confidence and acceptance. {heading}", svg, caption))
+    blocks += policy_figures(report.get("policies", []))
     if report["series"] and (svg := plots.over_steps(report["series"])):
         caption = "Measured without decoding, on held-out text of the target."
         if any("alpha_prequential" in point for point in report["series"]):
@@ -250,6 +252,8 @@ def report_blocks(report: dict[str, Any], figures: bool = False) -> list[Block]:
         ]  # fmt: skip
     blocks += [*stage_tables(rows), *depth_tables(rows), *cost_tables(rows)]
     blocks += [*goodput_tables(rows), *domain_tables(rows)]
+    if report.get("policies"):
+        blocks += policy_blocks(report["policies"])
     if figures:
         blocks += _figures(report)
     if rows:

@@ -23,11 +23,12 @@ def is_trained(row: Row) -> bool:
 
 
 def draft_shape(row: Row) -> str:
-    """`K 4` for a chain, the tree's description for a tree."""
+    """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree."""
     if row.get("tree") is not None:
         sampled = row.get("tree_children") == "sampled" and row["temperature"] > 0
         return row["tree"] + ", sampled children" * sampled
-    return f"K {row['K']}" if row.get("K") else NONE
+    rule = "" if row["policy"] in ("fixed", "none") else f", {row['policy']}"
+    return f"K {row['K']}{rule}" if row.get("K") else NONE
 
 
 def num_nodes(row: Row) -> int | None:
@@ -74,6 +75,8 @@ def focus(rows: Sequence[Row]) -> Row | None:
     own = [row for row in own if row["tokens_per_round"] is not None]
     own = [row for row in own if is_trained(row)] or own
     own = [row for row in own if row["lossless"]] or own
+    # a rule that ends chains early is there to draft less, not for more tokens a round
+    own = [row for row in own if row["policy"] == "fixed"] or own
     return max(own, key=lambda row: row["tokens_per_round"], default=None)
 
 
@@ -87,6 +90,7 @@ def focus_rows(rows: Sequence[Row]) -> list[Row]:
 def best_chain(rows: Sequence[Row], drafter: str) -> Row | None:
     chains = [row for row in rows if row["drafter"] == drafter and row.get("tree") is None]
     chains = [row for row in chains if row["tokens_per_round"] is not None and row.get("K")]
+    chains = [row for row in chains if row["policy"] == "fixed"] or chains
     return max(chains, key=lambda row: (row["lossless"], row["tokens_per_round"]), default=None)
 
 

@@ -266,7 +266,7 @@ def _best_K_words(row: Row) -> str:
 def row_goodput(row: Row, cost_ratio: float) -> list[tuple[float, float]]:
     """(goodput, its ratio to plain decoding's) at each of BATCH_SIZES; [] for an unknown shape."""
     depth, nodes = row.get("K"), num_nodes(row)
-    if not depth or not nodes:
+    if not depth or not nodes or row["policy"] != "fixed":  # a rule drafts fewer, and not alike
         return []
     found = []
     for batch in BATCH_SIZES:

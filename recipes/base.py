@@ -17,7 +17,8 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def observe(self, traces, drafters): ...  # optional; the training text and, by row, the
                                                   # drafters of the stages before ("before": start)
         def begin(self, stage, max_new_tokens): ...
-        def evaluated(self, evaluate): ...        # optional; what to evaluate with in its place
+        def evaluated(self, evaluate, dev): ...   # optional; what to evaluate with on the traces
+                                                  # `dev` in place of the usual `evaluate`
         def target_request(self, batch, step) -> TargetRequest | None: ...
         def denominators(self, batch, step) -> list[float]: ...   # optional, of the loss terms
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
@@ -25,8 +26,7 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         unserved = None                     # optional; why no engine serves what it trains
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
         def about(self) -> dict: ...        # optional, what the report says of the drafter
-        def dev_metrics(self, drafter, traces) -> dict: ...  # optional, further ones; its `select`
-                                                             # chooses the best checkpoint
+        trains_acceptance = False           # optional; true: its drafter gets an acceptance head
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.
@@ -89,11 +89,13 @@ class TargetRequest:
 @dataclass
 class Context:
     """What `refresh` may use: the stored batch of this step and generation from the drafter as it
-    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids. `seed`:
-    of the run; `folder`: the run's."""
+    is now. generate(prompts, temperature, max_new_tokens, stream) -> responses [B] of ids.
+    outputs() -> what `target_request` asks for on that batch. `seed`: of the run; `folder`: the
+    run's."""
 
     batch: Batch
     generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
+    outputs: Callable[[], Any] | None = None
     seed: int = 0
     folder: Path = Path()
 

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -318,6 +318,14 @@ class Recipe:
         return scored.reward(self.config.aggregation, self.config.eta)
 
     # --- which checkpoint is best ----------------------------------------------------------------
+
+    def evaluated(
+        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace]
+    ) -> Callable[..., Any] | None:
+        """The usual numbers, and those of trees, which choose in the stage of this recipe."""
+        if evaluate is None:
+            return None
+        return lambda drafter, step: evaluate(drafter, step) | self.dev_metrics(drafter, dev)
 
     def dev_metrics(self, drafter: Any, traces: Sequence[Trace]) -> dict[str, float]:
         """Expected tokens of a round at the positions of held-out texts: what trees give, which a

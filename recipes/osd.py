@@ -231,7 +231,9 @@ class Recipe:
 
     # --- what is said about it -------------------------------------------------------------------
 
-    def evaluated(self, evaluate: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def evaluated(
+        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace] = ()
+    ) -> Callable[..., Any] | None:
         """Of the online stage: acceptance on the requests since the last evaluation, measured
         before they were trained on, beside what held-out text says. No weights are chosen: what
         serves last is the result."""

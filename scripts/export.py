@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from data.target import Target, load_causal_lm
+from drafters.acceptance_head import adaptive, adaptive_note, attach
 from drafters.base import TrainedDrafter
-from drafters.causal_lm import KIND
+from drafters.causal_lm import KIND, CausalLMDrafter
 from drafters.eagle import EagleDrafter
 from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.heads import method_of
@@ -115,14 +116,18 @@ def _export_causal_lm(
 ) -> Path:
     vocab_size, eos_ids, dtype = settings
     model, tokenizer = load_causal_lm(str(drafter), "script.drafter", dtype=dtype)
+    whole = CausalLMDrafter(model, tokenizer, vocab_size, {})
+    attach(whole, drafter, "script.drafter")
     return hf.export(
         model,
         tokenizer,
         vocab_size,
         out,
-        num_assistant_tokens=num_tokens,
-        card=model_card(**card, num_assistant_tokens=num_tokens),
+        card=model_card(
+            **card, num_assistant_tokens=num_tokens, note=adaptive_note(whole.acceptance)
+        ),
         eos_ids=eos_ids,
+        **adaptive(whole.acceptance, num_tokens),
     )
 
 

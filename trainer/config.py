@@ -201,7 +201,9 @@ class EvalConfig:
     verifier: str = "token"  # or typical: Medusa's, lossy, for trees at T > 0
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    policy: str = "fixed"  # or confidence:<threshold>
+    # fixed | confidence:<t> | product:<t> | heuristic | head:<h> | head_last:<h>: when a chain of
+    # at most K ends early, see eval/policies.py; the last two are of an acceptance head
+    policy: str = "fixed"
     engine: str = "own"  # vllm: also in vLLM; http://...: also on that running vLLM server
     batch_size: int = 8
     timing_prompts: int = 12  # decoded one by one for tokens/s, after a warm-up
@@ -234,20 +236,33 @@ class EvalConfig:
             raise UserError(
                 "eval.verifier=typical accepts paths of a tree: name one with eval.tree=..."
             )
-        name, _, threshold = self.policy.partition(":")
-        _one_of("eval.policy", name, ("fixed", "confidence"))
-        if name == "confidence":
-            try:
-                require(
-                    0 <= float(threshold) <= 1,
-                    "eval.policy",
-                    "be confidence:<number in [0, 1]>",
-                    self.policy,
-                )
-            except ValueError as error:
-                raise UserError(
-                    f"eval.policy must be confidence:<number in [0, 1]>, got {self.policy!r}"
-                ) from error
+        _check_policy(self.policy)
+
+
+# policy -> what its threshold must be; None: it takes none
+_POLICIES = {
+    "fixed": None,
+    "confidence": "[0, 1]",
+    "product": "(0, 1)",
+    "heuristic": None,
+    "head": "(0, 1)",
+    "head_last": "(0, 1)",
+}
+
+
+def _check_policy(policy: str) -> None:
+    name, colon, threshold = policy.partition(":")
+    _one_of("eval.policy", name, tuple(_POLICIES))
+    allowed = _POLICIES[name]
+    if allowed is None:
+        require(not colon, "eval.policy", f"be {name} without a threshold", policy)
+        return
+    try:
+        value = float(threshold)
+        good = 0 <= value <= 1 and (allowed[0] == "[" or 0 < value < 1)
+    except ValueError:
+        good = False
+    require(good, "eval.policy", f"be {name}:<number in {allowed}>", policy)
 
 
 @dataclass

@@ -30,6 +30,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from data.target import eos_ids as default_eos_ids
+from drafters.acceptance_head import AcceptanceHead
 from trainer.config import RunFault, UserError, require
 
 LOGITS_TOLERANCE = (
@@ -47,17 +48,25 @@ def export(
     num_assistant_tokens: int,
     card: str,
     eos_ids: Sequence[int] | None = None,
+    confidence_threshold: float = 0.0,
+    acceptance: AcceptanceHead | None = None,
 ) -> Path:
     """Write `model` to `folder`, in its own dtype, complete or not at all; an earlier export there
-    is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own)."""
+    is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own).
+    `confidence_threshold`: transformers ends a chain after a token less likely than that, 0: never.
+    `acceptance`: a head for this model, laid beside it; transformers does not read it."""
     require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
     padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
     padded.config.use_cache = True
-    padded.generation_config = _generation_config(model, tokenizer, num_assistant_tokens, eos_ids)
+    padded.generation_config = _generation_config(
+        model, tokenizer, num_assistant_tokens, eos_ids, confidence_threshold
+    )
     with whole_folder(folder) as partial:
         padded.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(card, encoding="utf-8")
+        if acceptance is not None:
+            acceptance.save(partial)
         reread(partial, model, real_ids(tokenizer))
     return Path(folder)
 
@@ -124,9 +133,14 @@ def pad_vocabulary(model: Any, tokenizer: Any, vocab_size: int) -> Any:
 
 
 def _generation_config(
-    model: Any, tokenizer: Any, num_assistant_tokens: int, eos_ids: Sequence[int] | None
+    model: Any,
+    tokenizer: Any,
+    num_assistant_tokens: int,
+    eos_ids: Sequence[int] | None,
+    confidence_threshold: float,
 ) -> GenerationConfig:
-    """Drafts exactly `num_assistant_tokens` a round: no schedule, no confidence threshold."""
+    """Drafts `num_assistant_tokens` a round, fewer by the confidence threshold alone: no
+    schedule."""
     ends = list(default_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
     pad = tokenizer.pad_token_id
     if pad is None:
@@ -134,7 +148,7 @@ def _generation_config(
     return GenerationConfig(
         num_assistant_tokens=num_assistant_tokens,
         num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
+        assistant_confidence_threshold=confidence_threshold,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
         pad_token_id=pad,
@@ -199,11 +213,12 @@ def model_card(
     license: str | None = None,
     engine: str = "transformers",
     method: str = "draft_model",
+    note: str = "",
 ) -> str:
-    """README.md of an export: what it is, what was measured, how to serve it. `table`: the report's
-    rows as a Markdown table; `license`: only where it is known, the target's may bind; `method`:
-    vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what it was written
-    for."""
+    """README.md of an export: what it is, with a `note`, what was measured, how to serve it.
+    `table`: the report's rows as a Markdown table; `license`: only where it is known, the target's
+    may bind; `method`: vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what
+    it was written for."""
     head = method != "draft_model"
     front: dict[str, Any] = {"pipeline_tag": "text-generation"}
     if not head:  # the library with a loader for it
@@ -235,7 +250,7 @@ def model_card(
 
 {KINDS[method]} for speculative decoding with `{target}`{trained}.
 It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
-target's own. It is of no use alone.
+target's own. It is of no use alone.{note and " " + note}
 
 ## Measured
 

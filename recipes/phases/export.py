@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafters.acceptance_head import adaptive, adaptive_note
 from drafters.bank import DrafterBank
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
@@ -38,6 +39,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         license="apache-2.0" if target.name == ModelConfig.target else None,
         engine="vllm" if head else "transformers",
         method=method_of(drafter) if head else "draft_model",
+        note="" if head else adaptive_note(drafter.acceptance),
     )
     if head:
         vllm.export(drafter, out, card=card)
@@ -47,7 +49,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         target.tokenizer,
         target.fingerprint["vocab_size"],
         run.folder / "export" / "transformers",
-        num_assistant_tokens=K,
         card=card,
         eos_ids=target.eos_ids,
+        **adaptive(drafter.acceptance, K),
     )

@@ -18,16 +18,18 @@ from data.target import Target
 from data.traces import Trace
 from drafters.base import TrainedDrafter, served_target
 from drafters.causal_lm import CausalLMDrafter
+from drafters.draft import acceptance_of
 from drafters.lookup import PromptLookup
 from drafters.tree import TreeShape, calibrated_tree, parse_tree
 from eval.measure import Bench, Measurement, cost_of, next_token_loss, read_per_round
 from eval.metrics import paired_difference
-from eval.policies import make_budget, tree_budget
+from eval.policies import budget_for, tree_budget
 from eval.replay import rank_accuracy
 from eval.report import build_report, plain_row, write_report
 from eval.report_rows import STAGES
 from recipes.phases.export import export_run
 from recipes.phases.generate import evaluation_traces, tree_depth
+from recipes.phases.policies import measure_policies
 from recipes.phases.run import Run
 from recipes.phases.serve import check_engine, served_rows
 from trainer.checkpoint import FitResult
@@ -59,10 +61,13 @@ def baselines(run: Run, drafter: Any) -> dict[str, Any]:
     }
 
 
-def check_drafter(drafter: Any, config: EvalConfig) -> None:
+def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = False) -> None:
     """What eval.* asks of it, before anything is paid for: a drafter with one head per depth drafts
-    no deeper, and an engine must be able to serve it."""
+    no deeper, an engine must be able to serve it, and an acceptance head must be there if it
+    decides, or come with the training."""
     check_engine(drafter, config)
+    if config.policy.startswith("head") and not trains_acceptance:
+        acceptance_of(drafter)
     most = getattr(drafter, "max_depth", None)
     asked = max(config.K, tree_depth(config))
     context = drafter.shared.target.context if drafter.target_layers else asked + 1
@@ -124,10 +129,10 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
     for drafter in drafters.values():
         if isinstance(drafter, torch.nn.Module):
             drafter.eval()
-    chain = make_budget(config.policy, config.K)
-    own = cost_of(drafters[decoded], run.target, chain)  # of all drafters of its shape
+    chains = {n: budget_for(d, config.policy, config.K) for n, d in drafters.items()}
+    own = cost_of(drafters[decoded], run.target, chains[decoded])  # of all drafters of its shape
     costs = {
-        n: cost_of(d, run.target, chain) if n in BASELINES else own for n, d in drafters.items()
+        n: cost_of(d, run.target, chains[n]) if n in BASELINES else own for n, d in drafters.items()
     }
     shape = tree_of(drafters[decoded], config)
     tree = None if shape is None else tree_budget(shape, config.tree_children)
@@ -186,7 +191,9 @@ def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Be
 
 
 def _merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
-    """What only decoding knows goes to the row measured without it."""
+    """What only decoding knows goes to the row measured without it, if that is the same thing."""
+    if offline.row["policy"] != real.row["policy"]:
+        return
     offline.row |= {key: real.row[key] for key in FROM_DECODING if key in real.row}
     if temperature == 0 and config.policy == "fixed":
         offline.row["replay_differs_from_decoding"] = differing_prompts(offline, real)
@@ -265,7 +272,13 @@ def finish(
     calibrate(run, after, dev)
     drafters = {"before": base, **trained, **baselines(run, base)}
     measured = measure(run, drafters, prompts, "after")
+    policies = measure_policies(run, after, prompts, dev) if after.acceptance else None
     chosen_by = "best_dev_tokens_per_round" if after.target_layers else "best_dev_alpha"
+    if policies is not None:
+        chosen_by = "best_dev_select"
+        measured.rows += policies.rows
+        measured.comparisons += policies.comparisons
+        measured.rounds += policies.rounds
     stages = {
         name: {"steps": r.steps, "best_step": r.best_step, chosen_by: r.best_metric}
         for name, r in results.items()
@@ -287,6 +300,8 @@ def finish(
         comparisons=measured.comparisons,
         series=[{"name": name, **row} for name, r in results.items() for row in r.series],
     )
+    if policies is not None and policies.points:
+        report["policies"] = policies.points
     after.save_pretrained(run.folder / "drafter")
     export_run(run, after, report)
     write_rounds(run.folder, measured.rounds)

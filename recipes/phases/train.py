@@ -261,11 +261,14 @@ def _fit_stage(
                 seed=hash((config.run.seed, stream, accelerator.process_index)),
             )  # fmt: skip
 
-        return Context(batch, generate, config.run.seed, run.folder)
+        def stored_outputs() -> Any:
+            return outputs(batch.to(accelerator.device), step)
 
-    evaluate = _dev_evaluation(run, dev, drafter, recipe, chooses=needs.text is None)
+        return Context(batch, generate, stored_outputs, config.run.seed, run.folder)
+
+    evaluate = _dev_evaluation(run, dev, drafter, chooses=needs.text is None)
     if hasattr(recipe, "evaluated"):
-        evaluate = recipe.evaluated(evaluate)
+        evaluate = recipe.evaluated(evaluate, dev)
     folder = run.folder / "stages" / f"{number}-{stage.name}"
     made_by = recipe.made_by(stage) if hasattr(recipe, "made_by") else None
     kept_at = None
@@ -346,9 +349,7 @@ def sample_drafter(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _dev_evaluation(
-    run: Run, dev: list[Trace], drafter: Any, recipe: Any, chooses: bool = True
-) -> Any:
+def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, chooses: bool = True) -> Any:
     """Acceptance on held-out training traces, no decoding; every sampling they hold counts. Where
     it does not choose it is only looked at: raw text need not resemble what the target writes, so
     that must not decide how long it is trained on."""
@@ -367,7 +368,6 @@ def _dev_evaluation(
         ]
 
     frozen = prepared(run.target)
-    own = getattr(recipe, "dev_metrics", lambda drafter, traces: {})
 
     def evaluate(drafter: Any, step: int) -> dict[str, Any]:
         # a target that trains too is taken as it is now, on the text of the frozen one
@@ -388,7 +388,6 @@ def _dev_evaluation(
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
             **({} if chooses else {"select": None}),
-            **own(drafter, dev),
         }
 
     return evaluate

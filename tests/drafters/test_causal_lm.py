@@ -9,7 +9,7 @@ import torch
 
 from data.sampling import KeyedRandom, Sampling, row_key, warp
 from data.target import Target
-from drafters.base import Budget, Drafter, DraftState
+from drafters.base import Budget, Drafter, DraftState, StopRule
 from drafters.causal_lm import CausalLMDrafter
 from tests.tiny import (
     ARCHITECTURES,
@@ -152,11 +152,17 @@ def test_stop_rule_ends_each_row_after_the_token_it_saw(tiny_target):
     plan = torch.tensor([2, 9, 1])  # the depth at which each row is told to stop
     seen = []
 
-    def stop(probs, chosen, depth):
-        torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
-        seen.append((depth, chosen.tolist()))
-        return plan == depth
+    class Stop(StopRule):
+        name = "planned"
 
+        def __call__(self, signals, depth):
+            assert signals.score is None
+            # at T=0 the likeliest token is the drafted one
+            assert torch.equal(signals.confidence, signals.probability)
+            seen.append((depth, signals.probability.tolist()))
+            return plan == depth
+
+    stop = Stop()
     full = started(drafter, texts).propose(state_of(texts), Budget(4))
     for limit, expected in ((4, [2, 4, 1]), (1, [1, 1, 1])):
         seen.clear()

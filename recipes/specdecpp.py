@@ -1,0 +1,366 @@
+"""SpecDec++: a head on a frozen drafter that says when to stop drafting and verify.
+
+Huang, Guo and Wang 2024, arXiv:2405.19715. On the target's text X the drafter draws a token Y at
+every position; its label is the chance min(1, p(Y) / q(Y)) that the target accepts it. Contexts mix
+both: a share `mix` of the tokens is X's, the rest Y's, and the head is trained at Y's by a weighted
+binary cross-entropy that counts rejections `reject_weight` times. Departures: independent blocks
+(the published code repeats one), tokens drawn anew at every visit of a text (`static_mix` keeps
+them, as the code does), laws as served (`temperature`, `top_k`, `top_p`), and the checkpoint of the
+lowest binary KL after the weighting is inverted. Where the law changes with the depth of a round
+(EAGLE), the first `depths` of them are trained. Without model.drafter a causal LM is distilled
+first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from data.batches import Batch, collate
+from data.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
+from data.target import Target, TargetOutputs
+from data.traces import Trace
+from drafters.acceptance_head import (
+    ACCEPT,
+    AcceptanceHead,
+    calibrate,
+    check_exposed,
+)
+from drafters.draft import acceptance_of
+from recipes import distillspec
+from recipes.base import Context, Needs, Stage, TargetRequest
+from trainer.chunked import CHUNK_ELEMENTS
+from trainer.config import UserError, require
+from trainer.losses import LossOutput
+from trainer.shift import supervised
+
+DEV_BATCH = 16
+BINS = 10  # of the calibration error
+
+
+@dataclass
+class Config:
+    num_layers: int = 3  # residual blocks, the paper's; 0 or 1 on a tiny drafter
+    shared_blocks: bool = False  # one block for all, as in the published code
+    reject_weight: float = 6.0  # the paper's best of 1, 3, 6, 12
+    mix: float = 0.15  # share of the target's tokens in the contexts
+    static_mix: bool = False  # the same draws at every visit of a text
+    temperature: float = 1.0  # of target and drafter, as they will be served
+    top_k: int = 0
+    top_p: float = 1.0
+    depths: int = 4  # of a round, where the drafter's law changes with the depth
+    K_min: int = 2  # tokens of a round whose length the head decides
+    K_max: int = 20
+    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # default: half the target's
+
+    def __post_init__(self) -> None:
+        require(self.num_layers >= 0, "method.num_layers", "be >= 0", self.num_layers)
+        require(self.reject_weight > 0, "method.reject_weight", "be > 0", self.reject_weight)
+        require(0 <= self.mix <= 1, "method.mix", "lie in [0, 1]", self.mix)
+        if self.mix == 1:
+            raise UserError(
+                "DataError: method.mix=1 leaves no drafted token to train on: it is the share of "
+                "the target's tokens, set it below 1"
+            )
+        require(self.temperature >= 0, "method.temperature", "be >= 0", self.temperature)
+        require(self.top_k >= 0, "method.top_k", "be >= 0 (0: off)", self.top_k)
+        require(0 < self.top_p <= 1, "method.top_p", "lie in (0, 1]", self.top_p)
+        for name in ("depths", "draft_layers"):
+            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
+        require(self.K_min >= 1, "method.K_min", "be >= 1", self.K_min)
+        rule = f"be >= method.K_min={self.K_min}"
+        require(self.K_max >= self.K_min, "method.K_max", rule, self.K_max)
+
+
+@dataclass
+class Drawn(Batch):
+    """A batch with its draws at N positions of D depths. mixed [D * B, L] int64: contexts, depth by
+    depth; rows, places [N] int64: of each judged token in `mixed`; accept [N] float in [0, 1]: its
+    label; depth [N] int64, from 1."""
+
+    mixed: Any = None
+    rows: Any = None
+    places: Any = None
+    accept: Any = None
+    depth: Any = None
+
+
+class Recipe:
+    target_access = "outputs"
+    trains_acceptance = True
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.drafter: Any = None  # set by the loop
+        self.given = False
+        self.sampling = Sampling(config.temperature, config.top_k, config.top_p)
+        own = distillspec.Config(
+            divergence="fkl", control=False, draft_layers=config.draft_layers,
+            draft_hidden_size=config.draft_hidden_size,
+        )  # fmt: skip
+        self.distilling: distillspec.Recipe | None = None  # in the stage that makes the drafter
+        self._distill = distillspec.Recipe(own, target)
+
+    def stages(self) -> list[Stage]:
+        text = Needs({"target": 1.0})
+        drafter = Stage("draft", text, start="base", row="before")
+        head = Stage("acceptance", text, row="after")
+        return [head] if self.given else [drafter, head]
+
+    def build(self, traces: Sequence[Trace]) -> Any:
+        return self._distill.build(traces)
+
+    def accept(self, drafter: Any) -> None:
+        check_exposed(drafter)
+        self.given = True
+
+    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+        """Freeze the drafter and give it a fresh head."""
+        if stage.name == "draft":
+            return drafter
+        config = self.config
+        names = ("num_layers", "shared_blocks", "reject_weight", "temperature", "top_k", "top_p",
+                 "K_min", "K_max")  # fmt: skip
+        drafter.acceptance = None
+        drafter.requires_grad_(False)
+        settings = {name: getattr(config, name) for name in names}
+        drafter.acceptance = AcceptanceHead.build(drafter, **settings)
+        return drafter
+
+    def begin(self, stage: Stage, max_new_tokens: int) -> None:
+        self.distilling = self._distill if stage.name == "draft" else None
+        if self.distilling:
+            self.distilling.begin(stage, max_new_tokens)
+
+    # --- draws ------------------------------------------------------------------------------------
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        """Its law for the labels; then only the states that the drafter reads."""
+        if self.distilling:
+            return self.distilling.target_request(batch, step)
+        layers = self._unwrapped().target_layers if self.drafter is not None else ()
+        if isinstance(batch, Drawn):
+            return TargetRequest(layers, logits=False) if layers else None
+        return TargetRequest(layers, logits=True)
+
+    def refresh(self, step: int, context: Context) -> Batch | None:
+        if self.distilling:
+            return context.batch
+        assert context.outputs is not None
+        return self.draw(context.batch.to(self.target.device), context.outputs())
+
+    @torch.no_grad()
+    def draw(self, batch: Batch, outputs: TargetOutputs, salt: int | None = None) -> Drawn:
+        """What the drafter would draw behind the target's text, its labels, and the mixed contexts.
+        `salt`: tells visits of a text apart, the batch's index unless given."""
+        drafter = self._unwrapped()
+        depths = self.config.depths if drafter.target_layers else 1
+        visit = 0 if self.config.static_mix else batch.index if salt is None else salt
+        keys = [
+            row_key(visit, [*prompt, *response], 0)
+            for prompt, response in zip(batch.prompts, batch.responses, strict=True)
+        ]
+        keys = torch.tensor(keys, device=batch.input_ids.device)
+        found: list[tuple[torch.Tensor, ...]] = []
+        unrolled = drafter.states(batch.input_ids, outputs, depths, batch.position_ids)
+        for depth, states in enumerate(unrolled, start=1):
+            where = supervised(batch.loss_mask, depth if drafter.target_layers else 0)
+            rows, index = where.nonzero(as_tuple=True)
+            drafted, accept = self._label(depth, rows, index, states, outputs, keys, batch)
+            keep = keyed_uniform(keys[rows], index + 1, f"mix {depth}") < self.config.mix
+            mixed = batch.input_ids.clone()
+            mixed[rows[~keep], index[~keep] + 1] = drafted[~keep]
+            above = (depth - 1) * len(mixed)
+            place = (rows + above)[~keep], index[~keep] + 1
+            found.append((mixed, *place, accept[~keep], torch.full_like(place[0], depth)))
+        parts = [torch.cat(part) for part in zip(*found, strict=True)]
+        return _drawn(batch, parts)
+
+    def _label(
+        self,
+        depth: int,
+        rows: torch.Tensor,
+        index: torch.Tensor,
+        states: torch.Tensor,
+        outputs: TargetOutputs,
+        keys: torch.Tensor,
+        batch: Batch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(drafted token, chance of acceptance), [N] each, at the logit indices of `rows`."""
+        assert outputs.logits is not None
+        size, tokens, labels = self.target.vocab_size, [], []
+        coins = keyed_uniform(keys[rows], index + 1, f"draft {depth}")
+        for i in range(0, len(rows), max(1, CHUNK_ELEMENTS // size)):
+            span = slice(i, i + max(1, CHUNK_ELEMENTS // size))
+            at = rows[span], index[span]
+            q = warp(self._unwrapped().project(states[at], depth), self.sampling)
+            p = warp(outputs.logits[at][..., :size], self.sampling)
+            token = inverse_cdf(q, coins[span]).unsqueeze(-1)
+            tokens.append(token[:, 0])
+            labels.append((p.gather(-1, token) / q.gather(-1, token))[:, 0].clamp(max=1.0))
+        if not tokens:
+            return index, states.new_zeros(0)
+        accept = torch.cat(labels)
+        wrong = ~((accept >= 0) & (accept <= 1))
+        if bool(wrong.any()):
+            first = int(rows[wrong][0])
+            raise UserError(
+                f"DataError: the chance that a drafted token is accepted must lie in [0, 1], got "
+                f"{float(accept[wrong][0])} in row {first} of batch {batch.index}, the prompt "
+                f"{self.target.tokenizer.decode(batch.prompts[first])[:40]!r}: the drafter or the "
+                "target gives no number"
+            )
+        return torch.cat(tokens), accept
+
+    # --- loss ------------------------------------------------------------------------------------
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        """The weighted mass of the labels."""
+        if self.distilling:
+            return self.distilling.denominators(batch, step)
+        if not isinstance(batch, Drawn):  # another rank's step: this one has nothing to train on
+            return [0.0]
+        return [float(self._mass(batch.accept).sum())]
+
+    def _mass(self, accept: torch.Tensor) -> torch.Tensor:
+        return self.config.reject_weight * (1 - accept) + accept
+
+    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
+        if self.distilling:
+            self.distilling.drafter = self.drafter
+            return self.distilling.loss(batch, target_outputs, step)
+        if not isinstance(batch, Drawn):
+            batch = _empty(batch)
+        logits = self.judge(batch, target_outputs)
+        total = weighted_loss(logits, batch.accept, self.config.reject_weight)
+        f = calibrate(logits.detach().softmax(-1)[:, ACCEPT], self.config.reject_weight)
+        count = float(len(batch.accept))
+        metrics = {
+            "binary_kl": (binary_kl(batch.accept, f).sum(), count),
+            "acceptance": (batch.accept.sum(), count),
+        }
+        return LossOutput([(total, self._mass(batch.accept).sum(), 1.0)], metrics)
+
+    def judge(self, batch: Drawn, outputs: TargetOutputs | None) -> torch.Tensor:
+        """Logits [N, 2] at the drafted tokens: the state at a token of depth d is what scores depth
+        d + 1."""
+        most = len(batch.mixed) // len(batch.input_ids)
+        hidden = {} if outputs is None else outputs.hidden
+        repeated = {layer: states.repeat(most, 1, 1) for layer, states in hidden.items()}
+
+        def score(depth: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+            mine = (batch.depth == depth - 1).nonzero()[:, 0]
+            if depth == 1:
+                return None
+            own = acceptance_of(self._unwrapped())
+            return mine, own(states[batch.rows[mine], batch.places[mine]])
+
+        given = self.drafter(
+            batch.mixed, TargetOutputs(repeated), most + 1, score,
+            batch.position_ids.repeat(most, 1),
+        )  # fmt: skip
+        parts = [one for one in given if one is not None]
+        order = torch.cat([mine for mine, _ in parts])
+        return torch.cat([logits for _, logits in parts])[order.argsort()]
+
+    def _unwrapped(self) -> Any:
+        return getattr(self.drafter, "module", self.drafter)
+
+    # --- which checkpoint is best -----------------------------------------------------------------
+
+    def evaluated(
+        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace]
+    ) -> Callable[..., Any] | None:
+        """The head on held-out text, its draws fixed; the stage that trains the drafter has the
+        usual evaluation."""
+        if self.distilling or not dev:
+            return evaluate
+        drawn: list[tuple[Drawn, TargetOutputs]] = []
+
+        @torch.no_grad()
+        def judged(drafter: Any, step: int) -> dict[str, Any]:
+            kept, self.drafter = self.drafter, drafter
+            if not drawn:
+                drawn.extend(self._draw_all(dev))
+            pairs = [(self.judge(batch, outputs), batch.accept) for batch, outputs in drawn]
+            self.drafter = kept
+            logits, accept = (torch.cat(part) for part in zip(*pairs, strict=True))
+            found = quality(logits.softmax(-1)[:, ACCEPT], accept, self.config.reject_weight)
+            return {"select": -found["binary_kl"], **found}
+
+        return judged
+
+    def _draw_all(self, dev: Sequence[Trace]) -> list[tuple[Drawn, TargetOutputs]]:
+        found = []
+        order = sorted(dev, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+        layers = self._unwrapped().target_layers
+        for i in range(0, len(order), DEV_BATCH):
+            group = order[i : i + DEV_BATCH]
+            texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
+            batch = collate(*texts, ["target"] * len(group)).to(self.target.device)
+            outputs = self.target.outputs(batch.input_ids, batch.position_ids, layers=layers)
+            found.append((self.draw(batch, outputs, salt=-1), TargetOutputs(outputs.hidden)))
+        return found
+
+
+def _drawn(batch: Batch, parts: Sequence[torch.Tensor]) -> Drawn:
+    known: dict[str, Any] = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+    known["num_supervised"] = len(parts[1])
+    return Drawn(
+        **known, **dict(zip(("mixed", "rows", "places", "accept", "depth"), parts, strict=True))
+    )
+
+
+def _empty(batch: Batch) -> Drawn:
+    """Nothing to judge: a sum of 0 that has a gradient."""
+    none = batch.input_ids.new_zeros(0)
+    return _drawn(batch, [batch.input_ids, none, none, none.float(), none])
+
+
+def weighted_loss(logits: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> torch.Tensor:
+    """Sum of -w (1 - a) log(1 - f) - a log f, f the softmax of logits [N, 2] and a = accept [N]."""
+    log_f = F.log_softmax(logits.float(), -1)
+    rejected = reject_weight * (1 - accept) * log_f[:, 1 - ACCEPT]
+    return -(rejected + accept * log_f[:, ACCEPT]).sum()
+
+
+def binary_kl(accept: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """KL(a || f) of two coins, [N], in nats; labels of 0 and 1 are allowed."""
+    f = f.double().clamp(1e-12, 1 - 1e-12)
+    a = accept.double()
+    entropy = torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)
+    return entropy - torch.xlogy(a, f) - torch.xlogy(1 - a, 1 - f)
+
+
+def quality(f: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> dict[str, float]:
+    """How well probabilities [N] foretell labels [N]: binary KL after the weighting is inverted,
+    as trained, and of a constant; area under the ROC curve, each label an accepted and a rejected
+    share; expected calibration error in ten bins after inversion."""
+    a = calibrate(f.double(), reject_weight)
+    accept = accept.double()
+    bins = (a * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.double, device=a.device).index_add(0, bins, accept - a)
+    return {
+        "binary_kl": float(binary_kl(accept, a).mean()),
+        "binary_kl_as_trained": float(binary_kl(accept, f).mean()),
+        "binary_kl_constant": float(binary_kl(accept, accept.mean().expand_as(accept)).mean()),
+        "auc": area(a, accept),
+        "calibration_error": float(gaps.abs().sum() / len(a)),
+    }
+
+
+def area(score: torch.Tensor, accept: torch.Tensor) -> float:
+    """The chance that an accepted token has a higher score than a rejected one, ties half; 0.5
+    where all labels are alike."""
+    values, place = score.unique(return_inverse=True)
+    zeros = torch.zeros(len(values), dtype=torch.double, device=score.device)
+    good, bad = zeros.index_add(0, place, accept), zeros.index_add(0, place, 1 - accept)
+    below = bad.cumsum(0) - bad / 2
+    pairs = float(good.sum() * bad.sum())
+    return float((good * below).sum()) / pairs if pairs else 0.5
