@@ -143,7 +143,7 @@ class Bench:
             batches=Batches(rows, {"target": 1.0}, INTERVAL, seed=seed),
             evaluate=recipe.evaluated(None), outputs=outputs, config=settings, folder=folder,
             seed=seed, accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
-            context=lambda step, batch: Context(batch, _no_generation, seed, folder),
+            context=lambda step, batch: Context(batch, _no_generation, seed=seed, folder=folder),
         )  # fmt: skip
         return drafter.eval(), result.series
 

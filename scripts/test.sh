@@ -13,4 +13,7 @@ ruff check .
 ruff format --check .
 pyright
 lint-imports
+if (($# == 0)); then
+    set -- -n auto --maxprocesses 4 # one thread each
+fi
 python -m pytest "$@"

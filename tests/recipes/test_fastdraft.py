@@ -338,8 +338,10 @@ def test_the_vetted_setting_trains_on_several_temperatures():
     assert config.eval.K == 3
 
 
-def test_the_dry_run_says_how_much_raw_text_is_read(capsys):
-    words = ["recipe=fastdraft", "dry_run=true", "method.pretrain_steps=10", "trainer.batch_size=4"]
+def test_the_dry_run_says_how_much_raw_text_is_read(tmp_path, capsys):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": str(i)} for i in range(40)])
+    words = ["recipe=fastdraft", "dry_run=true", "method.pretrain_steps=10", "trainer.batch_size=4",
+             f"data.prompts={prompts}"]  # fmt: skip
     assert train.main(words) == 0
     out = capsys.readouterr().out
     assert "raw text of stage pretrain: 5120 tokens per process from {'toy:prose': 1.0}" in out

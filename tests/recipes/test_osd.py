@@ -87,7 +87,7 @@ def make(target, traces, temperature=None, drafter=None, stage="online", max_ste
 def interval(recipe, step, size=4, seed=0, folder=None):
     """The batch of a step, as the loop asks for it."""
     stored = collate([[5, 6]] * size, [[7]] * size, ["target"] * size, step)
-    return recipe.refresh(step, Context(stored, None, seed, folder))
+    return recipe.refresh(step, Context(stored, None, seed=seed, folder=folder))
 
 
 def loss_of(recipe, batch):
