@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.target import Target, TargetOutputs
 from drafters.base import Budget, DraftState, TrainedDrafter
@@ -207,7 +208,7 @@ class DrafterBank(TrainedDrafter):
         """Each member is a folder of its own that loads as a causal LM."""
         for i, member in enumerate(self.members):
             member.save_pretrained(folder / f"member-{i}")
-        torch.save(self.router.state_dict(), folder / "router.pt")
+        save_file(self.router.state_dict(), folder / "router.safetensors")
 
     @classmethod
     def from_pretrained(cls, folder: Path, target: Target) -> DrafterBank:
@@ -216,7 +217,7 @@ class DrafterBank(TrainedDrafter):
             CausalLMDrafter.from_pretrained(str(Path(folder) / f"member-{i}"), target)
             for i in range(len(settings["names"]))
         ]
-        stored = torch.load(Path(folder) / "router.pt", target.device, weights_only=True)
+        stored = load_file(Path(folder) / "router.safetensors", str(target.device))
         router = NaiveBayes(
             settings["names"], stored["log_prior"], stored["log_token"], settings["min_confidence"]
         )

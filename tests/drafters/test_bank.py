@@ -102,7 +102,7 @@ def test_stored_whole_and_each_member_by_itself(target, bank, tmp_path):
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     far = load_drafter(str(tmp_path / "member-1"), target)
     assert torch.equal(far.output_head().weight, bank.members[1].output_head().weight)
-    (tmp_path / "router.pt").unlink()
+    (tmp_path / "router.safetensors").unlink()
     with pytest.raises(UserError, match="is damaged"):
         load_drafter(str(tmp_path), target)
 
