@@ -190,12 +190,8 @@ class DrafterBank(TrainedDrafter):
     # --- own format ------------------------------------------------------------------------------
 
     def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Of one member: a step reads no other one; an embedding that is looked up is left out."""
-        model = self.members[0].model
-        looked_up = model.get_input_embeddings().weight
-        if looked_up is model.get_output_embeddings().weight:
-            looked_up = None
-        return [p for p in model.parameters() if p is not looked_up]
+        """Of one member: a step reads no other one."""
+        return self.members[0].drafting_parameters()
 
     def fresh(self) -> DrafterBank:
         return DrafterBank([member.fresh() for member in self.members], copy.deepcopy(self.router))

@@ -199,9 +199,20 @@ class CausalLMDrafter(TrainedDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
+    def drafting_parameters(self) -> list[torch.nn.Parameter]:
+        return parameters_read(self.model)
+
     def save_weights(self, folder: Path) -> None:
         """An ordinary Hugging Face folder."""
         self.model.save_pretrained(folder)
+
+
+def parameters_read(model: Any) -> list[torch.nn.Parameter]:
+    """By one decoding step of a causal LM; an embedding that is only looked up is left out."""
+    skipped = model.get_input_embeddings().weight
+    if skipped is model.get_output_embeddings().weight:
+        skipped = None
+    return [p for p in model.parameters() if p is not skipped]
 
 
 def shrunk_config(

@@ -16,7 +16,7 @@ from data.sampling import KeyedRandom, Sampling, row_key
 from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.base import Budget, Drafter, DraftState, TrainedDrafter
-from drafters.causal_lm import CausalLMDrafter
+from drafters.causal_lm import parameters_read
 from drafters.draft import acceptance_of
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import (
@@ -62,21 +62,14 @@ class Cost:
 
 
 def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
-    """(bytes, parameters) one decoding step reads; an embedding that is only looked up is left
-    out."""
-    skipped = model.get_input_embeddings().weight  # type: ignore[operator]
-    if skipped is model.get_output_embeddings().weight:  # type: ignore[operator]
-        skipped = None
-    kept = [p for p in model.parameters() if p is not skipped]
-    return sum(p.numel() * p.element_size() for p in kept), sum(p.numel() for p in kept)
+    """(bytes, parameters) one decoding step reads."""
+    read = parameters_read(model)
+    return sum(p.numel() * p.element_size() for p in read), sum(p.numel() for p in read)
 
 
 def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
     """(bytes, parameters) that a round of so many draft forwards reads, the target's head where the
     drafter uses it included. A drafter with one head per depth reads each head once."""
-    if isinstance(drafter, CausalLMDrafter):
-        step = read_per_step(drafter.model)
-        return step[0] * forwards, step[1] * forwards
     own = list(drafter.drafting_parameters())
     head = drafter.output_head(1).weight
     shared = [] if any(p is head for p in own) else [head]
