@@ -22,7 +22,6 @@ from trainer.config import UserError, require
 
 @dataclass
 class Config(HeadConfig):
-    reduction: str = "sequence"
     steps: int = 4  # unrolled; 7 in the published recipe, what is drafted at least
     layers: list[int] = field(default_factory=list)  # outputs captured; default 1, L/2-1, L-4
     draft_vocab_size: int | None = None  # most frequent tokens of the traces; null: all
