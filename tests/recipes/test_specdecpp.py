@@ -22,7 +22,7 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes.base import Context
 from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted_loss
 from scripts import evaluate, export
-from tests.commands import command, read_jsonl
+from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.heads import randomised
 from tests.tiny import EOS, perturbed
 from trainer.config import UserError
@@ -380,6 +380,21 @@ def test_stopped_in_the_second_stage_it_goes_on_with_the_same_draws(
     for row in (*then, *now):
         row.pop("tokens_per_s", None)
     assert now == then
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
+    """The draws belong to a text and a visit, not to a process."""
+    words = words_of(tmp_path, tiny_folder("llama"), "trainer.batch_size=2")
+    code, _, err = finish(start(*TWO, "train.py", *words))
+    assert code == 0, err
+    for stage in ("draft", "acceptance"):
+        both = [
+            [row["loss"] for row in read_jsonl(folder / "run" / "metrics.jsonl")
+             if row["stage"] == stage and "loss" in row]
+            for folder in (finished, tmp_path)
+        ]  # fmt: skip
+        assert both[1] == pytest.approx(both[0], rel=1e-4)
 
 
 # --- what is refused --------------------------------------------------------------------------
