@@ -6,11 +6,13 @@ continues: finished rows are known by their keys, whichever process wrote them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from data.cache import CachedModel
+from data.completions import complete, seen_to_be
 from data.decode import Continuation, Request, decode
 from data.prompts import Prompt, Turn, fixed_response_ids, render, user_turns, with_answers
 from data.sampling import Sampling, row_key
@@ -50,6 +53,7 @@ class GenerationPlan:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     long_prompts: str = "refuse"
+    served: bool = False  # by a serving engine, which draws its own random numbers
 
     @classmethod
     def from_config(
@@ -64,6 +68,7 @@ class GenerationPlan:
             temperatures=tuple(config.temperature),
             stop_strings=tuple(config.stop_strings),
             seed=seed,
+            served=config.engine != "hf",
             **{name: getattr(config, name) for name in same},
         )
 
@@ -93,7 +98,7 @@ class GenerationPlan:
             stop_strings=list(self.stop_strings),
             **{name: getattr(self, name) for name in ("top_k", "top_p", "max_new_tokens",
             "samples_per_prompt",
-               "seed", "lookahead", "teacher_top_k", "teacher_samples")},
+               "seed", "lookahead", "teacher_top_k", "teacher_samples", "served")},
         )  # fmt: skip
 
 
@@ -175,20 +180,17 @@ def generate_traces(
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
     label: str = "traces",
+    servers: Callable[[], AbstractContextManager[Sequence[str]]] | None = None,
 ) -> list[Trace]:
-    """Fill the trace store `folder` (or find it filled) and return all its rows."""
+    """Fill the trace store `folder` (or find it filled) and return all its rows.
+
+    `servers`: entered where there is something to generate, the addresses of servers that generate
+    it, `batch_size` rows at a time each."""
+    assert plan.served == (servers is not None)
     store = TraceStore.open(folder, plan.identity(target))
     if not store.is_complete(()):
-        _fill(
-            target,
-            plan,
-            store,
-            batch_size,
-            rows_per_shard,
-            rank,
-            world,
-            label,
-        )
+        with servers() if servers else contextlib.nullcontext(()) as addresses:
+            _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, addresses)
         barrier()
         if rank == 0:
             store.finish()
@@ -197,14 +199,15 @@ def generate_traces(
 
 
 def _fill(
-    target,
-    plan,
-    store,
-    batch_size,
-    rows_per_shard,
-    rank,
-    world,
-    label,
+    target: Target,
+    plan: GenerationPlan,
+    store: TraceStore,
+    batch_size: int,
+    rows_per_shard: int,
+    rank: int,
+    world: int,
+    label: str,
+    servers: Sequence[str],
 ) -> None:
     room = target.context - plan.max_new_tokens - plan.lookahead
     limit = min(room, plan.max_prompt_tokens or room)
@@ -238,17 +241,7 @@ def _fill(
         label, sum(len(r.tag.turns) - len(r.tag.answers) for r in pending), enabled=rank == 0
     )
     with store.writer(rank, rows_per_shard) as writer:
-        for done_row in decode(
-            CachedModel(target.model),
-            pending,
-            max_new_tokens=plan.max_new_tokens,
-            eos_ids=target.eos_ids,
-            batch_size=batch_size,
-            lookahead=plan.lookahead,
-            tokenizer=target.tokenizer,
-            stop_strings=plan.stop_strings,
-            vocab_size=target.vocab_size,
-        ):
+        for done_row in _continuations(target, plan, pending, batch_size, servers):
             item = done_row.request.tag
             trace = _trace(plan, target, item, done_row)
             for finished in [trace] if teacher is None else teacher.add(trace):
@@ -256,13 +249,33 @@ def _fill(
             work.advance(item, trace.response_ids)
             following = work.next_request(item)
             if following is not None:
-                pending.append(following)  # `decode` takes from the end of this very list
+                pending.append(following)  # they are taken from the end of this very list
             meter.advance(len(trace.response_ids))
         for finished in teacher.rest() if teacher else ():
             writer.add(finished)
     meter.close()
     if work.num_dropped:
         print(f"{label}: {work.num_dropped} prompts or later turns over {limit} tokens left out")
+
+
+def _continuations(
+    target: Target,
+    plan: GenerationPlan,
+    pending: list[Request],
+    batch_size: int,
+    servers: Sequence[str],
+) -> Iterator[Continuation]:
+    if plan.served:
+        rows = complete(
+            servers, pending, max_new_tokens=plan.max_new_tokens, eos_ids=target.eos_ids,
+            concurrency=batch_size, stop_strings=plan.stop_strings,
+        )  # fmt: skip
+        return seen_to_be(target, rows, len(pending))
+    return decode(
+        CachedModel(target.model), pending, max_new_tokens=plan.max_new_tokens,
+        eos_ids=target.eos_ids, batch_size=batch_size, lookahead=plan.lookahead,
+        tokenizer=target.tokenizer, stop_strings=plan.stop_strings, vocab_size=target.vocab_size,
+    )  # fmt: skip
 
 
 def _trace(plan: GenerationPlan, target: Target, item: _Item, row: Continuation) -> Trace:

@@ -24,23 +24,16 @@ from typing import Any
 from data.sampling import Sampling
 from data.target import Target
 from data.traces import Trace
+from data.vllm import DEFAULTS, FORCED, engine_python, model_options
 from drafters.base import Budget
 from eval.engine import Speculated
 from eval.measure import Bench, Cost, Measurement, difference
 from eval.metrics import PromptCounters, Round, check_invariants, counters_from_rounds
 from trainer.config import RunFault, UserError
 
-PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
-DEFAULT_PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
-FORCED = {
-    "PYTHONSAFEPATH": "1",  # the worker's folder holds modules with common names
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors surface in the worker, not in a child of it
-    "VLLM_NO_USAGE_STATS": "1",
-}
-# on a CPU: GiB for keys and values, and as many threads as OMP_NUM_THREADS says, not all cores
-DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors surface in the worker, not in a child
 METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d+)")?.*\} (\S+)')
 
 
@@ -104,15 +97,6 @@ class Served:
     engine: str  # name and version
 
 
-def engine_python() -> Path:
-    """The interpreter of the engine's environment, named by a variable or made by the script."""
-    python = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        remedy = f"run `bash scripts/engine_env.sh`, or name its Python in {PYTHON_VARIABLE}"
-        raise UserError(f"no environment with vLLM: {python} is no program; {remedy}")
-    return python.absolute()  # not resolved: its link is what makes it the environment's
-
-
 def serve(
     target: Target,
     jobs: Mapping[str, Speculation | None],
@@ -129,15 +113,13 @@ def serve(
     python = engine_python()
     K = max([job.K for job in jobs.values() if job], default=0)
     longest = max(len(ids) for ids in prompts) + max_new_tokens + 2 * K + 2
-    local = Path(target.name)
     own = dataclasses.asdict(sampling) | {
         "max_tokens": max_new_tokens, "stop_token_ids": list(target.eos_ids), "ignore_eos": True,
         "detokenize": False,
     }  # fmt: skip
     request = {
         "engine": {
-            "model": str(local.resolve()) if local.exists() else target.name,
-            "dtype": str(target.model.dtype).removeprefix("torch."),
+            **model_options(target),
             "max_model_len": min(target.context, longest),
             "max_num_seqs": min(batch_size, len(prompts)),
             **ENGINE,
@@ -158,7 +140,7 @@ def _run(python: Path, request: dict[str, Any]) -> dict[str, Any]:
         with log.open("w") as output:
             done = subprocess.run(
                 [python, WORKER, asked, answered], cwd=scratch,
-                env=DEFAULTS | dict(os.environ) | FORCED,
+                env=DEFAULTS | dict(os.environ) | FORCED | IN_PROCESS,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         if done.returncode or not answered.exists():

@@ -9,11 +9,9 @@ prompt, with which intervals over prompts are formed. Nobody else may use the se
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
-from typing import Any
 
+from data.completions import ask, continuation, served_model
 from data.traces import Trace
 from eval.measure import Bench, Cost, Measurement
 from eval.metrics import PromptCounters
@@ -21,10 +19,6 @@ from eval.served import Counters, engine_row, scrape
 from trainer.config import RunFault, UserError
 
 PATIENCE_S = 10.0  # the last round's counters may come after the answer
-
-
-def is_address(engine: str) -> bool:
-    return engine.startswith(("http://", "https://"))
 
 
 def check_server(url: str, K: int) -> None:
@@ -39,13 +33,15 @@ def check_server(url: str, K: int) -> None:
 
 def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     """A row of the report. At temperature 0 the answers must be those of the traces."""
-    root = url.rstrip("/")
-    model = _ask(f"{root}/v1/models")["data"][0]["id"]
-    version = _ask(f"{root}/version")["version"]
+    root, config = url.rstrip("/"), bench.config
     answers, counters = [], []
     before = scrape(url)
+    model, version = served_model(root), ask(f"{root}/version")["version"]
     for index, trace in enumerate(bench.traces):
-        tokens = _complete(root, model, bench, trace, index)
+        tokens = continuation(
+            root, model, trace.prompt_ids, bench.sampling, seed=config.seed + index,
+            max_new_tokens=config.max_new_tokens, eos_ids=bench.target.eos_ids,
+        )  # fmt: skip
         now = _settled(url, before, len(tokens) - 1)
         counters.append(_counted(now - before, tokens, trace))
         answers.append(tokens)
@@ -60,33 +56,6 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
         place["alpha_hat"] = None
     return measured
-
-
-def _complete(root: str, model: str, bench: Bench, trace: Trace, index: int) -> list[int]:
-    sampling = bench.sampling
-    found = _ask(
-        f"{root}/v1/completions",
-        {
-            "model": model, "prompt": trace.prompt_ids, "max_tokens": bench.config.max_new_tokens,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "seed": bench.config.seed + index, "stop_token_ids": list(bench.target.eos_ids),
-            "ignore_eos": True, "add_special_tokens": False, "return_token_ids": True,
-        },
-    )["choices"][0]["token_ids"]  # fmt: skip
-    if not found:
-        raise RunFault(f"the server at {root} returned no token ids: vLLM 0.11 or later does")
-    return found
-
-
-def _ask(address: str, content: dict[str, Any] | None = None) -> Any:
-    data = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return json.loads(response.read())
-    except (OSError, ValueError) as error:  # of urllib too
-        said = error.read().decode(errors="replace")[:300] if hasattr(error, "read") else ""  # type: ignore[union-attr]
-        raise RunFault(f"{address} failed ({error}) {said}".rstrip()) from error
 
 
 def _settled(url: str, before: Counters, emitted: int) -> Counters:

@@ -79,7 +79,11 @@ class DataConfig:
     eval_share: float = 0.1  # held out by hash when eval.prompts is null
     system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # hf: transformers, in this process; vllm: a vLLM server started for it (scripts/engine_env.sh);
+    # openai: the servers named. Of the training traces; those of the report are always hf's
     engine: str = "hf"
+    engine_options: dict[str, Any] = field(default_factory=dict)  # of vllm: its own arguments
+    servers: list[str] = field(default_factory=list)  # of openai: http://host:8000, ...
     features: str = "live"  # or cached: the target's states are stored once, for heads
     features_dtype: str = "bf16"  # of the store: bf16, fp8 with a scale per token, fp32
     traces: str | None = None  # use this trace store; default: one below data.cache_dir
@@ -92,7 +96,7 @@ class DataConfig:
     top_p: float = 1.0
     samples_per_prompt: int = 1
     stop_strings: list[str] = field(default_factory=list)
-    batch_size: int = 32  # rows decoded side by side
+    batch_size: int = 32  # rows decoded side by side; requests under way at each server
     rows_per_shard: int = 256
     teacher_top_k: int = 0  # compressed teacher in the traces: exact head, 0 for none
     teacher_samples: int = 0  # and samples of the tail
@@ -124,7 +128,17 @@ class DataConfig:
             require(getattr(self, key) >= 1, f"data.{key}", "be >= 1", getattr(self, key))
         for key in ("teacher_top_k", "teacher_samples"):
             require(getattr(self, key) >= 0, f"data.{key}", "be >= 0", getattr(self, key))
-        _one_of("data.engine", self.engine, ("hf",))
+        _one_of("data.engine", self.engine, ("hf", "vllm", "openai"))
+        if self.engine_options and self.engine != "vllm":
+            raise UserError(f"data.engine_options are of data.engine=vllm, got {self.engine}")
+        if bool(self.servers) != (self.engine == "openai"):
+            raise UserError(
+                "data.servers=[http://host:8000] names the servers of data.engine=openai, got "
+                f"data.engine={self.engine} and data.servers={self.servers}"
+            )
+        for server in self.servers:
+            good = str(server).startswith(("http://", "https://"))
+            require(good, "data.servers", "begin with http:// or https://", server)
         _one_of("data.features", self.features, ("live", "cached"))
         _one_of("data.features_dtype", self.features_dtype, ("bf16", "fp8", "fp32"))
         _one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
@@ -289,6 +303,7 @@ class Config:
             kept.pop(key)
         for key in ("dir", "stage"):
             kept["run"].pop(key)
+        kept["data"].pop("servers")  # the same model may answer elsewhere tomorrow
         for key in FREE_SETTINGS:
             kept["trainer"].pop(key)
         return kept
@@ -312,7 +327,7 @@ _SECTIONS = {
 
 
 # keys whose value is a mapping
-MAPPINGS = ("data.chat_template_kwargs", "method.data_mix", "method.corpus",
+MAPPINGS = ("data.chat_template_kwargs", "data.engine_options", "method.data_mix", "method.corpus",
             "method.continue_corpus", "method.base_options")  # fmt: skip
 
 

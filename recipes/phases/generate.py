@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from accelerate.utils import broadcast_object_list
 
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
 from data.target import Target
 from data.traces import Trace, estimate_bytes
+from data.vllm import vllm_server
 from drafters.base import weights_hash
 from drafters.tree import parse_tree
 from recipes.phases.run import Run, check_model_pair
@@ -65,7 +69,9 @@ def _generate(
     }
     traces = generate_traces(
         served or run.target, plan, folder, batch_size=data.batch_size,
-        rows_per_shard=data.rows_per_shard, label=label, **({} if served else together),
+        rows_per_shard=data.rows_per_shard, label=label,
+        servers=(lambda: _servers(run)) if plan.served else None,
+        **({} if served else together),
     )  # fmt: skip
     if not traces:
         raise UserError(
@@ -73,6 +79,22 @@ def _generate(
             "lower data.max_new_tokens or raise data.max_prompt_tokens"
         )
     return traces
+
+
+@contextlib.contextmanager
+def _servers(run: Run) -> Iterator[Sequence[str]]:
+    """The addresses of those that generate; a server of our own is started by the first process."""
+    data = run.config.data
+    if data.engine == "openai":
+        yield data.servers
+        return
+    with contextlib.ExitStack() as stack:
+        found: list[Any] = [None]
+        if run.accelerator.is_main_process:
+            print("starting vLLM", flush=True)
+            found = [stack.enter_context(vllm_server(run.target, data.engine_options))]
+        yield broadcast_object_list(found)
+        run.accelerator.wait_for_everyone()  # the others may still be asking
 
 
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:
@@ -124,7 +146,7 @@ def evaluation_traces(
         )
     plan = dataclasses.replace(
         GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
-        source=evaluation.prompts or f"held out from {run.config.data.prompts}",
+        source=evaluation.prompts or f"held out from {run.config.data.prompts}", served=False,
         temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
         max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
         lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,

@@ -6,14 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from data.completions import is_address
+from data.vllm import engine_python
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
 from drafters.export.heads import method_of
 from drafters.hydra import HydraDrafter
 from drafters.medusa2 import Medusa2Drafter
 from eval.measure import Bench, Cost
-from eval.served import Speculation, engine_python, serve, served_row
-from eval.server import check_server, is_address, server_row
+from eval.served import Speculation, serve, served_row
+from eval.server import check_server, server_row
 from trainer.config import EvalConfig, UserError
 
 

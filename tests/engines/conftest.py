@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from eval.served import engine_python
+from data.vllm import engine_python
 from trainer.config import UserError
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import time
-import urllib.request
+import contextlib
+import dataclasses
+import threading
 
 import pytest
 
@@ -15,16 +12,16 @@ from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.sampling import Sampling
 from data.target import Target
+from data.vllm import free_port, vllm_server
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
 from eval.measure import Bench, Cost
-from eval.served import DEFAULTS
 from eval.server import check_server, server_row
 from trainer.config import EvalConfig
 
 pytestmark = pytest.mark.engine
 
-K, START_S = 4, 300
+K = 4
 COST = Cost(0.0, 1.0, 0.0, 0.0)
 CONFIG = EvalConfig(
     num_prompts=8, max_new_tokens=32, temperatures=[0.0], K=K, timing_prompts=0, bootstrap_draws=20
@@ -48,35 +45,12 @@ def address(target, vllm_python, tmp_path_factory):
     speculative = {
         "method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": K
     }  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [
-        vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", "assets/toy/target",
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4",
-        "--host", "127.0.0.1", "--port", port, "--no-enable-prefix-caching",
-        "--speculative-config", json.dumps(speculative),
-    ]  # fmt: skip
-    environment = DEFAULTS | dict(os.environ) | {"VLLM_NO_USAGE_STATS": "1"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                said = (folder / "log").read_text()[-3000:]
-                assert process.poll() is None, said
-                assert time.monotonic() < deadline, said
-                time.sleep(0.5)
+    options = {
+        "max_model_len": 256, "max_num_seqs": 4, "enable_prefix_caching": False,
+        "speculative_config": speculative,
+    }  # fmt: skip
+    with vllm_server(target, options) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
@@ -97,3 +71,40 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
             name: getattr(other, name) for name in same
         }
     assert theirs.row["engine_accepted"] > CONFIG.num_prompts
+
+
+def test_served_traces_are_those_of_transformers_though_the_server_is_killed_in_the_middle(
+    target, vllm_python, tmp_path
+):
+    """200 prompts; another server comes up at the same address while the client waits."""
+    prompts = tuple(load_prompts("toy", count=200, seed=5))
+    plan = GenerationPlan("toy", prompts, (0.0,), max_new_tokens=24)
+    sizes = {"batch_size": 16, "rows_per_shard": 32}
+    own = generate_traces(target, plan, tmp_path / "own", **sizes)
+    options = {"max_model_len": 256, "max_num_seqs": 16, "port": free_port()}
+    ended, killed = threading.Event(), threading.Event()
+    with contextlib.ExitStack() as first:
+        url = first.enter_context(vllm_server(target, options))
+
+        def kill_and_start_again():
+            while len(list((tmp_path / "served").glob("*.parquet"))) < 2:
+                if ended.wait(0.05):
+                    return
+            first.close()
+            killed.set()
+            with vllm_server(target, options):
+                ended.wait()
+
+        other = threading.Thread(target=kill_and_start_again)
+        other.start()
+        try:
+            served = generate_traces(
+                target, dataclasses.replace(plan, served=True), tmp_path / "served", **sizes,
+                servers=lambda: contextlib.nullcontext([url]),
+            )  # fmt: skip
+        finally:
+            ended.set()
+            other.join()
+    assert killed.is_set()
+    assert len(served) == len({t.key for t in served}) == 200
+    assert served == own

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import vllm
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from data.sampling import Sampling
@@ -26,7 +27,6 @@ from eval.served import (
     Counters,
     Served,
     Speculation,
-    engine_python,
     from_metrics,
     prompt_counters,
     scrape,
@@ -100,7 +100,7 @@ def fake(tmp_path, monkeypatch):
     (package / "platforms.py").write_text(PLATFORMS)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv(module.PYTHON_VARIABLE, sys.executable)
+    monkeypatch.setenv(vllm.PYTHON_VARIABLE, sys.executable)
     return tmp_path / "log"
 
 
@@ -159,16 +159,16 @@ def test_an_engine_that_fails_is_a_fault_with_its_last_words(
 
 
 def test_a_missing_environment_is_one_line_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.delenv(module.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(module, "DEFAULT_PYTHON", tmp_path / "python")
+    monkeypatch.delenv(vllm.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(vllm, "DEFAULT_PYTHON", tmp_path / "python")
     with pytest.raises(UserError, match=r"run `bash scripts/engine_env.sh`") as error:
-        engine_python()
+        vllm.engine_python()
     assert "\n" not in str(error.value)
-    monkeypatch.setenv(module.PYTHON_VARIABLE, str(tmp_path))  # a folder
+    monkeypatch.setenv(vllm.PYTHON_VARIABLE, str(tmp_path))  # a folder
     with pytest.raises(UserError, match="is no program"):
-        engine_python()
-    monkeypatch.setenv(module.PYTHON_VARIABLE, sys.executable)
-    assert str(engine_python()) == sys.executable
+        vllm.engine_python()
+    monkeypatch.setenv(vllm.PYTHON_VARIABLE, sys.executable)
+    assert str(vllm.engine_python()) == sys.executable
 
 
 def test_the_worker_imports_nothing_of_the_project():

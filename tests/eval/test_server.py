@@ -100,7 +100,7 @@ def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_s
     [
         (lambda tokens: tokens[:2], "somebody else uses it"),
         (lambda tokens: tokens * 9, "it did not draft in every round"),
-        (lambda tokens: [], "returned no token ids"),
+        (lambda tokens: [], "no token ids in the answer"),
     ],
 )
 def test_counters_that_are_not_of_the_answer_are_a_fault(

@@ -1,0 +1,240 @@
+"""Continuations from servers: OpenAI-compatible ones that answer with token ids.
+
+vLLM does from 0.11 on, SGLang since July 2026. Prompts are sent as token ids and answers come back
+as such (`return_token_ids`), so that nothing is tokenised twice and the boundary of prompt and
+response is exact. What a server would take from the model's generation_config.json is said in every
+request: a repetition penalty there would change the law.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from data.batches import collate
+from data.decode import Continuation, Request
+from data.sampling import Sampling
+from data.target import Target
+from trainer.config import RunFault, UserError
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+TIMEOUT_S = 600
+PATIENCE_S = 300.0  # without a single answer
+DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+CHECKED = 8  # answers held back until they are seen to be the target's
+UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
+
+
+def is_address(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+class ServerError(RunFault):
+    """What went wrong at a server; `transient`: worth another try."""
+
+    def __init__(self, address: str, said: str, transient: bool):
+        super().__init__(f"{address} failed ({said})")
+        self.transient = transient
+
+
+def ask(address: str, content: dict[str, Any] | None = None) -> Any:
+    """One exchange of JSON. The key of the service, if the environment holds one, is sent along and
+    never shown. Raises ServerError."""
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
+    data = None if content is None else json.dumps(content).encode()
+    try:
+        request = urllib.request.Request(address, data, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        said = f"{error} {error.read().decode(errors='replace')[:300]}".rstrip()
+        raise ServerError(address, said, error.code in TRANSIENT) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:  # refused, cut short, no JSON
+        raise ServerError(address, f"{error or type(error).__name__}", True) from error
+
+
+def served_model(root: str) -> str:
+    return ask(f"{root}/v1/models")["data"][0]["id"]
+
+
+def continuation(
+    root: str,
+    model: str,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+    seed: int,
+    stop_strings: Sequence[str] = (),
+) -> list[int]:
+    """The server's answer, its EOS included, as token ids."""
+    content: dict[str, Any] = {
+        "model": model, "prompt": prompt_ids, "max_tokens": max_new_tokens,
+        "temperature": sampling.temperature, "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": seed & 0x7FFFFFFF,
+        "stop_token_ids": list(eos_ids), "ignore_eos": True, "add_special_tokens": False,
+        "skip_special_tokens": False, "return_token_ids": True,
+    }  # fmt: skip
+    if stop_strings:
+        content["stop"] = list(stop_strings)
+    answer = ask(f"{root}/v1/completions", content)
+    try:
+        tokens = answer["choices"][0].get("token_ids")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        tokens = None
+    if not tokens:
+        said = "no token ids in the answer: vLLM 0.11 and a recent SGLang give them"
+        raise ServerError(root, said, False)
+    return tokens
+
+
+def complete(
+    addresses: Sequence[str],
+    requests: list[Request],
+    *,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+    concurrency: int,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[Continuation]:
+    """Yield continuations as they come; `requests` is emptied, and may be appended to meanwhile.
+
+    `concurrency` requests are under way at each server. One that fails is sent again, to whichever
+    server is free; RunFault where no server answers for PATIENCE_S, or one refuses.
+    """
+    roots = [address.rstrip("/").removesuffix("/v1") for address in addresses]
+    # a place is held for the pause after a failure, so that a dead server slows no other down
+    places: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for root in roots * concurrency:
+        places.put(root)
+    names: dict[str, str] = {}
+    todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Continuation | ServerError] = queue.SimpleQueue()
+    stopped, answered = threading.Event(), [time.monotonic()]
+
+    def answer(request: Request) -> Continuation | ServerError:
+        for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
+            root = places.get()
+            try:
+                if root not in names:
+                    names[root] = served_model(root)
+                tokens = continuation(
+                    root, names[root], request.prompt_ids, request.sampling, seed=request.key,
+                    max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop_strings=stop_strings,
+                )  # fmt: skip
+                answered[0] = time.monotonic()
+                return _ended(root, request, tokens, eos_ids, max_new_tokens, stop_strings)
+            except ServerError as error:
+                late = time.monotonic() - answered[0] > PATIENCE_S
+                if late or not error.transient or stopped.wait(delay):
+                    return error
+            finally:
+                places.put(root)
+        raise AssertionError
+
+    def work() -> None:
+        while (request := todo.get()) is not None:
+            done.put(answer(request))
+
+    # daemons: a process that is told to end does not wait for their answers
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(len(roots) * concurrency)]
+    for thread in threads:
+        thread.start()
+    flying = 0
+    try:
+        while requests or flying:
+            while requests and flying < len(threads):
+                todo.put(requests.pop())
+                flying += 1
+            found = done.get()
+            flying -= 1
+            if isinstance(found, ServerError):
+                raise RunFault(f"{found}; finished rows are kept, the same command goes on")
+            yield found
+    finally:
+        stopped.set()
+        for _ in threads:
+            todo.put(None)
+
+
+def _ended(
+    root: str,
+    request: Request,
+    tokens: list[int],
+    eos_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_strings: Sequence[str],
+) -> Continuation:
+    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
+    tokens = tokens[: ends[0] + 1] if ends else tokens
+    if ends:
+        return Continuation(request, tokens, "eos")
+    if len(tokens) == max_new_tokens:
+        return Continuation(request, tokens, "length")
+    if stop_strings:
+        return Continuation(request, tokens, "stop")
+    said = (
+        f"an answer of {len(tokens)} tokens without EOS, {max_new_tokens} were asked for: give the "
+        "server more room (--max-model-len)"
+    )
+    raise ServerError(root, said, False)
+
+
+def seen_to_be(target: Target, rows: Iterator[Continuation], count: int) -> Iterator[Continuation]:
+    """`rows`, of which there are at least `count`, once the first of them are seen to be the
+    target's: another model behind the address would train a drafter for that one."""
+    held = [next(rows) for _ in range(min(CHECKED, count))]
+    check_law(target, held)
+    yield from held
+    yield from rows
+
+
+@torch.inference_mode()
+def check_law(target: Target, rows: Sequence[Continuation]) -> None:
+    """Greedy tokens must be the target's, drawn ones as likely as its entropy says (a difference of
+    numbers is allowed for: the server computes in another order, maybe in another precision)."""
+    if not rows:
+        return
+    prompts, responses = zip(*[(r.request.prompt_ids, r.response_ids) for r in rows], strict=True)
+    batch = collate(list(prompts), list(responses), ["target"] * len(rows), 0)
+    ids = batch.input_ids.to(target.device)
+    logits = target.outputs(ids, batch.position_ids.to(target.device)).logits
+    assert logits is not None
+    unlike, surprise = list[float](), list[float]()
+    for i, row in enumerate(rows):
+        first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
+        own = logits[i, first : first + count, : target.vocab_size].float()
+        tokens = ids[i, first + 1 : first + 1 + count, None]
+        temperature = row.request.sampling.temperature
+        if temperature == 0:
+            unlike += (own.argmax(-1, keepdim=True) != tokens).float().flatten().tolist()
+        else:
+            log_p = (own / temperature).log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            surprise += (-log_p.gather(-1, tokens)[:, 0] - entropy).tolist()
+    for values, limit, what in (
+        (unlike, UNLIKE, "of the greedy tokens differ"),
+        (surprise, SURPRISE, "nats beyond its entropy is what the drawn tokens cost"),
+    ):
+        mean = sum(values) / max(1, len(values))
+        if mean > limit:
+            raise UserError(
+                f"data.engine: the answers are not those of {target.name} ({mean:.2f} {what}): "
+                "serve this very model, with its own tokenizer and without penalties"
+            )

@@ -1,0 +1,42 @@
+"""Runs a command in a process group of its own, and stops all of it when it is no longer wanted:
+
+    python guard.py <command> ...
+
+The parent holds our standard input; when that closes, however the parent ended, the group is
+stopped. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+PATIENCE_S = 20
+
+
+def main(command: list[str]) -> int:
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(PATIENCE_S)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent decides
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    while child.poll() is None and watcher.is_alive():
+        watcher.join(0.2)
+    with contextlib.suppress(ProcessLookupError):  # what its children left, too
+        os.killpg(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
