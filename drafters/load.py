@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from data.target import Target
+from drafters import acceptance_head
 from drafters.acceptance_head import attach
 from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter
@@ -31,7 +32,7 @@ HEADS: dict[str, Callable[[Path, Target], TrainedDrafter]] = {
     "medusa2": Medusa2Drafter.from_pretrained,
     "hydra": HydraDrafter.from_pretrained,
 }
-SETTINGS = ("*.json",)
+SETTINGS = ("*.json", acceptance_head.WEIGHTS)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 

@@ -2,6 +2,11 @@
 
     python -m scripts.push_to_hub script.run=runs/x script.repo=user/name [script.private=false]
 
+What is uploaded is the folder that an engine loads: transformers' layout of a causal LM, vLLM's of
+a head; a drafter that no engine loads (Hydra, a bank) goes in this project's own format. The name
+on the Hub then stands wherever a drafter is named, such as `eval.drafter=user/name`. A target that
+was trained with its heads (Medusa-2) gets a repository of its own, user/name-target.
+
 A new repository is private unless script.private=false; one that exists keeps its visibility. The
 token is the one of `hf auth login` or HF_TOKEN; it is never shown. Run again, the same command
 replaces the files.
@@ -22,38 +27,49 @@ from huggingface_hub.utils import validate_repo_id
 
 from trainer.config import UserError, parse_overrides
 
-EXPORT = Path("export/transformers")
+# in a run's folder, first come first served; the last is no engine's but our own
+DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "drafter")
+TARGET = "export/vllm/target"
 REPORTS = ("report.md", "report.json", "report.html")
 KEYS = ["script.run", "script.repo", "script.private"]
 
 
-def push(run: Path, repo: str, private: bool, api: Any) -> str:
-    """Upload in one commit; returns the repository's address. `api` has `create_repo` and
+def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
+    """Upload in one commit a repository; returns their addresses. `api` has `create_repo` and
     `upload_folder` of `huggingface_hub.HfApi`."""
     if not run.is_dir():
         raise UserError(f"script.run: there is no folder {str(run)!r}")
-    if not (run / EXPORT / "config.json").exists():
-        raise UserError(
-            f"script.run: {run / EXPORT} holds no export: let the run finish, "
-            "or write it with scripts.export"
-        )
     missing = [name for name in REPORTS if not (run / name).exists()]
     if missing:
         raise UserError(f"script.run: {run} has no {missing[0]}: let the run finish")
+    folders = [run / name for name in DRAFTERS]
+    folder = next((f for f in folders if any(f.glob("*.json"))), None)
+    if folder is None:
+        raise UserError(f"script.run: {run} holds no drafter: let the run finish")
     try:
         validate_repo_id(repo)
+        validate_repo_id(f"{repo}-target")
     except HFValidationError as error:
         raise UserError(f"script.repo must have the form user/name, got {repo!r}") from error
+    target = run / TARGET
     with tempfile.TemporaryDirectory() as scratch:
         staged = Path(scratch) / "repository"
-        copytree(run / EXPORT, staged)
+        copytree(folder, staged)
         for name in REPORTS:
             copy2(run / name, staged / name)
-        address = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo, folder_path=staged, commit_message="Upload drafter and report"
-        )
-    return str(address)
+        for path in (run / "drafter").glob("acceptance_head.*"):  # a head that no engine reads
+            copy2(path, staged / path.name)
+        card = staged / "README.md"
+        if target.exists() and card.exists():  # it names a folder of this machine
+            card.write_text(card.read_text().replace(str(target), f"{repo}-target"))
+        uploads = {repo: staged} | ({f"{repo}-target": target} if target.exists() else {})
+        addresses = []
+        for name, content in uploads.items():
+            addresses.append(str(api.create_repo(name, private=private, exist_ok=True)))
+            api.upload_folder(
+                repo_id=name, folder_path=content, commit_message="Upload drafter and report"
+            )
+    return addresses
 
 
 def masked(text: str, *secrets: str | None) -> str:
@@ -73,7 +89,7 @@ def main(arguments: list[str], api: Any = None) -> int:
         private = given.get("script.private", True)
         if not isinstance(private, bool):
             raise UserError(f"script.private must be true or false, got {private!r}")
-        address = push(
+        addresses = push(
             Path(str(given["script.run"])), str(given["script.repo"]), private, api or HfApi()
         )
     except UserError as error:
@@ -83,7 +99,8 @@ def main(arguments: list[str], api: Any = None) -> int:
         reason = masked(f"{type(error).__name__}: {error}", get_token())
         print(f"error: upload failed: {reason[:500]}", file=sys.stderr)
         return 3
-    print(f"uploaded: {masked(address, get_token())}")
+    for address in addresses:
+        print(f"uploaded: {masked(address, get_token())}")
     return 0
 
 

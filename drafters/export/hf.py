@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -220,14 +220,21 @@ def model_card(
     may bind; `method`: vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what
     it was written for."""
     head = method != "draft_model"
-    front: dict[str, Any] = {"pipeline_tag": "text-generation"}
+    about: dict[str, Any] = {}
     if not head:  # the library with a loader for it
-        front = {"library_name": "transformers", **front}
+        about["library_name"] = "transformers"
     if license:
-        front["license"] = license
+        about["license"] = license
     if is_hub_id(target):
-        front["base_model"] = target
-    front["tags"] = ["speculative-decoding", method.replace("_", "-"), "draftsmith"]
+        about["base_model"] = target
+    measured = _measured((report or {}).get("results", []))
+    if measured:  # shown by the Hub as the `model-index`
+        about |= {"eval_results": measured, "model_name": f"Drafter for {Path(target).name}"}
+    front = ModelCardData(
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", method.replace("_", "-"), "draftsmith"],
+        **about,
+    )
     trained = (
         f", trained with draftsmith's `{recipe}` recipe" if recipe else ", trained with draftsmith"
     )
@@ -243,7 +250,7 @@ def model_card(
     commands = "\n".join(serve(target, method, num_assistant_tokens) for serve in serving)
     loaders = "\nTransformers has no loader for such heads.\n" if head else ""
     return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
+{front.to_yaml()}
 ---
 
 # Drafter for {target}
@@ -261,6 +268,25 @@ target's own. It is of no use alone.{note and " " + note}
 `DRAFTER` is this folder or its name on the Hub; `{target}` is the target it was trained for.
 {loaders}
 {commands}"""
+
+
+def _measured(rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
+    """Of the trained drafter's rows, the two metrics one compares drafters by."""
+    found = []
+    for row in rows:
+        if row["drafter"] != "after" or row["measured_by"] != "offline":
+            continue
+        shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
+        config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
+        for name in ("tokens_per_round", "alpha"):
+            if row.get(name) is not None:
+                found.append(EvalResult(
+                    task_type="text-generation", dataset_type=row["prompts"]["name"],
+                    dataset_name=row["prompts"]["name"], metric_type=name,
+                    metric_value=round(row[name], 4), metric_name=name,
+                    metric_config=config,
+                ))  # fmt: skip
+    return found
 
 
 KINDS = {

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -237,6 +238,24 @@ def test_model_card_front_matter_and_text():
     line = next(line for line in body.splitlines() if line.startswith("vllm serve org/model-8b"))
     settings = json.loads(line.split("'")[1])
     assert settings == {"method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6}
+
+
+def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
+    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
+           "temperature": 1.0, "K": 4, "num_prompts": 96, "prompts": {"name": "gsm8k"}}  # fmt: skip
+    rows = [row, row | {"drafter": "before"}, row | {"measured_by": "decoding"},
+            row | {"tree": "eagle", "alpha": None}]  # fmt: skip
+    card = ModelCard(
+        model_card({"results": rows}, target="a/b", recipe="eagle", num_assistant_tokens=4)
+    )
+    found = [(r.metric_type, r.metric_value, r.metric_config) for r in card.data.eval_results]
+    assert found == [
+        ("tokens_per_round", 2.25, "T=1, K=4, 96 prompts"),
+        ("alpha", 0.6, "T=1, K=4, 96 prompts"),
+        ("tokens_per_round", 2.25, "T=1, tree eagle, 96 prompts"),
+    ]
+    assert card.data.eval_results[0].dataset_name == "gsm8k"
+    assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "Drafter for b"
 
 
 def test_model_card_of_a_local_target_names_no_base_model():

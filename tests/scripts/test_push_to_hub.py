@@ -75,7 +75,7 @@ def test_public_on_demand_and_again_on_the_same_repository(run, hub):
     ("missing", "complaint"),
     [
         ("", "there is no folder"),
-        ("export", "holds no export"),
+        ("export", "holds no drafter"),
         ("report.html", "has no report.html"),
     ],
 )
@@ -88,6 +88,38 @@ def test_an_unfinished_run_is_one_line_and_uploads_nothing(run, hub, capsys, mis
     assert error.count("\n") == 1
     assert complaint in error
     assert not hub.folder.exists()
+
+
+def test_a_head_goes_in_vllms_layout_and_what_no_engine_loads_in_our_own(run, hub):
+    export, heads = run / "export", run / "export" / "vllm"
+    (export / "transformers").rename(heads)
+    own = run / "drafter"
+    own.mkdir()
+    for name in ("drafter.json", "acceptance_head.json", "acceptance_head.safetensors"):
+        (own / name).write_text(name)
+    assert main([f"script.run={run}", "script.repo=user/head"], hub) == 0
+    there = hub.folder / "user" / "head"
+    assert (there / "config.json").read_text() == "export config.json"
+    assert (there / "acceptance_head.json").exists()
+    assert not (there / "drafter.json").exists()
+    shutil.rmtree(export)
+    assert main([f"script.run={run}", "script.repo=user/own"], hub) == 0
+    assert (hub.folder / "user" / "own" / "drafter.json").exists()
+
+
+def test_a_target_trained_with_its_heads_gets_a_repository_beside_theirs(run, hub, capsys):
+    heads = run / "export" / "vllm"
+    (run / "export" / "transformers").rename(run / "export" / "drafter")
+    heads.mkdir()
+    (run / "export" / "drafter").rename(heads / "drafter")
+    (heads / "target").mkdir()
+    (heads / "target" / "config.json").write_text("merged")
+    (heads / "drafter" / "README.md").write_text(f"vllm serve {heads / 'target'}")
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    assert (hub.folder / "user" / "name-target" / "config.json").read_text() == "merged"
+    assert (hub.folder / "user" / "name" / "README.md").read_text() == "vllm serve user/name-target"
+    assert hub.private == {"user/name": True, "user/name-target": True}
+    assert capsys.readouterr().out.count("uploaded: ") == 2
 
 
 @pytest.mark.parametrize(
