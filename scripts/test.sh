@@ -17,3 +17,6 @@ if (($# == 0)); then
     set -- -n auto --maxprocesses 4 # one thread each
 fi
 python -m pytest "$@"
+if ! python -c "import deepspeed" 2>/dev/null; then
+    echo "NOT TESTED: DeepSpeed's ZeRO; bash scripts/deepspeed.sh, then bash scripts/test.sh -m zero"
+fi

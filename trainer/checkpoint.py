@@ -34,9 +34,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from trainer import zero
 from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
+SHARE = "optimizer-{rank}.pt"  # of one process, under ZeRO
 
 
 @dataclass
@@ -117,7 +119,12 @@ class Store:
     ) -> None:
         self.folder, self.accelerator, self.keep = folder, accelerator, config.keep_checkpoints
         kept = {f"trainer.{k}": v for k, v in asdict(config).items() if k not in FREE_SETTINGS}
-        self.setting = {**kept, "run.seed": seed, "num_processes": accelerator.num_processes}
+        self.setting = {
+            **kept,
+            "run.seed": seed,
+            "num_processes": accelerator.num_processes,
+            "distributed": str(accelerator.distributed_type).rpartition(".")[2],
+        }
         self._finished = folder / "finished.json"
 
     def on_main(self, action: Callable[[], None]) -> None:
@@ -161,13 +168,15 @@ class Store:
         self, counters: Counters, model: nn.Module, optimizer: Any, recipe: Any, window: dict
     ) -> None:
         weights: Any = self.accelerator.get_state_dict(model)
+        directory = step_dir(self.folder, counters.step)
+        if zero.used(self.accelerator):
+            self._stage(directory, zero.optimizer_state(model))
         state = {
-            "optimizer": optimizer.state_dict(),
+            "optimizer": None if zero.used(self.accelerator) else optimizer.state_dict(),
             "ranks": gather_object([{"rng": rng_state(), "window": window}]),
             "recipe": getattr(recipe, "state_dict", dict)(),
         }
         manifest = {**asdict(counters), "setting": self.setting}
-        directory = step_dir(self.folder, counters.step)
 
         def write_and_prune() -> None:
             write(directory, weights, manifest, state)
@@ -175,10 +184,36 @@ class Store:
 
         self.on_main(write_and_prune)
 
-    def load(self, found: Path, optimizer: Any, recipe: Any) -> dict[str, list[float]]:
+    def _stage(self, directory: Path, share: list[dict[str, Any]]) -> None:
+        """Every process writes its share of the optimiser; the checkpoint will take it."""
+        shares, fault = _shares_of(directory), None
+
+        def begin() -> None:
+            shutil.rmtree(shares, ignore_errors=True)
+            shares.mkdir(parents=True)
+
+        self.on_main(begin)
+        try:
+            torch.save(share, shares / SHARE.format(rank=self.accelerator.process_index))
+        except (OSError, RuntimeError) as error:  # torch wraps ENOSPC
+            fault = RunFault(
+                f"cannot write checkpoint {directory}: {error}; earlier checkpoints are intact, "
+                "make room and run the same command again"
+            )
+        for error in filter(None, gather_object([fault])):
+            raise error
+
+    def load(
+        self, found: Path, model: nn.Module, optimizer: Any, recipe: Any
+    ) -> dict[str, list[float]]:
         """All but the weights; returns the numbers since the last logged row."""
         state = torch.load(found / STATE, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
+        if zero.used(self.accelerator):
+            own = found / SHARE.format(rank=self.accelerator.process_index)
+            share = torch.load(own, map_location="cpu", weights_only=True)
+            zero.load_optimizer_state(model, share)
+        else:
+            optimizer.load_state_dict(state["optimizer"])
         if hasattr(recipe, "load_state_dict"):
             recipe.load_state_dict(state["recipe"])
         own = state["ranks"][self.accelerator.process_index]
@@ -225,6 +260,8 @@ def write(
         save_file(_unshared(weights), temporary / WEIGHTS, metadata={"format": "pt"})
         if state is not None:
             torch.save(state, temporary / STATE)
+        for share in _shares_of(directory).glob("*"):
+            share.rename(temporary / share.name)
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
         for path in (*temporary.iterdir(), temporary):
@@ -233,13 +270,18 @@ def write(
             directory.rename(aside)
         temporary.rename(directory)
         _sync(directory.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in (aside, _shares_of(directory)):
+            shutil.rmtree(left, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap ENOSPC
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunFault(
             f"cannot write checkpoint {directory}: {error}; earlier checkpoints are intact, make "
             "room and run the same command again"
         ) from error
+
+
+def _shares_of(directory: Path) -> Path:
+    return directory.with_name(f".tmp-shares-{directory.name}")
 
 
 def verify(directory: Path) -> dict[str, Any]:

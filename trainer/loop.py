@@ -25,7 +25,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
+from trainer import zero
 from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.losses import LossOutput
@@ -46,11 +47,17 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and (cpu or not torch.cuda.is_available())
     # Apple's GPUs have no float64, which exact sampling needs
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
-    return Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        cpu=bool(cpu) or gloo or apple,
+    # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is; and
+    # its bf16 would round the weights that are trained
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",
+        cpu=(bool(cpu) or gloo or apple) and not deepspeed,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
     )
+    if deepspeed:
+        zero.load_whole()
+    return accelerator
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
@@ -122,13 +129,18 @@ class Fit:
         if found is not None:
             load_weights(found, self.drafter)
         self.tracker.truncate(-1 if found is None else self.counters.step)
+        self.zero = zero.used(self.accelerator)
+        if self.zero:
+            zero.configure(self.accelerator, self.config)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, optimizer)
+        if self.zero:
+            zero.begin(self.model)
         self.recipe.drafter = self.model
         self.window = Window(self.accelerator, Path(self.folder), self.recipe)
         if found is None:
             set_seed(self.seed, device_specific=True)
         else:
-            self.window.sums = self.store.load(found, self.optimizer, self.recipe)
+            self.window.sums = self.store.load(found, self.model, self.optimizer, self.recipe)
             self.describe = None
 
     def train(self) -> None:
@@ -206,11 +218,11 @@ class Fit:
             group["lr"] = learning_rate(step, self.config) * group["lr_multiplier"]
         for i, (batch, announced) in enumerate(batches, start=1):
             last = i == len(batches)
-            with nullcontext() if last else accelerator.no_sync(self.model):
+            with self.micro_step(last):
                 batch = batch.to(accelerator.device)
                 target_outputs = self.outputs(batch, step)
                 try:
-                    with accelerator.autocast():
+                    with self.autocast():
                         output: LossOutput = self.recipe.loss(batch, target_outputs, step)
                 except RunFault as fault:
                     path = self.window.save([batch], step)
@@ -229,13 +241,25 @@ class Fit:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients are exchanged in the last one only."""
+        if self.zero:
+            self.accelerator.sync_gradients = last
+        return nullcontext() if last or self.zero else self.accelerator.no_sync(self.model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.zero and self.config.precision == "bf16":
+            return torch.autocast(self.accelerator.device.type, torch.bfloat16)
+        return self.accelerator.autocast()
+
     def evaluate_drafter(self) -> None:
         if self.evaluate is None:
             return
         counters = self.counters
         with self.window.paused():
             random_state = rng_state()
-            drafter = self.accelerator.unwrap_model(self.model).eval()
+            drafter: Any = self.accelerator.unwrap_model(self.model)
+            drafter.eval()
             metrics = gather_object([self.evaluate(drafter, counters.step)])[0]
             self.model.train()
             set_rng_state(random_state)
@@ -259,6 +283,8 @@ def fit(**arguments: Any) -> FitResult:
         run.train()
         done = run.counters
         run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+        if run.zero:
+            zero.end(run.model, run.drafter)
         run.recipe.drafter = run.drafter
         run.accelerator.free_memory()
         run.store.finish(done)

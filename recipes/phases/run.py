@@ -93,7 +93,12 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
             )
     elif run.accelerator.is_main_process:
         run.folder.mkdir(parents=True, exist_ok=True)
-        facts.write_text(json.dumps(provenance(command) | {"contents": contents}, indent=1) + "\n")
+        processes = {
+            "distributed": run.accelerator.distributed_type.name,
+            "num_processes": run.accelerator.num_processes,
+        }
+        content = provenance(command) | processes | {"contents": contents}
+        facts.write_text(json.dumps(content, indent=1) + "\n")
         save_yaml(run.config, run.folder / "config.yaml.part")
         os.replace(run.folder / "config.yaml.part", stored)
     run.accelerator.wait_for_everyone()

@@ -1,0 +1,99 @@
+"""DeepSpeed's ZeRO in two processes: the losses of one process, whatever the stage. On a CPU.
+
+.venv/bin/pip install -c constraints.txt -e ".[deepspeed]"; pytest -m zero
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import train
+from tests.commands import ROOT, command, finish, read_jsonl, start
+
+pytestmark = pytest.mark.zero
+
+CONFIGS = ROOT / "scripts" / "accelerate"
+STAGES = {
+    "distillspec": ["method.control=false", "method.divergence=fkl"],
+    "medusa": [],
+    "eagle3": ["method.steps=2", "method.layers=[0,1]"],
+}
+GIVEN = ("trainer.max_steps=4", "trainer.log_every=1", "trainer.save_every=2",
+         "trainer.gradient_accumulation_steps=2", "eval.temperatures=0", "eval.num_prompts=1",
+         "eval.timing_prompts=0", "data.features=live", "trainer.max_grad_norm=0.5")  # fmt: skip
+
+
+def words_of(folder: Path, target: Path, recipe: str, *given: str) -> list[str]:
+    words = command(folder, target, f"recipe={recipe}", *GIVEN, *given)
+    if recipe != "distillspec":
+        words = [word for word in words if not word.startswith("method.")]
+    return words + STAGES[recipe]
+
+
+def launched(folder: Path, stage: int, words: list[str]) -> None:
+    """In two processes under `accelerate launch`, as a user would."""
+    config = folder / f"zero{stage}.yaml"
+    config.write_text((CONFIGS / config.name).read_text() + "use_cpu: true\n")
+    launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
+    code, _, err = finish(start(*launch, "train.py", *words))
+    assert code == 0, err[-3000:]
+
+
+def losses(run: Path) -> list[tuple[float, float]]:
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def alone(request, tmp_path_factory, tiny_folder):
+    """(recipe, its folder, the run of one process with the same global batch)"""
+    folder = tmp_path_factory.mktemp(request.param)
+    words = words_of(folder, tiny_folder("llama"), request.param, "trainer.batch_size=4")
+    assert train.main(words) == 0
+    return request.param, folder, folder / "run"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_processes_lose_what_one_does(alone, tiny_folder, stage):
+    recipe, folder, run = alone
+    there = folder / f"zero{stage}"
+    given = ("trainer.batch_size=2", f"run.dir={there}")
+    launched(folder, stage, words_of(folder, tiny_folder("llama"), recipe, *given))
+    facts = json.loads((there / "run.json").read_text())
+    assert (facts["distributed"], facts["num_processes"]) == ("DEEPSPEED", 2)
+    found, expected = losses(there), losses(run)
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):  # added in another order
+        assert one == pytest.approx(other, rel=1e-4)
+    weights = load_file(there / "drafter" / "model.safetensors")
+    for name, tensor in load_file(run / "drafter" / "model.safetensors").items():
+        assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, stage):
+    """From its second step, with the optimiser's state of both."""
+    words = words_of(tmp_path, tiny_folder("llama"), "medusa", "trainer.batch_size=2")
+    launched(tmp_path, stage, words)
+    run = tmp_path / "run"
+    whole = losses(run)
+    checkpoints = run / "stages" / "0-train" / "checkpoints"
+    names = {path.name for path in (checkpoints / "step-000002").iterdir()}
+    assert {"optimizer-0.pt", "optimizer-1.pt"} < names
+    shutil.rmtree(checkpoints / "step-000004")
+    for name in ("report.json", "stages/0-train/finished.json"):
+        (run / name).unlink()
+    launched(tmp_path, stage, words)
+    assert losses(run) == whole
+    assert not list(checkpoints.glob(".tmp*"))
+
+
+def test_what_the_configurations_say():
+    for stage in (1, 2, 3):
+        text = (CONFIGS / f"zero{stage}.yaml").read_text()
+        assert f"zero_stage: {stage}\n" in text

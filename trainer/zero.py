@@ -1,0 +1,95 @@
+"""DeepSpeed's ZeRO below the loop: what it does by itself, and what it must be asked for.
+
+DeepSpeed clips, steps and zeroes gradients inside `backward` of a step's last micro-batch. Stages 1
+and 2 share out optimiser states and gradients; stage 3 shares out parameters too, here only in the
+optimiser: a drafter is small beside its target, and the losses read its output head outside of the
+module that owns it, so its parameters stay whole on every process.
+
+Used: `accelerate launch --config_file scripts/accelerate/zero2.yaml train.py ...`.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trainer.config import TrainerConfig, UserError
+
+
+def used(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def load_whole() -> None:
+    """Once accelerate has told transformers of stage 3, `from_pretrained` gives each process only a
+    share of the weights: not of a target, whose head and embedding drafters read themselves."""
+    unset_hf_deepspeed_config()
+
+
+def configure(accelerator: Accelerator, config: TrainerConfig) -> None:
+    """Before `accelerator.prepare`: the loop accumulates and has its batch size by itself."""
+    plugin: Any = accelerator.state.deepspeed_plugin
+    stage = plugin.zero_stage
+    if stage not in (1, 2, 3):
+        raise UserError(f"DeepSpeed's zero_stage must be 1, 2 or 3, got {stage}: launch with DDP")
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+    }  # fmt: skip
+    if stage == 3:
+        plugin.deepspeed_config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": sys.maxsize,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+
+
+def begin(model: Any) -> None:
+    """After `prepare`: parameters are whole from the first step on, not only after it."""
+    kept = getattr(model.optimizer, "persistent_parameters", None)
+    if kept:
+        kept[0].all_gather(kept)
+
+
+def _partitions(model: Any) -> list[torch.Tensor]:
+    """What this process's share of the optimiser updates."""
+    found = getattr(model.optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
+    return found or model.optimizer.single_partition_of_fp32_groups
+
+
+def optimizer_state(model: Any) -> list[dict[str, Any]]:
+    """This process's share: tensors and numbers only, unlike DeepSpeed's own checkpoints, which
+    are pickles of its classes."""
+    state = model.optimizer.optimizer.state
+    return [dict(state[part]) for part in _partitions(model)]
+
+
+def load_optimizer_state(model: Any, found: list[dict[str, Any]]) -> None:
+    state = model.optimizer.optimizer.state
+    for part, own in zip(_partitions(model), found, strict=True):
+        state[part] = {
+            name: value.to(part.device) if torch.is_tensor(value) and value.ndim else value
+            for name, value in own.items()
+        }
+
+
+def end(model: Any, drafter: nn.Module) -> None:
+    """Give `drafter` back as an ordinary module."""
+    shared = hasattr(model.optimizer, "persistent_parameters")
+    model.destroy()
+    if not shared:
+        return
+    plain: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for module in drafter.modules():
+        own = collections.OrderedDict()
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in plain:
+                plain[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+            own[name] = None if p is None else plain[id(p)]
+        module._parameters = own  # type: ignore[assignment]
