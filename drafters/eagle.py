@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from data.cache import TreeSlots
-from data.target import LayerId, Target, TargetOutputs, check_layers
+from data.target import LayerId, Target, TargetOutputs, check_layers, decoder_layers
 from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
 from drafters.layers import (
     DecoderLayer,
@@ -32,11 +32,15 @@ from drafters.layers import (
     SlotKeys,
     attend,
     attend_unrolled,
+    copy_gain,
     layer_config,
+    start_from,
 )
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.shift import at_index
+
+FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other captures are not dead
 
 
 @dataclass
@@ -127,15 +131,32 @@ class EagleDrafter(TrainedDrafter):
         *,
         kept: torch.Tensor | None = None,
         head_from_target: bool = True,
+        layer_from_target: bool = True,
     ) -> EagleDrafter:
-        """A fresh one in the target's shape; `head_from_target`: EAGLE-3's own head starts as the
-        target's rows."""
+        """A fresh one in the target's shape. Of EAGLE-3: `head_from_target`: its own head starts as
+        the target's rows; `layer_from_target`: its layer starts as the target's last one, fed with
+        the last state captured."""
         drafter = cls(settings, layer_config(target.model.config), target, kept)
         if settings.version == 3 and head_from_target:
             rows = torch.arange(target.vocab_size) if kept is None else kept
             with torch.no_grad():
                 drafter.lm_head.weight.copy_(target.head.weight[rows.to(target.device)])
+        if settings.version == 3 and layer_from_target:
+            drafter._start_from_target()
         return drafter
+
+    @torch.no_grad()
+    def _start_from_target(self) -> None:
+        """As if the target's layers between the last capture and its last one were left out."""
+        model = self.shared.target.model
+        last = decoder_layers(model)[-1]
+        start_from(self.layer, last)
+        copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None))
+        copy_gain(self.norm, getattr(model.base_model, "norm", None))
+        width = self.fc.weight.shape[0]
+        if self.settings.target_width == width:
+            self.fc.weight.mul_(FUSED_NOISE)
+            self.fc.weight[:, -width:].diagonal().add_(1)
 
     def fresh(self) -> EagleDrafter:
         return EagleDrafter(self.settings, self.config, self.shared.target, self.kept).eval()

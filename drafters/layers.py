@@ -91,6 +91,52 @@ class DecoderLayer(nn.Module):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
 
+@torch.no_grad()
+def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
+    """Copy what `layer`, of a target, has under Llama's names in the same shape; returns the names.
+
+    Where q, k and v read an embedding before the state, the state's columns are copied."""
+    attention = getattr(layer, "self_attn", None)
+    mlp = getattr(layer, "mlp", None)
+    pairs = {
+        **{name: (getattr(drafted, name), attention) for name in _ATTENTION},
+        **{name: (getattr(drafted.mlp, name), mlp) for name in _MLP},
+    }
+    copied = []
+    for name, (own, module) in pairs.items():
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if weight is None or not weight.is_floating_point():  # fused or quantised
+            continue
+        part = own.weight[:, own.weight.shape[1] - weight.shape[-1] :]
+        if part.shape == weight.shape:
+            part.copy_(weight)
+            copied.append(name)
+    # Gemma calls the norm before its feed-forward part so
+    before = getattr(layer, "pre_feedforward_layernorm", None)
+    norm = before or getattr(layer, "post_attention_layernorm", None)
+    if copy_gain(drafted.post_attention_layernorm, norm):
+        copied.append("post_attention_layernorm")
+    return copied
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@torch.no_grad()
+def copy_gain(own: RMSNorm, norm: Any) -> bool:
+    """Give `own` the gain of a target's RMS norm, however that stores it (Gemma: less one)."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or weight.shape != own.weight.shape:
+        return False
+    ones = torch.ones_like(weight)
+    gain = norm(ones)  # of a vector whose root mean square is 1
+    if bool((gain == 0).all()):  # it subtracts the mean: no RMS norm
+        return False
+    own.weight.copy_(gain)
+    return True
+
+
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None
 ) -> torch.Tensor:

@@ -3,8 +3,8 @@
 Li et al. 2025, arXiv:2503.01840. Training-time test: every step after the first feeds the head's
 own states under the mask that decoding has; no regression of states. Departures from the published
 code: positions are those that decoding visits (the code takes prompt tokens as anchors too), a
-token mean per sequence instead of a sum over all B L positions, and the head starts as the rows of
-the target's.
+token mean instead of a sum over all B L positions, and the head starts as the rows of the target's,
+the layer as its last layer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Config(HeadConfig):
     layers: list[int] = field(default_factory=list)  # outputs captured; default 1, L/2-1, L-4
     draft_vocab_size: int | None = None  # most frequent tokens of the traces; null: all
     head_from_target: bool = True  # start the head as the target's rows
+    layer_from_target: bool = True  # start the layer as the target's last one
     norm_before_residual: bool = False
     fc_norm: bool = False  # EAGLE-3.1: normalise each captured state
     norm_output: bool = False  # EAGLE-3.1: recycle the normed state
@@ -76,5 +77,9 @@ class Recipe(HeadRecipe):
             norm_output=config.norm_output,
         )  # fmt: skip
         return EagleDrafter.build(
-            self.target, settings, kept=kept, head_from_target=config.head_from_target
+            self.target,
+            settings,
+            kept=kept,
+            head_from_target=config.head_from_target,
+            layer_from_target=config.layer_from_target,
         )

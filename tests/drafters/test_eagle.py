@@ -10,10 +10,17 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from data.sampling import Sampling, warp
-from data.target import Target, TargetOutputs
+from data.target import Target, TargetOutputs, decoder_layers
 from drafters.base import Budget, Drafter
 from drafters.eagle import EagleDrafter, EagleSettings, default_captures
-from drafters.layers import DecoderLayer, attend_unrolled, layer_config
+from drafters.layers import (
+    DecoderLayer,
+    RMSNorm,
+    attend_unrolled,
+    copy_gain,
+    layer_config,
+    start_from,
+)
 from drafters.tree import DynamicTree, parse_tree
 from tests.heads import (
     BUSHY,
@@ -491,6 +498,52 @@ def test_a_head_of_its_own_starts_as_the_targets_rows(target):
     shared = made(target, "eagle").output_head(1).weight
     assert shared.data_ptr() == rows.data_ptr()
     assert not any("lm_head" in name for name in made(target, "eagle").state_dict())
+
+
+def test_the_layer_starts_as_the_targets_last_one(tiny_target):
+    """Fed with the state before that layer and without its own embeddings, it is that layer."""
+    target = tiny_target("llama", layers=4)
+    drafter = EagleDrafter.build(target, three([2])).eval()
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.eye(WIDTH))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(drafter.layer, name).weight[:, :WIDTH] = 0
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    outputs = target.outputs(ids, layers=[2, "final_norm"])
+    (states,) = drafter.states(ids, outputs, 1)
+    torch.testing.assert_close(states[:, 1:-1], outputs.hidden["final_norm"][:, :-2])
+    plain = EagleDrafter.build(target, three([2]), layer_from_target=False)
+    assert not torch.equal(plain.layer.o_proj.weight, drafter.layer.o_proj.weight)
+    assert torch.equal(plain.norm.weight, torch.ones(WIDTH))
+
+
+def test_what_is_fed_first_is_mostly_the_last_capture(target):
+    fused = made(target).fc.weight
+    first, last = fused[:, :-WIDTH], fused[:, -WIDTH:]
+    assert 0 < first.abs().max() < 0.02
+    assert (last - torch.eye(WIDTH)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("llama", "q k v o gate up down post"),
+        ("gemma3", "q k v o gate up down post"),
+        ("phi3", "o down post"),  # the others are fused
+        ("gpt2", ""),
+    ],
+)
+def test_only_what_has_llamas_form_is_taken(name, names, tiny_target):
+    target = tiny_target(name, layers=4)
+    layer = decoder_layers(target.model)[-1]
+    drafter = made(target)
+    assert [word.split("_")[0] for word in start_from(drafter.layer, layer)] == names.split()
+    norm = getattr(layer, "input_layernorm", None)
+    if norm is not None:
+        own, x = RMSNorm(WIDTH), torch.randn(3, WIDTH)
+        norm.weight.data.add_(torch.rand(WIDTH))
+        assert copy_gain(own, norm)
+        torch.testing.assert_close(own(x), norm(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

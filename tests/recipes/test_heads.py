@@ -156,6 +156,7 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("eagle3", {}, {"steps": 2}),
         ("eagle3", {}, {"draft_vocab_size": 30}),
         ("eagle3", {}, {"head_from_target": False}),
+        ("eagle3", {}, {"layer_from_target": False}),
         ("eagle3", {}, {"norm_before_residual": True}),
         ("eagle3", {}, {"fc_norm": True}),
         ("eagle3", {}, {"norm_output": True}),
