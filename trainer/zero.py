@@ -10,7 +10,6 @@ Used: `accelerate launch --config_file scripts/accelerate/zero2.yaml train.py ..
 
 from __future__ import annotations
 
-import collections
 import sys
 from typing import Any
 
@@ -51,10 +50,13 @@ def configure(accelerator: Accelerator, config: TrainerConfig) -> None:
 
 
 def begin(model: Any) -> None:
-    """After `prepare`: parameters are whole from the first step on, not only after it."""
+    """After `prepare`: in stage 3, parameters are whole from the first step on, not only after it,
+    and are let go by nobody."""
     kept = getattr(model.optimizer, "persistent_parameters", None)
     if kept:
         kept[0].all_gather(kept)
+        for p in kept:
+            p.is_external_param = True
 
 
 def _partitions(model: Any) -> list[torch.Tensor]:
@@ -81,15 +83,8 @@ def load_optimizer_state(model: Any, found: list[dict[str, Any]]) -> None:
 
 def end(model: Any, drafter: nn.Module) -> None:
     """Give `drafter` back as an ordinary module."""
-    shared = hasattr(model.optimizer, "persistent_parameters")
     model.destroy()
-    if not shared:
-        return
-    plain: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for module in drafter.modules():
-        own = collections.OrderedDict()
-        for name, p in module._parameters.items():
-            if p is not None and id(p) not in plain:
-                plain[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-            own[name] = None if p is None else plain[id(p)]
-        module._parameters = own  # type: ignore[assignment]
+        if hasattr(module, "_original_parameters"):  # stage 3 gave it a dictionary of its own
+            module._parameters = dict(module._parameters)
+            del module._original_parameters
