@@ -221,6 +221,8 @@ def load_causal_lm(
     if dtype == "auto" and torch.device(device).type == "cpu":
         chosen = "float32"
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if trust_remote_code:
+        print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
     try:
         config = AutoConfig.from_pretrained(name, **common)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
