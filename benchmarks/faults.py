@@ -47,7 +47,7 @@ from data.prompts import load_prompts
 from data.target import Target
 from data.traces import TraceStore
 from recipes.distillspec import Config, Recipe
-from recipes.phases.run import stop_softly
+from recipes.phases.run import fail, stop_softly
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker
@@ -162,8 +162,7 @@ def apart(act: Callable[[Path], Result], folder: Path, scratch: Path, *, stop: A
             except SystemExit as leaving:
                 code = int(leaving.code or 0)
             except (UserError, RunFault) as error:
-                print(f"error: {error}")
-                code = 2 if isinstance(error, UserError) else 3
+                code = fail(error)
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -103,6 +103,11 @@ class Interrupt(AbstractContextManager):
             signal.signal(*self._former.popitem())
 
 
+def _result_dir(folder: Path, step: int, best_step: int | None) -> Path:
+    """The best weights where some were measured, else the last."""
+    return step_dir(folder, step) if best_step is None else best_dir(folder, best_step)
+
+
 def step_dir(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:06d}"
 
@@ -143,7 +148,10 @@ class Store:
         if not self._finished.exists():
             return None
         manifest = json.loads(self._finished.read_text())
-        return self._counters(manifest, self._finished)
+        counters = self._counters(manifest, self._finished)
+        result = _result_dir(self.folder, counters.step, counters.best_step)
+        whole = gather_object([self.accelerator.is_main_process and is_whole(result)])[0]
+        return counters if whole else None
 
     def finish(self, counters: Counters) -> None:
         content = {**asdict(counters), "setting": self.setting}
@@ -227,10 +235,7 @@ class Store:
 
     def load_final(self, counters: Counters, drafter: nn.Module) -> None:
         """The best weights where some were measured, else the last."""
-        if counters.best_step is None:
-            load_weights(step_dir(self.folder, counters.step), drafter)
-        else:
-            load_weights(best_dir(self.folder, counters.best_step), drafter)
+        load_weights(_result_dir(self.folder, counters.step, counters.best_step), drafter)
 
     def _counters(self, manifest: dict[str, Any], path: Path) -> Counters:
         """Refuses to continue under settings with which it would be another run."""
@@ -296,14 +301,24 @@ def verify(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def is_whole(directory: Path) -> bool:
+    """A damaged one is named in a line."""
+    try:
+        verify(directory)
+        return True
+    except ValueError as error:
+        print(f"checkpoint {directory} is damaged ({error}); going back to the one before it")
+        return False
+
+
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; each damaged one is named in a line and passed over."""
+    """The newest checkpoint that is whole, with the best weights it names; each damaged one is
+    named in a line and passed over."""
     for directory in reversed(_steps(folder / "checkpoints")):
-        try:
-            verify(directory)
-            return directory
-        except ValueError as error:
-            print(f"checkpoint {directory} is damaged ({error}); going back to the one before it")
+        if is_whole(directory):
+            best = _manifest(directory).get("best_step")
+            if best is None or is_whole(best_dir(folder, best)):
+                return directory
     return None
 
 

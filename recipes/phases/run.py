@@ -133,13 +133,20 @@ def stop_softly() -> None:
     same command goes on. (Training saves first, by itself.)"""
 
     def leave_now(number: int, frame: Any) -> None:
+        global _told_to_stop
+        _told_to_stop = True
         print("stopped; the same command goes on", file=sys.stderr)
         raise SystemExit(75)
 
     signal.signal(signal.SIGTERM, leave_now)
 
 
+_told_to_stop = False  # a library may take the exception that ends us for a fault of its own
+
+
 def fail(error: UserError | RunFault) -> int:
     """One line; 2 for a user's mistake, 3 for a fault while running."""
+    if _told_to_stop:
+        return 75
     print(f"error: {error}", file=sys.stderr)
     return 2 if isinstance(error, UserError) else 3

@@ -95,6 +95,16 @@ def test_a_damaged_file_sends_latest_to_the_checkpoint_before(
     assert "step-000002 is damaged" in said
 
 
+def test_a_checkpoint_whose_best_weights_are_damaged_is_not_gone_on_from(tmp_path, network, capsys):
+    save(tmp_path, network, 1)
+    save_best(tmp_path, network, 2)
+    save(tmp_path, network, 2, best_step=2)
+    assert checkpoint.latest(tmp_path).name == "step-000002"
+    (checkpoint.best_dir(tmp_path, 2) / "drafter.safetensors").write_bytes(b"")
+    assert checkpoint.latest(tmp_path).name == "step-000001"
+    assert "best/step-000002 is damaged" in capsys.readouterr().out
+
+
 def test_half_written_checkpoints_are_ignored_and_cleared(tmp_path, network):
     save(tmp_path, network, 1)
     save_best(tmp_path, network, 1)

@@ -647,6 +647,20 @@ def assert_equal_up_to_summation(one: list[dict], two: list[dict]) -> None:
                 assert b[name] == pytest.approx(a[name], rel=1e-6)
 
 
+@pytest.mark.parametrize("eval_every", [5, 100])
+def test_a_finished_training_with_damaged_weights_is_finished_again(tmp_path, eval_every, capsys):
+    settings = {"max_steps": 12, "save_every": 4, "eval_every": eval_every}
+    first, drafter, _ = train(tmp_path, **settings)
+    wanted = {name: p.clone() for name, p in drafter.state_dict().items()}
+    for path in (tmp_path / "checkpoints").rglob("drafter.safetensors"):
+        if path.parent.name == "step-000012" or path.parent.parent.name == "best":
+            path.write_bytes(path.read_bytes()[:-1])
+    again, drafter, _ = train(tmp_path, **settings)
+    assert "is damaged" in capsys.readouterr().out
+    assert (again.steps, again.best_step) == (first.steps, first.best_step)
+    assert all(torch.equal(wanted[name], p) for name, p in drafter.state_dict().items())
+
+
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
     one, drafter, rows = train(tmp_path / "a", Recipe(), batches=Batches(4, empty=EMPTY), **JOINT)
     start_two(tmp_path / "b", "join", 0)
