@@ -353,19 +353,26 @@ def one_run(bench: Bench, kind: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = {key: sum(run[key] for run in runs) for key in
+              ("deleted", "lost", "doubled", "wrong", "silent")}  # fmt: skip
+    codes = Counter(str(run["code"]) for run in runs)
+    return {
+        "runs": len(runs), "codes": dict(sorted(codes.items())), **counts,
+        "not ended": sum(not run["ended"] for run in runs),
+    }  # fmt: skip
+
+
 def table(result: dict[str, Any]) -> str:
     lines = [
         "| fault | runs | how the first attempt ended | files deleted as told | lost | doubled "
         "| wrong | silent | not ended |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for kind, runs in result["kinds"].items():
-        codes = Counter(run["code"] for run in runs)
-        ends = ", ".join(f"{count} x {code}" for code, count in sorted(codes.items()))
-        sums = [sum(run[key] for run in runs) for key in
-                ("deleted", "lost", "doubled", "wrong", "silent")]  # fmt: skip
-        late = sum(not run["ended"] for run in runs)
-        lines.append(f"| {kind} | {len(runs)} | {ends} | {' | '.join(map(str, [*sums, late]))} |")
+    for kind, row in result["kinds"].items():
+        codes = ", ".join(f"{count} x {code}" for code, count in row["codes"].items())
+        cells = [row[k] for k in ("deleted", "lost", "doubled", "wrong", "silent", "not ended")]
+        lines.append(f"| {kind} | {row['runs']} | {codes} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -383,7 +390,7 @@ def main() -> None:
         for kind in given.kinds:
             began = time.monotonic()
             runs = [one_run(bench, kind, seed) for seed in range(given.runs)]
-            result["kinds"][kind] = runs
+            result["kinds"][kind] = summed(runs)
             print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
     result["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
     print(table(result))
