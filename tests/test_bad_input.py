@@ -54,7 +54,7 @@ def refused(tmp_path, tiny_folder, capsys):
         ("data.temperature=[]", "data.temperature must name at least one"),
         ("data.temperature=-1", "data.temperature must be >= 0"),
         ("data.temperature=warm", "data.temperature"),
-        ("data.engine=vlm", "data.engine must be one of hf, got 'vlm'"),
+        ("data.engine=vlm", "data.engine must be one of hf, vllm, openai, got 'vlm'"),
         ("data.chat_template_kwargs=yes", "data.chat_template_kwargs must be a mapping"),
         ("eval.K=0", "eval.K must be >= 1, got 0"),
         ("eval.policy=confidence:2", "eval.policy must be confidence:<number in [0, 1]>"),
