@@ -18,6 +18,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     ".ci/run",
+    "scripts/deepspeed.sh",
     "scripts/engine_env.sh",
     "scripts/env.sh",
     "scripts/quickstart.sh",
