@@ -1,7 +1,8 @@
 """Medusa, Hydra, Hydra++, EAGLE and EAGLE-3 on the embedded toy: who drafts better, by how much.
 
-    python -m benchmarks.heads            # all cells and seeds, resumable
-    python -m benchmarks.heads report     # only the statistics of what is there
+    python -m benchmarks.heads                          # all cells and seeds, resumable
+    python -m benchmarks.heads run 0 1 2 eagle eagle-3  # these seeds and cells; only printed
+    python -m benchmarks.heads report                   # the statistics of what is there
     python -m benchmarks.heads sweep      # learning rates, chosen on held-out training prompts
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
@@ -19,6 +20,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +150,10 @@ def place(name: str, seed: int) -> Path:
     return WORK / "counters" / f"{name.replace(' ', '-')}-{seed}.json"
 
 
-def run(seeds: tuple[int, ...] = SEEDS) -> None:
+def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
     bench = Bench()
     for seed in seeds:
-        for name in CELLS:
+        for name in cells:
             path = place(name, seed)
             if path.exists():
                 continue
@@ -191,7 +193,7 @@ def tokens(counters: list[PromptCounters]) -> float:
     return sum(c.emitted for c in counters) / sum(c.rounds for c in counters)
 
 
-def report() -> None:
+def report(chosen: Sequence[int], cells: Sequence[str]) -> None:
     lines = [
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
         f"held-out prompts, K={K}, {NODES} nodes, torch {torch.__version__}, "
@@ -202,8 +204,8 @@ def report() -> None:
         + " (T=1) | alpha by depth T=1 |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name in CELLS:
-        seeds = [seed for seed in SEEDS if place(name, seed).exists()]
+    for name in cells:
+        seeds = [seed for seed in chosen if place(name, seed).exists()]
         stored = [json.loads(place(name, seed).read_text()) for seed in seeds]
         for shape in ("chain", "calibrated", *TREES):
             if not stored or shape not in stored[0]:
@@ -227,7 +229,9 @@ def report() -> None:
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for claim, ((a, shape_a), (b, shape_b), factor) in CLAIMS.items():
-        seeds = [s for s in SEEDS if place(a, s).exists() and place(b, s).exists()]
+        if a not in cells or b not in cells:
+            continue
+        seeds = [s for s in chosen if place(a, s).exists() and place(b, s).exists()]
         for t in ("0", "1") if seeds else ():
             pairs = [(load(a, s, shape_a, t), load(b, s, shape_b, t)) for s in seeds]
             found = hierarchical_difference(pairs, "tokens_per_round")
@@ -240,15 +244,17 @@ def report() -> None:
             )
     text = "\n".join(lines) + "\n"
     print(text)
-    Path("benchmarks/results/heads.md").write_text(text)
+    if len(cells) == len(CELLS):
+        Path("benchmarks/results/heads.md").write_text(text)
 
 
 if __name__ == "__main__":
     action = sys.argv[1] if len(sys.argv) > 1 else "run"
     if action == "sweep":
         sweep()
-    elif action == "report":
-        report()
     else:
-        run(tuple(map(int, sys.argv[2:])) or SEEDS)
-        report()
+        seeds = [int(word) for word in sys.argv[2:] if word.isdigit()] or SEEDS
+        cells = [word for word in sys.argv[2:] if not word.isdigit()] or list(CELLS)
+        if action != "report":
+            run(seeds, cells)
+        report(seeds, cells)

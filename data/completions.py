@@ -37,10 +37,6 @@ CHECKED = 8  # answers held back until they are seen to be the target's
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
 
 
-def is_address(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
 class ServerError(RunFault):
     """What went wrong at a server; `transient`: worth another try."""
 

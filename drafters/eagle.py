@@ -150,13 +150,17 @@ class EagleDrafter(TrainedDrafter):
         """As if the target's layers between the last capture and its last one were left out."""
         model = self.shared.target.model
         last = decoder_layers(model)[-1]
-        start_from(self.layer, last)
-        copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None))
-        copy_gain(self.norm, getattr(model.base_model, "norm", None))
+        missing = start_from(self.layer, last)
+        if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
+            missing.append("input_layernorm")
+        if not copy_gain(self.norm, getattr(model.base_model, "norm", None)):
+            missing.append("norm")
+        if missing:
+            print(f"layer_from_target: a fresh start for {', '.join(missing)}, which the target's "
+                  "last layer has in another form")  # fmt: skip
         width = self.fc.weight.shape[0]
-        if self.settings.target_width == width:
-            self.fc.weight.mul_(FUSED_NOISE)
-            self.fc.weight[:, -width:].diagonal().add_(1)
+        self.fc.weight.mul_(FUSED_NOISE)
+        self.fc.weight[:, -width:].diagonal().add_(1)
 
     def fresh(self) -> EagleDrafter:
         return EagleDrafter(self.settings, self.config, self.shared.target, self.kept).eval()

@@ -93,7 +93,8 @@ class DecoderLayer(nn.Module):
 
 @torch.no_grad()
 def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
-    """Copy what `layer`, of a target, has under Llama's names in the same shape; returns the names.
+    """Copy what `layer`, of a target, has under Llama's names in the same shape; returns the names
+    of what it lacks.
 
     Where q, k and v read an embedding before the state, the state's columns are copied."""
     attention = getattr(layer, "self_attn", None)
@@ -102,21 +103,21 @@ def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
         **{name: (getattr(drafted, name), attention) for name in _ATTENTION},
         **{name: (getattr(drafted.mlp, name), mlp) for name in _MLP},
     }
-    copied = []
+    missing = []
     for name, (own, module) in pairs.items():
         weight = getattr(getattr(module, name, None), "weight", None)
-        if weight is None or not weight.is_floating_point():  # fused or quantised
-            continue
-        part = own.weight[:, own.weight.shape[1] - weight.shape[-1] :]
-        if part.shape == weight.shape:
-            part.copy_(weight)
-            copied.append(name)
+        if weight is not None and weight.is_floating_point():  # else fused or quantised
+            part = own.weight[:, own.weight.shape[1] - weight.shape[-1] :]
+            if part.shape == weight.shape:
+                part.copy_(weight)
+                continue
+        missing.append(name)
     # Gemma calls the norm before its feed-forward part so
     before = getattr(layer, "pre_feedforward_layernorm", None)
     norm = before or getattr(layer, "post_attention_layernorm", None)
-    if copy_gain(drafted.post_attention_layernorm, norm):
-        copied.append("post_attention_layernorm")
-    return copied
+    if not copy_gain(drafted.post_attention_layernorm, norm):
+        missing.append("post_attention_layernorm")
+    return missing
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

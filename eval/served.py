@@ -29,7 +29,7 @@ from drafters.base import Budget
 from eval.engine import Speculated
 from eval.measure import Bench, Cost, Measurement, difference
 from eval.metrics import PromptCounters, Round, check_invariants, counters_from_rounds
-from trainer.config import RunFault, UserError
+from trainer.config import RunFault, UserError, is_address
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
@@ -238,7 +238,7 @@ def from_metrics(text: str) -> Counters:
 def scrape(url: str) -> Counters:
     """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start."""
     address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
-    if not address.startswith(("http://", "https://")):
+    if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
     try:
         with urllib.request.urlopen(address, timeout=10) as response:

@@ -37,6 +37,10 @@ def require(condition: bool, key: str, rule: str, value: object) -> None:
         raise UserError(f"{key} must {rule}, got {value!r}")
 
 
+def is_address(text: object) -> bool:
+    return str(text).startswith(("http://", "https://"))
+
+
 def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
     require(value in allowed, key, f"be one of {', '.join(allowed)}", value)
 
@@ -137,8 +141,7 @@ class DataConfig:
                 f"data.engine={self.engine} and data.servers={self.servers}"
             )
         for server in self.servers:
-            good = str(server).startswith(("http://", "https://"))
-            require(good, "data.servers", "begin with http:// or https://", server)
+            require(is_address(server), "data.servers", "begin with http:// or https://", server)
         _one_of("data.features", self.features, ("live", "cached"))
         _one_of("data.features_dtype", self.features_dtype, ("bf16", "fp8", "fp32"))
         _one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
@@ -240,7 +243,7 @@ class EvalConfig:
         require(self.seed >= 0, "eval.seed", "be >= 0", self.seed)
         require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
         _one_of("eval.verifier", self.verifier, ("token", "typical"))
-        if not self.engine.startswith(("http://", "https://")):
+        if not is_address(self.engine):
             rule = "be own, vllm, or the address of a running vLLM server (http://...)"
             require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
         _one_of("eval.tree_children", self.tree_children, ("top", "sampled"))

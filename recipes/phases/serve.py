@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data.completions import is_address
 from data.vllm import engine_python
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export import hf, vllm
@@ -16,7 +15,7 @@ from drafters.medusa2 import Medusa2Drafter
 from eval.measure import Bench, Cost
 from eval.served import Speculation, serve, served_row
 from eval.server import check_server, server_row
-from trainer.config import EvalConfig, UserError
+from trainer.config import EvalConfig, UserError, is_address
 
 
 def check_engine(drafter: Any, config: EvalConfig) -> None:
