@@ -5,12 +5,13 @@
     python -m benchmarks.gto_claims report        # only the statistics of what is there
     python -m benchmarks.gto_claims sweep         # learning rates, on held-out training prompts
 
-For each seed an EAGLE-3 head is trained, and every arm goes on from it: GTO, the token loss alone
-for as many steps on the same batches, and the token loss alone for as much processor time. No arm
-chooses a checkpoint. Two settings: the toy's default tree on all its prompts, and a smaller budget
-of nodes on the prompts of its domain with the highest entropy. Measured on held-out prompts without
-decoding, with the tree of the setting, at T=0 (claimed) and T=1; differences are paired by prompt
-and bootstrapped over seeds and prompts. Settings were committed before the run.
+For each seed an EAGLE-3 head is trained on all prompts, and every arm goes on from it: GTO, the
+token loss alone for as many steps on the same batches, and the token loss alone for as much
+processor time. No arm chooses a checkpoint. Two settings: the toy's default tree on all its
+prompts, and a smaller budget of nodes on the prompts of its domain with the highest entropy.
+Measured on held-out prompts without decoding, with the tree of the setting, at T=0 (claimed) and
+T=1; differences are paired by prompt and bootstrapped over seeds and prompts. Settings were
+committed before the run.
 """
 
 from __future__ import annotations
@@ -44,10 +45,17 @@ from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
-BASE_STEPS, BASE_ROWS, BASE_LR = 900, 24, 4e-3  # the rate of EAGLE-3 in benchmarks.heads
+BASE_PROMPTS = "toy"  # of both settings: one base for each seed
+BASE_STEPS, BASE_ROWS, BASE_LR = 600, 16, 4e-3  # the rate of EAGLE-3 in benchmarks.heads
 STEPS, ROWS = 150, 8
 LR = {"gto": 4e-4, "token": 4e-4}  # a tenth of the base's; `sweep` tries others
-RATES = (1e-4, 4e-4, 1e-3)
+# what `sweep` tries on the default tree: (arm, learning rate, settings)
+TRIES: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    *(("as many steps", lr, {}) for lr in (1e-4, 4e-4, 1e-3)),
+    *(("gto", lr, {}) for lr in (1e-4, 4e-4, 1e-3)),
+    ("gto", 4e-4, {"omega": 4.0}),
+    ("gto", 4e-4, {"omega": 4.0, "standardize": False}),
+)
 NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
 TREES_PER_TEXT = 16
 
@@ -90,11 +98,13 @@ class Bench:
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
         self.shape = parse_tree(self.setting.tree)
-        self.train, self.dev = split_dev(self._traces("train", NUM_PROMPTS, 1.0, 0), 0)
-        self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
-
-    def _traces(self, split: str, count: int, temperature: float, seed: int) -> list[Trace]:
         source = self.setting.prompts
+        self.train, self.dev = split_dev(self._traces(source, "train", NUM_PROMPTS, 1.0, 0), 0)
+        self.held_out = {t: self._traces(source, "eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
+
+    def _traces(
+        self, source: str, split: str, count: int, temperature: float, seed: int
+    ) -> list[Trace]:
         prompts = load_prompts(source, count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"{source} {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS,
@@ -109,8 +119,8 @@ class Bench:
         return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
 
     def fit(
-        self, drafter: Any, stage: str, seed: int, steps: int, rows: int, lr: float, folder: Path,
-        options: dict[str, Any] | None = None,
+        self, drafter: Any, stage: str, texts: list[Trace], seed: int, steps: int, rows: int,
+        lr: float, folder: Path, options: dict[str, Any] | None = None,
     ) -> tuple[Any, float]:  # fmt: skip
         """The drafter after `steps`, and seconds of processor time per step."""
         recipe = self.recipe(options)
@@ -133,7 +143,7 @@ class Bench:
         began = _seconds(device)
         fit(
             recipe=recipe, drafter=drafter,
-            batches=Batches(self.train, {"target": 1.0}, rows, seed=seed), evaluate=None,
+            batches=Batches(texts, {"target": 1.0}, rows, seed=seed), evaluate=None,
             outputs=outputs, config=settings, folder=folder, seed=seed,
             accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
         )  # fmt: skip
@@ -141,12 +151,18 @@ class Bench:
 
     def base(self, seed: int) -> Any:
         torch.manual_seed(seed)
-        drafter = self.recipe(None).build(self.train)
-        folder = WORK / _slug(self.name) / f"base-{seed}"
-        return self.fit(drafter, "base", seed, BASE_STEPS, BASE_ROWS, BASE_LR, folder)[0]
+        texts, _ = split_dev(self._traces(BASE_PROMPTS, "train", NUM_PROMPTS, 1.0, 0), 0)
+        drafter = self.recipe(None).build(texts)
+        folder = WORK / f"base-{seed}"
+        return self.fit(drafter, "base", texts, seed, BASE_STEPS, BASE_ROWS, BASE_LR, folder)[0]
 
-    def arm(self, base: Any, arm: str, seed: int, lr: float | None = None) -> tuple[Any, float]:
+    def arm(
+        self, base: Any, arm: str, seed: int, lr: float | None = None,
+        further: dict[str, Any] | None = None,
+    ) -> tuple[Any, float]:  # fmt: skip
         options, kind = ARMS[arm], "token" if ARMS[arm] is None else "gto"
+        if options is not None:
+            options = options | (further or {})
         steps = STEPS
         if arm == "as much time":
             costs = [
@@ -157,7 +173,8 @@ class Bench:
         folder = WORK / _slug(self.name) / f"{_slug(arm)}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # begun again whole, or its time is not known
         stage = "base" if kind == "token" else "gto"
-        found = self.fit(base, stage, seed, steps, ROWS, lr or LR[kind], folder, options)
+        lr = lr or LR[kind]
+        found = self.fit(base, stage, self.train, seed, steps, ROWS, lr, folder, options)
         shutil.rmtree(folder)
         return found
 
@@ -214,14 +231,13 @@ def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
 
 
 def sweep() -> None:
-    for setting in SETTINGS:
-        bench = Bench(setting)
-        base = bench.base(100)
-        print(f"{setting}, base: {bench.expected(base):.4f} expected tokens a round", flush=True)
-        for arm in ("gto", "as many steps"):
-            for lr in RATES:
-                trained, _ = bench.arm(base, arm, 100, lr)
-                print(f"{setting}, {arm}, lr {lr:g}: {bench.expected(trained):.4f}", flush=True)
+    bench = Bench("default tree")
+    base = bench.base(100)
+    print(f"base: {bench.expected(base):.4f} expected tokens a round", flush=True)
+    for arm, lr, options in TRIES:
+        trained, seconds = bench.arm(base, arm, 100, lr, options)
+        value = bench.expected(trained)
+        print(f"{arm}, lr {lr:g}, {options}: {value:.4f}, {seconds:.2f} s a step", flush=True)
 
 
 def load(setting: str, arm: str, seed: int, temperature: str) -> list[PromptCounters]:
@@ -275,8 +291,9 @@ def _claim_rows(setting: str) -> list[str]:
 def report() -> None:
     trees = ", ".join(f"{name}: {s.tree} on {s.prompts}" for name, s in SETTINGS.items())
     lines = [
-        f"Base: {BASE_STEPS} steps of {BASE_ROWS} rows. Arms: {STEPS} steps of {ROWS} rows, "
-        f"{TREES_PER_TEXT} trees a text, lr {LR}. {NUM_PROMPTS} prompts, {NUM_EVAL} held out; "
+        f"Base: {BASE_STEPS} steps of {BASE_ROWS} rows of {BASE_PROMPTS}. Arms: {STEPS} steps of "
+        f"{ROWS} rows, {TREES_PER_TEXT} trees a text, lr {LR}. {NUM_PROMPTS} prompts, {NUM_EVAL} "
+        f"held out; "
         f"{trees}; torch {torch.__version__}, Python {platform.python_version()}",
         "",
         "| setting | arm | seeds | tokens per round T=0 | T=1 | expected, dev | s per step |",

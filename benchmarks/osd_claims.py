@@ -1,9 +1,10 @@
 """OSD on the embedded toy: does a drafter that learns while it serves get better, and how soon.
 
-    python -m benchmarks.osd_claims             # all cells and seeds, resumable
-    python -m benchmarks.osd_claims report      # only the statistics of what is there
-    python -m benchmarks.osd_claims sweep       # learning rates, seed 100, on the stream's own text
-    python -m benchmarks.osd_claims check       # every cell for a moment: does it run at all
+    python -m benchmarks.osd_claims                  # all cells and seeds, resumable
+    python -m benchmarks.osd_claims run 0 1 2 shift  # these seeds and cells
+    python -m benchmarks.osd_claims report           # only the statistics of what is there
+    python -m benchmarks.osd_claims sweep            # learning rates and more, on other prompts
+    python -m benchmarks.osd_claims check            # every cell for a moment: does it run at all
 
 Prequential acceptance is the mean overlap of drafter and target at temperature 1 on the answer to a
 request, before it is trained on; the start ("static") and the drafter distilled offline on as many
@@ -50,9 +51,11 @@ from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
-INTERVAL, BLOCK_STEPS = 8, 3  # 24 requests a block
+INTERVAL, LR = 8, 1e-3  # requests an update; of the served drafter
+OFFLINE_ROWS, OFFLINE_LR = 8, 1e-3
+BLOCK = 24  # requests
 REQUESTS, PART = 1968, 984  # both a whole number of blocks
-NEW_TOKENS, NUM_EVAL, K, LR = 64, 96, 5, 1e-3
+NEW_TOKENS, NUM_EVAL, K = 64, 96, 5
 RECOVER, WITHIN = 0.8, 500  # share of the loss, requests
 DRAWS = 2000
 WORK = Path("runs/benchmarks/osd")
@@ -67,6 +70,13 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "return": ("return", {}),
     "return, replay": ("return", {"replay_share": 0.25}),
 }
+# what `sweep` tries: (learning rate, requests an update, settings)
+TRIES: tuple[tuple[float, int, dict[str, Any]], ...] = (
+    (5e-4, 8, {}),
+    (5e-4, 8, {"replay_share": 0.75}),
+    (5e-4, 2, {}),
+    (5e-4, 8, {"positions": "all"}),
+)
 PARTS = {"shift": ("math", "code", "prose"), "return": ("math", "code", "math")}
 
 
@@ -90,9 +100,9 @@ class Bench:
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
     def stream(self, name: str, seed: int) -> list[Trace]:
-        """In the order they arrive."""
+        """In the order they arrive; seed 100 has prompts of its own."""
         if name == "stationary":
-            rows = self._traces("toy", "train", self.requests, 0, 1.0)
+            rows = self._traces("toy", "train", self.requests, seed // 100, 1.0)
             random.Random(seed).shuffle(rows)
         else:
             rows = []
@@ -117,21 +127,24 @@ class Bench:
         stage: str,
         options: dict[str, Any],
         others: dict[str, Any],
-        lr: float = LR,
+        lr: float = OFFLINE_LR,
+        interval: int = OFFLINE_ROWS,
     ) -> tuple[Any, list[dict[str, Any]]]:
         """The drafter after one pass over `rows`, and the series of its stage."""
-        steps = len(rows) // INTERVAL
+        steps = len(rows) // interval
         settings = TrainerConfig(
-            max_steps=steps, batch_size=INTERVAL, lr=lr, adam_beta2=0.95, log_every=steps,
+            max_steps=steps, batch_size=interval, lr=lr, adam_beta2=0.95, log_every=steps,
             lr_schedule="constant" if stage == "online" else "cosine",
-            eval_every=BLOCK_STEPS, save_every=steps,
+            eval_every=BLOCK // interval, save_every=steps,
         )  # fmt: skip
         recipe = Recipe(Config(K=K, **options), self.target)
         recipe.observe(rows, {"before": start, **others})
         (found,) = [one for one in recipe.stages() if one.name == stage]
         drafter = recipe.enter(found, copy.deepcopy(start), steps)
         recipe.begin(found, NEW_TOKENS)
-        folder = WORK / "fits" / f"{name.replace(' ', '-')}-{seed}-{stage}-{lr:g}-{len(rows)}"
+        of = "-".join(f"{key}-{value}" for key, value in options.items() if key != "log")
+        words = (name, seed, stage, f"{lr:g}", interval, len(rows), of)
+        folder = WORK / "fits" / "-".join(map(str, words)).replace(" ", "-")
 
         def outputs(batch: Any, step: int) -> TargetOutputs | None:
             if recipe.target_request(batch, step) is None:
@@ -140,7 +153,7 @@ class Bench:
 
         result = fit(
             recipe=recipe, drafter=drafter,
-            batches=Batches(rows, {"target": 1.0}, INTERVAL, seed=seed),
+            batches=Batches(rows, {"target": 1.0}, interval, seed=seed),
             evaluate=recipe.evaluated(None), outputs=outputs, config=settings, folder=folder,
             seed=seed, accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
             context=lambda step, batch: Context(batch, _no_generation, seed=seed, folder=folder),
@@ -159,16 +172,16 @@ class Bench:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path
 
-    def cell(self, name: str, seed: int, lr: float = LR) -> dict[str, Any]:
+    def cell(self, name: str, seed: int) -> dict[str, Any]:
         stream, options = CELLS[name]
         rows = self.stream(stream, seed)
         start = self.start if stream == "stationary" else self.specialist()
         if "log" in options:
             options = {"log": str(self.log_of(seed, rows))}
         began = time.monotonic()
-        offline, _ = self.fit(stream, rows, start, seed, "offline", {}, {}, lr)
+        offline, _ = self.fit(stream, rows, start, seed, "offline", {}, {})
         online, series = self.fit(
-            name, rows, start, seed, "online", options, {"offline": offline}, lr
+            name, rows, start, seed, "online", options, {"offline": offline}, LR, INTERVAL
         )
         return {
             "seconds": time.monotonic() - began, "series": series,
@@ -189,10 +202,10 @@ def place(name: str, seed: int) -> Path:
     return WORK / "cells" / f"{name.replace(' ', '-').replace(',', '')}-{seed}.json"
 
 
-def run(seeds: tuple[int, ...] = SEEDS) -> None:
+def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
     bench = Bench()
     for seed in seeds:
-        for name in CELLS:
+        for name in cells:
             path = place(name, seed)
             if path.exists():
                 continue
@@ -206,10 +219,26 @@ def run(seeds: tuple[int, ...] = SEEDS) -> None:
 
 def sweep() -> None:
     bench = Bench()
-    for lr in (1e-4, 3e-4, 1e-3, 2e-3):
-        series = bench.cell("stationary", 100, lr)["series"]
-        shown = [mean(blocks(series, arm)[-20:]) for arm in ("static", "offline", "prequential")]
-        print(f"lr {lr:g}: static, offline, online {[round(v, 4) for v in shown]}", flush=True)
+    rows, dev = bench.stream("stationary", 100), bench._traces("toy", "train", 96, 2, 1.0, K)
+
+    def alpha(drafter: Any) -> float:
+        counters = OfflineEvaluator(bench.target, dev, Sampling(1.0), Budget(K))(drafter).counters
+        return sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
+
+    print(f"start: {alpha(bench.start):.4f}", flush=True)
+    for lr in (1e-3, 2e-3, 4e-3):
+        drafter, _ = bench.fit("sweep", rows, bench.start, 100, "offline", {}, {}, lr)
+        print(f"offline, lr {lr:g}: {alpha(drafter):.4f}", flush=True)
+    for lr, interval, options in TRIES:
+        drafter, series = bench.fit(
+            "sweep", rows, bench.start, 100, "online", options, {}, lr, interval
+        )
+        last = mean(blocks(series, "prequential")[-20:])
+        print(
+            f"online, lr {lr:g}, interval {interval}, {options}: {alpha(drafter):.4f}, the last 20 "
+            f"blocks of the stream {last:.4f}",
+            flush=True,
+        )
 
 
 def check() -> None:
@@ -256,7 +285,7 @@ def recovery(series: Sequence[dict[str, Any]], first: int, count: int) -> dict[s
     """Of the part of `count` blocks from block `first`: requests until the mean of two blocks lies
     at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for the
     served drafter; whether ten blocks of the static one are ever there after WITHIN requests."""
-    size = INTERVAL * BLOCK_STEPS
+    size = BLOCK
     served = blocks(series, "prequential")[first : first + count]
     static = blocks(series, "static")[first : first + count]
     drop, plateau = served[0], mean(served[-8:])
@@ -322,7 +351,7 @@ def recovery_lines() -> list[str]:
         f"{WITHIN} | static ever |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    count = PART // (INTERVAL * BLOCK_STEPS)
+    count = PART // BLOCK
     for name, (stream, _) in CELLS.items():
         found = stored(name)
         for part in (1, 2) if stream in PARTS and found else ():
@@ -390,5 +419,6 @@ if __name__ == "__main__":
     if action in ("report", "sweep", "check"):
         {"report": report, "sweep": sweep, "check": check}[action]()
     else:
-        run(tuple(map(int, sys.argv[2:])) or SEEDS)
+        chosen = [int(word) for word in sys.argv[2:] if word.isdigit()] or SEEDS
+        run(chosen, [word for word in sys.argv[2:] if not word.isdigit()] or list(CELLS))
         report()

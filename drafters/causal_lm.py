@@ -116,7 +116,9 @@ class CausalLMDrafter(TrainedDrafter):
             yield hidden
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        if self._head is None:
+        # made again where sharding has put another tensor in the weight's place
+        weight = self.model.get_output_embeddings().weight
+        if self._head is None or self._head.weight is not weight:
             self._head = output_head(self.model, self.vocab_size)
         return self._head
 

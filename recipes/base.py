@@ -24,6 +24,7 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def loss(self, batch, target_outputs, step) -> LossOutput: ...
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
         unserved = None                     # optional; why no engine serves what it trains
+        no_lora = None                      # optional; why trainer.lora_rank means nothing to it
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
         def about(self) -> dict: ...        # optional, what the report says of the drafter
         trains_acceptance = False           # optional; true: its drafter gets an acceptance head

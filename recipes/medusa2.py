@@ -70,6 +70,7 @@ class Config(medusa.Config):
 
 class Recipe(medusa.Recipe):
     target_access = "trainable"
+    no_lora = "recipe=medusa2 has an adapter of its own, see method.lora_rank"
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)

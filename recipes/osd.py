@@ -115,6 +115,8 @@ class Recipe:
             look.read(100)  # what is wrong with it is said before anything is generated
             look.check()
         # each member is a causal LM that an engine loads, what chooses among them is ours
+        publishes = "method.publish_every writes the weights that a server loads while they train"
+        self.no_lora = publishes if config.publish_every else None
         self.unserved = "it serves one drafter, not a bank" if config.bank else None
         self.traces: list[Trace] = []
         self.last: list[Served] = []  # this process's rows of the interval

@@ -93,6 +93,7 @@ class Drawn(Batch):
 
 class Recipe:
     target_access = "outputs"
+    no_lora = "recipe=specdecpp trains a new acceptance head, and the drafter not at all"
     trains_acceptance = True
 
     def __init__(self, config: Config, target: Target):

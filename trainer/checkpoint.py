@@ -28,17 +28,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainer import zero
-from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.config import FREE_SETTINGS, RunFault, UserError
+from trainer.replicated import Replicated
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
-SHARE = "optimizer-{rank}.pt"  # of one process, under ZeRO
+SHARE = "optimizer-{rank}.pt"  # of one process, where they share it out
 
 
 @dataclass
@@ -119,16 +118,16 @@ def best_dir(folder: Path, step: int) -> Path:
 class Store:
     """The checkpoints of one `fit`. Every process calls each method; the main one writes."""
 
-    def __init__(
-        self, folder: Path, accelerator: Accelerator, config: TrainerConfig, seed: int
-    ) -> None:
-        self.folder, self.accelerator, self.keep = folder, accelerator, config.keep_checkpoints
-        kept = {f"trainer.{k}": v for k, v in asdict(config).items() if k not in FREE_SETTINGS}
+    def __init__(self, folder: Path, placement: Replicated, seed: int) -> None:
+        self.folder, self.placement, self.accelerator = folder, placement, placement.accelerator
+        config = asdict(placement.config)
+        self.keep = config["keep_checkpoints"]
+        kept = {f"trainer.{k}": v for k, v in config.items() if k not in FREE_SETTINGS}
         self.setting = {
             **kept,
             "run.seed": seed,
-            "num_processes": accelerator.num_processes,
-            "distributed": str(accelerator.distributed_type).rpartition(".")[2],
+            "num_processes": self.accelerator.num_processes,
+            "distributed": placement.name,
         }
         self._finished = folder / "finished.json"
 
@@ -175,12 +174,13 @@ class Store:
     def save(
         self, counters: Counters, model: nn.Module, optimizer: Any, recipe: Any, window: dict
     ) -> None:
-        weights: Any = self.accelerator.get_state_dict(model)
+        weights = self.placement.weights(model)
         directory = step_dir(self.folder, counters.step)
-        if zero.used(self.accelerator):
-            self._stage(directory, zero.optimizer_state(model))
+        own = self.placement.optimizer_state(model, optimizer)
+        if self.placement.shares:
+            self._stage(directory, own)
         state = {
-            "optimizer": None if zero.used(self.accelerator) else optimizer.state_dict(),
+            "optimizer": None if self.placement.shares else own,
             "ranks": gather_object([{"rng": rng_state(), "window": window}]),
             "recipe": getattr(recipe, "state_dict", dict)(),
         }
@@ -216,12 +216,11 @@ class Store:
     ) -> dict[str, list[float]]:
         """All but the weights; returns the numbers since the last logged row."""
         state = torch.load(found / STATE, map_location="cpu", weights_only=True)
-        if zero.used(self.accelerator):
-            own = found / SHARE.format(rank=self.accelerator.process_index)
-            share = torch.load(own, map_location="cpu", weights_only=True)
-            zero.load_optimizer_state(model, share)
-        else:
-            optimizer.load_state_dict(state["optimizer"])
+        share = state["optimizer"]
+        if self.placement.shares:
+            path = found / SHARE.format(rank=self.accelerator.process_index)
+            share = torch.load(path, map_location="cpu", weights_only=True)
+        self.placement.load_optimizer_state(model, optimizer, share)
         if hasattr(recipe, "load_state_dict"):
             recipe.load_state_dict(state["recipe"])
         own = state["ranks"][self.accelerator.process_index]
@@ -229,7 +228,7 @@ class Store:
         return own["window"]
 
     def save_best(self, step: int, model: nn.Module, metrics: dict[str, Any]) -> None:
-        weights: Any = self.accelerator.get_state_dict(model)
+        weights = self.placement.weights(model)
         directory = best_dir(self.folder, step)
         self.on_main(lambda: write(directory, weights, {"step": step, "metrics": metrics}))
 

@@ -161,6 +161,8 @@ class TrainerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
+    lora_rank: int = 0  # train adapters on model.drafter, merged at the end; 0: its weights
+    lora_alpha: float = 32.0
     precision: str = "fp32"
     gradient_checkpointing: bool = False
     resume: str = "auto"
@@ -195,6 +197,8 @@ class TrainerConfig:
             require(
                 0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
             )
+        require(self.lora_rank >= 0, "trainer.lora_rank", "be >= 0 (0: off)", self.lora_rank)
+        require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
         require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
 
 

@@ -25,7 +25,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from trainer import zero
+from trainer import fsdp2, lora, zero
 from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.losses import LossOutput
+from trainer.replicated import Replicated
 from trainer.tracking import Progress, StepRecord, Tracker, Window
 
 
 def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
     """`cpu`: stay on the CPU although there is a GPU."""
+    fsdp2.take_over()
     # naming a backend makes accelerate expect a process group, which one process does not have
     gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and (cpu or not torch.cuda.is_available())
     # Apple's GPUs have no float64, which exact sampling needs
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
-    # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is; and
-    # its bf16 would round the weights that are trained
+    # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",
@@ -58,6 +59,13 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     if deepspeed:
         zero.load_whole()
     return accelerator
+
+
+def placement(accelerator: Accelerator, config: TrainerConfig) -> Replicated:
+    """How the launch wants drafter and optimiser to lie on the processes."""
+    if zero.used(accelerator):
+        return zero.Zero(accelerator, config)
+    return (fsdp2.FSDP2 if fsdp2.used() else Replicated)(accelerator, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
@@ -114,7 +122,8 @@ class Fit:
     def __post_init__(self) -> None:
         assert self.accelerator.gradient_accumulation_steps == 1, "this loop accumulates by itself"
         self.alone = self.accelerator.num_processes == 1
-        self.store = Store(Path(self.folder), self.accelerator, self.config, self.seed)
+        self.placement = placement(self.accelerator, self.config)
+        self.store = Store(Path(self.folder), self.placement, self.seed)
 
     def prepare(self) -> None:
         """Model and optimiser, from the newest whole checkpoint if there is one."""
@@ -123,18 +132,14 @@ class Fit:
             if not hasattr(drafter, "gradient_checkpointing_enable"):
                 raise UserError("trainer.gradient_checkpointing must be false for this drafter")
             drafter.gradient_checkpointing_enable()
-        by_name = getattr(self.recipe, "lr_multiplier", lambda name: 1.0)
-        optimizer = make_optimizer(self.drafter, self.config, by_name)
         found, self.counters = self.store.find(resume=self.config.resume == "auto")
         if found is not None:
             load_weights(found, self.drafter)
         self.tracker.truncate(-1 if found is None else self.counters.step)
-        self.zero = zero.used(self.accelerator)
-        if self.zero:
-            zero.configure(self.accelerator, self.config)
-        self.model, self.optimizer = self.accelerator.prepare(self.drafter, optimizer)
-        if self.zero:
-            zero.begin(self.model)
+        by_name = getattr(self.recipe, "lr_multiplier", lambda name: 1.0)
+        self.model, self.optimizer = self.placement.prepare(
+            self.drafter, lambda model: make_optimizer(model, self.config, by_name)
+        )
         self.recipe.drafter = self.model
         self.window = Window(self.accelerator, Path(self.folder), self.recipe)
         if found is None:
@@ -152,6 +157,7 @@ class Fit:
                 self.evaluate_drafter()
             self.window.start(counters.num_tokens)
             while counters.step < config.max_steps:
+                self.placement.gather(self.model)
                 batches, denominators = self.fetch()
                 if batches:
                     self.update(batches, denominators)
@@ -218,11 +224,11 @@ class Fit:
             group["lr"] = learning_rate(step, self.config) * group["lr_multiplier"]
         for i, (batch, announced) in enumerate(batches, start=1):
             last = i == len(batches)
-            with self.micro_step(last):
+            with self.placement.micro_step(self.model, last):
                 batch = batch.to(accelerator.device)
                 target_outputs = self.outputs(batch, step)
                 try:
-                    with self.autocast():
+                    with self.placement.autocast():
                         output: LossOutput = self.recipe.loss(batch, target_outputs, step)
                 except RunFault as fault:
                     path = self.window.save([batch], step)
@@ -234,23 +240,11 @@ class Fit:
                 loss = loss * accelerator.num_processes  # gradients are averaged over the ranks
                 accelerator.backward(loss)
             record.losses.append(loss.detach())
-        norm: Any = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        self.window.add(record, norm)
+        self.window.add(record, self.placement.clip(self.model))
         if self.alone and accelerator.device.type == "cpu":  # where looking costs nothing
             self.window.settle()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged in the last one only."""
-        if self.zero:
-            self.accelerator.sync_gradients = last
-        return nullcontext() if last or self.zero else self.accelerator.no_sync(self.model)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        if self.zero and self.config.precision == "bf16":
-            return torch.autocast(self.accelerator.device.type, torch.bfloat16)
-        return self.accelerator.autocast()
 
     def evaluate_drafter(self) -> None:
         if self.evaluate is None:
@@ -258,6 +252,7 @@ class Fit:
         counters = self.counters
         with self.window.paused():
             random_state = rng_state()
+            self.placement.gather(self.model)
             drafter: Any = self.accelerator.unwrap_model(self.model)
             drafter.eval()
             metrics = gather_object([self.evaluate(drafter, counters.step)])[0]
@@ -277,17 +272,18 @@ def fit(**arguments: Any) -> FitResult:
     checkpoint, or returns at once where training is over. SIGTERM or Ctrl-C saves and raises
     SystemExit(75). Whoever made the tracker closes it."""
     run = Fit(**arguments)
+    merge = lora.attach(run.drafter, run.config) if run.config.lora_rank else None
     done = run.store.finished() if run.config.resume == "auto" else None
     if done is None:
         run.prepare()
         run.train()
         done = run.counters
-        run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-        if run.zero:
-            zero.end(run.model, run.drafter)
+        run.placement.end(run.model, run.drafter)
         run.recipe.drafter = run.drafter
         run.accelerator.free_memory()
         run.store.finish(done)
     run.store.load_final(done, run.drafter)
+    if merge is not None:
+        merge()
     run.drafter.to(run.accelerator.device).eval()
     return done.result()

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from data.target import Target
 from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
-from trainer.loop import make_accelerator
+from trainer.loop import make_accelerator, placement
 
 
 @dataclass
@@ -94,7 +94,7 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     elif run.accelerator.is_main_process:
         run.folder.mkdir(parents=True, exist_ok=True)
         processes = {
-            "distributed": run.accelerator.distributed_type.name,
+            "distributed": placement(run.accelerator, run.config.trainer).name,
             "num_processes": run.accelerator.num_processes,
         }
         content = provenance(command) | processes | {"contents": contents}

@@ -61,6 +61,14 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
     model, engine = run.config.model, run.config.eval.engine
     if engine != "own" and (reason := getattr(recipe, "unserved", None)):
         raise UserError(f"eval.engine={engine}: {reason}")
+    if run.config.trainer.lora_rank:
+        if reason := getattr(recipe, "no_lora", None):
+            raise UserError(f"trainer.lora_rank must be 0: {reason}")
+        if model.drafter is None:
+            raise UserError(
+                "trainer.lora_rank adapts trained weights, of which a fresh drafter has none: name "
+                "one with model.drafter, or set it to 0"
+            )
     if model.drafter is None:
         return None if getattr(recipe, "builds_from_traces", False) else build(run, recipe, [])
     drafter = load_drafter(

@@ -591,7 +591,9 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path, number):
 
 
 def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment}
+    threads = str(torch.get_num_threads())  # sums over other threads differ in their last bits
+    own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": threads}
+    variables = {**os.environ, **own, **environment}
     return subprocess.Popen(
         [sys.executable, __file__, str(folder), *words],
         env=variables,

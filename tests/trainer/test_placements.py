@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO in two processes: the losses of one process, whatever the stage. On a CPU.
+"""Two processes, with whatever shared out: the losses of one process. On a CPU.
 
 .venv/bin/pip install -c constraints.txt -e ".[deepspeed]"; pytest -m zero
 """
@@ -35,9 +35,13 @@ def words_of(folder: Path, target: Path, recipe: str, *given: str) -> list[str]:
     return words + STAGES[recipe]
 
 
-def launched(folder: Path, stage: int, words: list[str]) -> None:
+KINDS = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
+         "fsdp2": "FSDP2"}  # fmt: skip
+
+
+def launched(folder: Path, kind: str, words: list[str]) -> None:
     """In two processes under `accelerate launch`, as a user would."""
-    config = folder / f"zero{stage}.yaml"
+    config = folder / f"{kind}.yaml"
     config.write_text((CONFIGS / config.name).read_text() + "use_cpu: true\n")
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
     code, _, err = finish(start(*launch, "train.py", *words))
@@ -58,14 +62,14 @@ def alone(request, tmp_path_factory, tiny_folder):
     return request.param, folder, folder / "run"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_processes_lose_what_one_does(alone, tiny_folder, stage):
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
     recipe, folder, run = alone
-    there = folder / f"zero{stage}"
+    there = folder / kind
     given = ("trainer.batch_size=2", f"run.dir={there}")
-    launched(folder, stage, words_of(folder, tiny_folder("llama"), recipe, *given))
+    launched(folder, kind, words_of(folder, tiny_folder("llama"), recipe, *given))
     facts = json.loads((there / "run.json").read_text())
-    assert (facts["distributed"], facts["num_processes"]) == ("DEEPSPEED", 2)
+    assert (facts["distributed"], facts["num_processes"]) == (KINDS[kind], 2)
     found, expected = losses(there), losses(run)
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):  # added in another order
@@ -75,11 +79,11 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, stage):
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, stage):
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
+def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, kind):
     """From its second step, with the optimiser's state of both."""
     words = words_of(tmp_path, tiny_folder("llama"), "medusa", "trainer.batch_size=2")
-    launched(tmp_path, stage, words)
+    launched(tmp_path, kind, words)
     run = tmp_path / "run"
     whole = losses(run)
     checkpoints = run / "stages" / "0-train" / "checkpoints"
@@ -88,6 +92,6 @@ def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, s
     shutil.rmtree(checkpoints / "step-000004")
     for name in ("report.json", "stages/0-train/finished.json"):
         (run / name).unlink()
-    launched(tmp_path, stage, words)
+    launched(tmp_path, kind, words)
     assert losses(run) == whole
     assert not list(checkpoints.glob(".tmp*"))
