@@ -51,8 +51,8 @@ from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
-INTERVAL, LR = 8, 1e-3  # requests an update; of the served drafter
-OFFLINE_ROWS, OFFLINE_LR = 8, 1e-3
+INTERVAL, LR = 8, 5e-4  # requests an update; of the served drafter
+OFFLINE_ROWS, OFFLINE_LR = 8, 2e-3
 BLOCK = 24  # requests
 REQUESTS, PART = 1968, 984  # both a whole number of blocks
 NEW_TOKENS, NUM_EVAL, K = 64, 96, 5
@@ -67,10 +67,12 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "published code": ("stationary", {"positions": "published_code"}),
     "bank": ("stationary", {"bank": True}),
     "shift": ("shift", {}),
+    "shift, all positions": ("shift", {"positions": "all"}),
     "return": ("return", {}),
     "return, replay": ("return", {"replay_share": 0.25}),
 }
-# what `sweep` tries: (learning rate, requests an update, settings)
+# what `sweep` tries: (learning rate, requests an update, settings). On the prompts of the stream
+# itself, with one rate for both, 1e-4, 3e-4, 1e-3, 2e-3 gave 0.5695, 0.5748, 0.5747, 0.5561 online
 TRIES: tuple[tuple[float, int, dict[str, Any]], ...] = (
     (5e-4, 8, {}),
     (5e-4, 8, {"replay_share": 0.75}),
@@ -373,6 +375,9 @@ def recovery_lines() -> list[str]:
 CLAIMS: dict[str, tuple[tuple[str, str], tuple[str, str], float]] = {
     "online > static": (("stationary", "online"), ("stationary", "static"), 0.0),
     "online within 0.02 of offline": (("stationary", "online"), ("stationary", "offline"), -0.02),
+    "all positions within 0.02 of offline": (
+        ("all positions", "online"), ("all positions", "offline"), -0.02,
+    ),
     "log within 0.02 of serving": (("log", "online"), ("stationary", "online"), -0.02),
     "bank > one drafter + 0.02": (("bank", "online"), ("stationary", "online"), 0.02),
     "rejected within 0.02 of all": (
