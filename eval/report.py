@@ -133,14 +133,26 @@ def plain_row(row: Row) -> Row:
     }
 
 
-def write_report(report: dict[str, Any], folder: str | Path) -> None:
-    """Write report.json, report.md and report.html; each file appears whole or not at all."""
+def write_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Write report.md, report.html and last report.json; each file appears whole or not at all."""
     check_report(report, "the report")
     text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     markdown = to_markdown(report_blocks(report))
     page = to_html(report_title(report), report_blocks(report, figures=True))
-    for name, content in (("report.md", markdown), ("report.html", page), ("report.json", text)):
+    contents = {"report.md": markdown, "report.html": page, "report.json": text}
+    for name, content in contents.items():
         write_atomic(Path(folder) / name, content)
+    return [Path(folder) / name for name in contents]
+
+
+def headline_numbers(report: dict[str, Any]) -> dict[str, Any]:
+    """The headline metrics of every chain of the report by "<drafter>/T=<T>/<metric>", for a
+    tracker."""
+    return {
+        f"{row['drafter']}/T={row['temperature']:g}/{name}": row[name]
+        for row in report["results"] if not row.get("tree") and row["policy"] == "fixed"
+        for name in HEADLINE
+    }  # fmt: skip
 
 
 def read_report(path: str | Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -96,6 +96,29 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
+
+
+def track_report(
+    config: TrainerConfig,
+    folder: Path,
+    run_name: str,
+    resolved_config: dict[str, Any],
+    numbers: dict[str, Any],
+    files: Sequence[Path],
+) -> None:
+    """The finished report in W&B, if asked for: its `numbers` as the run's summary, its `files` as
+    an artifact."""
+    if config.wandb == "off":
+        return
+    wandb_run = _start_wandb(config, folder, run_name, resolved_config)
+    import wandb
+
+    wandb_run.summary.update({k: v for k, v in numbers.items() if v is not None})
+    artifact = wandb.Artifact(f"report-{wandb_run.id}", type="report")
+    for file in files:
+        artifact.add_file(str(file))
+    wandb_run.log_artifact(artifact)
+    wandb_run.finish()
 
 
 def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[str, Any]) -> Any:

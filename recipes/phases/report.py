@@ -25,7 +25,7 @@ from eval.measure import Bench, Measurement, cost_of, next_token_loss, read_per_
 from eval.metrics import paired_difference
 from eval.policies import budget_for, tree_budget
 from eval.replay import rank_accuracy
-from eval.report import build_report, plain_row, write_report
+from eval.report import build_report, headline_numbers, plain_row, write_report
 from eval.report_rows import STAGES
 from recipes.phases.export import export_run
 from recipes.phases.generate import evaluation_traces, tree_depth
@@ -34,6 +34,7 @@ from recipes.phases.run import Run
 from recipes.phases.serve import check_engine, served_rows
 from trainer.checkpoint import FitResult
 from trainer.config import EvalConfig, RunFault, UserError, require
+from trainer.tracking import track_report
 
 BASELINES = ("prompt_lookup", "target")
 FROM_DECODING = (
@@ -305,7 +306,11 @@ def finish(
     after.save_pretrained(run.folder / "drafter")
     export_run(run, after, report)
     write_rounds(run.folder, measured.rounds)
-    write_report(report, run.folder)
+    files = write_report(report, run.folder)
+    track_report(
+        run.config.trainer, run.folder, run.folder.name, run.config.to_dict(),
+        headline_numbers(report), files,
+    )  # fmt: skip
 
 
 def facts(drafter: Any, target: Target) -> dict[str, Any]:

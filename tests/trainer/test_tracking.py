@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+import train
+from tests.commands import command
 from trainer.config import RunFault, TrainerConfig
 from trainer.losses import LossOutput
 from trainer.tracking import Progress, StepRecord, Tracker, Window
@@ -169,3 +171,13 @@ def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
     # W&B appends a number where both begin within one second
     assert all(run_id in folder.name for folder in folders)
     assert any(path.stat().st_size > 0 for path in (tmp_path / "wandb").rglob("*.wandb"))
+
+
+def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(tmp_path, tiny_folder):
+    given = ["trainer.wandb=offline", "eval.temperatures=0"]
+    assert train.main(command(tmp_path, tiny_folder("llama"), *given)) == 0
+    logs = (tmp_path / "run" / "wandb").rglob("*.wandb")
+    written = b"".join(path.read_bytes() for path in logs)
+    run_id = (tmp_path / "run" / "wandb_id").read_text()
+    for said in (f"report-{run_id}", "report.html", "report.json", "after/T=0/alpha"):
+        assert said.encode() in written, said
