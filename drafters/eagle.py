@@ -40,6 +40,7 @@ from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.shift import at_index
 
+COMPACT_BELOW = 0.75  # share of columns; from there on all of them without a mask cost less
 FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other captures are not dead
 
 
@@ -216,7 +217,7 @@ class EagleDrafter(TrainedDrafter):
         batch, length = ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=ids.device).expand_as(ids)
-        wanted, valid = _compact(columns, batch, length, ids.device)
+        columns, wanted, valid = _compact(columns, batch, length, ids.device)
         rows = torch.arange(batch, device=ids.device).unsqueeze(1)
         embedded = self._embed(ids)
         x, residual = self._inputs(
@@ -384,14 +385,16 @@ class EagleDrafter(TrainedDrafter):
 
 def _compact(
     columns: torch.Tensor | None, batch: int, length: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """columns [B, L] bool -> which columns each row computes, [B, C] int64, and which of these are
-    no filling, [B, C] bool. None: all that have a next token."""
-    if columns is None:
-        wanted = torch.arange(length - 1, device=device).expand(batch, -1)
-        return wanted, torch.ones_like(wanted, dtype=torch.bool)
-    columns = columns[:, : length - 1]
-    counts = columns.sum(1)
-    width = max(1, int(counts.max()))
-    wanted = columns.long().argsort(dim=1, descending=True, stable=True)[:, :width]
-    return wanted, torch.arange(width, device=device) < counts.unsqueeze(1)
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """columns [B, L] bool -> the same, None where all are computed after all; which columns each
+    row computes, [B, C] int64, and which of these are no filling, [B, C] bool. None: all that have
+    a next token."""
+    if columns is not None:
+        columns = columns[:, : length - 1]
+        counts = columns.sum(1)
+        width = max(1, int(counts.max()))
+        if width < COMPACT_BELOW * (length - 1):
+            wanted = columns.long().argsort(dim=1, descending=True, stable=True)[:, :width]
+            return columns, wanted, torch.arange(width, device=device) < counts.unsqueeze(1)
+    wanted = torch.arange(length - 1, device=device).expand(batch, -1)
+    return None, wanted, torch.ones_like(wanted, dtype=torch.bool)

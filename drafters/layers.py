@@ -139,15 +139,23 @@ def copy_gain(own: RMSNorm, norm: Any) -> bool:
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """allowed [B, T, S] bool, None: causal. [B, H, T, D], [B, G, S, D] -> [B, H, T, D]"""
+    shared = queries.shape[1] // keys.shape[1]
+    if allowed is not None and shared > 1:  # on GPUs no fused kernel takes both mask and groups
+        keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
     return F.scaled_dot_product_attention(
         queries,
         keys,
         values,
         attn_mask=None if allowed is None else allowed.unsqueeze(1),
         is_causal=allowed is None,
+        scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
 
@@ -165,24 +173,31 @@ def attend_unrolled(
     queries [B, H, C, D] of some columns; keys, values [B, G, T, D]: the first step's, of all; own:
     [B, G, C, D] each, the later steps' keys and values of the queries' columns; allowed [B, C, T]
     bool, None: causal, C = T -> [B, H, C, D]
+
+    Fused kernels share keys among queries, which own columns are not. So the i-th own column is one
+    more key for all: 0 but for a dimension of its own, in which each query carries its score there;
+    what it adds to the output, in a dimension of its own too, is its weight.
     """
     if not own:
         return attend(queries, keys, values, allowed)
     batch, heads, count, width = queries.shape
-    groups, length = keys.shape[1:3]
-    grouped = queries.view(batch, groups, heads // groups, count, width) * width**-0.5
-    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
-    if allowed is None:
-        later = torch.ones(count, length, dtype=torch.bool, device=queries.device).triu(1)
+    groups, number = keys.shape[1], len(own)
+    grouped = queries.unflatten(1, (groups, heads // groups))
+    scores = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key, _ in own], -1).flatten(1, 2)
+    further = F.pad(torch.eye(number, dtype=keys.dtype, device=keys.device), (width, 0))
+    further = further.expand(batch, groups, -1, -1)
+    keys, values = (torch.cat([further, F.pad(one, (0, number))], 2) for one in (keys, values))
+    queries = torch.cat([queries, scores.to(queries.dtype)], -1)
+    if allowed is None:  # causal masks are square: as many queries in front that nobody reads
+        queries = F.pad(queries, (0, 0, number, 0))
     else:
-        later = ~allowed[:, None, None]
-    scores = scores.masked_fill(later, -torch.inf)
-    diagonal = [(grouped * key.unsqueeze(2)).sum(-1, keepdim=True) for key, _ in own]
-    weights = torch.cat([scores, *diagonal], -1).softmax(-1)
-    mixed = weights[..., :length] @ values.unsqueeze(2)
+        allowed = F.pad(allowed, (number, 0), value=True)
+    mixed = attend(queries, keys, values, allowed, scale=width**-0.5)[:, :, -count:]
+    mixed, weights = mixed.split([width, number], -1)
+    mixed, weights = (part.unflatten(1, (groups, heads // groups)) for part in (mixed, weights))
     for i, (_, value) in enumerate(own):
-        mixed = mixed + weights[..., length + i : length + i + 1] * value.unsqueeze(2)
-    return mixed.reshape(batch, heads, count, width)
+        mixed = mixed + weights[..., i : i + 1] * value.unsqueeze(2)
+    return mixed.flatten(1, 2)
 
 
 class SlotKeys:
