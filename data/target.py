@@ -28,11 +28,25 @@ FULL_HASH_BYTES = 64 << 20
 
 
 @dataclass
+class ProjectedLogits:
+    """Logits that are made where they are looked at, of final-normed states [B, L, H]: those of all
+    positions of a long text would be most of the memory."""
+
+    head: OutputHead
+    states: torch.Tensor
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        """`at`: rows [N] and indices [N], or another index of [B, L] -> [N, vocab_size]"""
+        return self.head.logits(self.states[at])
+
+
+@dataclass
 class TargetOutputs:
-    """What a recipe asked the target for. hidden[layer]: [B, L, H]; logits: [B, L, width]."""
+    """What a recipe asked the target for. hidden[layer]: [B, L, H]; logits: [B, L, width], or what
+    gives them by row and index."""
 
     hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | ProjectedLogits | None = None
 
 
 @dataclass
@@ -109,9 +123,15 @@ class Target:
         *,
         layers: Sequence[LayerId] = (),
         logits: bool = True,
+        project_later: bool = False,
     ) -> TargetOutputs:
         """One parallel pass over right-padded rows. input_ids [B, L]. Right padding needs no mask:
-        under causal attention nothing real looks at it."""
+        under causal attention nothing real looks at it. `project_later`: logits are made where they
+        are looked at."""
+        if logits and project_later:
+            every = tuple(dict.fromkeys((*layers, "final_norm")))
+            found = self.outputs(input_ids, position_ids, layers=every, logits=False).hidden
+            return TargetOutputs(found, ProjectedLogits(self.head, found["final_norm"]))
         wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
         with captured(self.model, wanted, found):

@@ -360,7 +360,7 @@ def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 1
         group = order[i : i + batch_size]
         texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
         batch = collate(*texts, ["target"] * len(group)).to(target.device)
-        logits = target.outputs(batch.input_ids).logits
+        logits: Any = target.outputs(batch.input_ids).logits
         assert logits is not None
         found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
         total += float(ce_hard(found.draft, found.labels).sum())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from data.batches import SOURCES, Batch, collate
-from data.target import Target, TargetOutputs
+from data.target import ProjectedLogits, Target, TargetOutputs
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
@@ -261,7 +261,7 @@ class Recipe:
         labels: torch.Tensor,
         rows: torch.Tensor,
         index: torch.Tensor,
-        full: torch.Tensor | None,
+        full: torch.Tensor | ProjectedLogits | None,
         batch: Batch,
         step: int,
     ) -> LossOutput:
@@ -286,7 +286,7 @@ class Recipe:
 
         def teacher(span: slice) -> torch.Tensor:
             assert full is not None
-            return full[rows[span], index[span], : self.target.vocab_size]
+            return full[rows[span], index[span]][..., : self.target.vocab_size]
 
         loss = chunked_divergence(
             name, states, head, teacher if full is not None else None, labels, weights, **options

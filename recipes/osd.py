@@ -325,7 +325,7 @@ class Recipe:
             self._network.chosen = batch.members
         if target_outputs is not None:
             assert target_outputs.logits is not None
-            full = target_outputs.logits[rows, index, : self.target.vocab_size]
+            full = target_outputs.logits[rows, index][..., : self.target.vocab_size]
         else:
             full = batch.laws if isinstance(batch, OnlineBatch) else None
         labels = batch.input_ids[rows, index + 1]

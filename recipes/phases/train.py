@@ -256,8 +256,9 @@ def _fit_stage(
         elif fits and request.logits and not request.layers:
             found = kept.outputs(batch)
         return found or target.outputs(
-            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
-        )
+            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
+            project_later=True,
+        )  # fmt: skip
 
     def context(step: int, batch: Any) -> Context:
         def generate(

@@ -61,6 +61,18 @@ def test_outputs_leave_no_hooks_and_no_gradient(tiny_target):
     assert not any(m._forward_hooks for m in target.model.modules())
 
 
+@pytest.mark.parametrize("name", ["llama", "llama_padded", "gemma3"])
+def test_logits_are_made_where_they_are_looked_at(name, tiny_target):
+    """Of the true vocabulary, and without any layer asked for."""
+    target = tiny_target(name)
+    ids = torch.arange(12).view(2, 6)
+    whole = target.outputs(ids).logits[..., : target.vocab_size]
+    found = target.outputs(ids, layers=[0], project_later=True)
+    assert set(found.hidden) == {0, "final_norm"}
+    at = torch.tensor([0, 1, 1]), torch.tensor([5, 0, 3])
+    torch.testing.assert_close(found.logits[at], whole[at])
+
+
 def test_right_padding_changes_no_real_position(tiny_target):
     for name in ("llama", "gemma3", "mistral", "gpt2"):
         target = tiny_target(name)

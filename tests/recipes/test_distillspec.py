@@ -68,13 +68,14 @@ def batch_of(traces, size=8, teacher=False, mix=None):
     return Batches(traces, mix or {"target": 1.0}, size, seed=0, teacher=teacher).at(0)
 
 
-def loss_of(recipe, batch, step=LATE) -> torch.Tensor:
+def loss_of(recipe, batch, step=LATE, later=False) -> torch.Tensor:
     request = recipe.target_request(batch, step)
     outputs = None
     if request is not None:
         outputs = recipe.target.outputs(
-            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
-        )
+            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
+            project_later=later,
+        )  # fmt: skip
     ((total, count, weight),) = recipe.loss(batch, outputs, step).terms
     assert weight == 1
     assert [float(count)] == recipe.denominators(batch, step)
@@ -197,6 +198,14 @@ def test_a_named_algorithm_sets_divergence_and_mix(name):
 def test_a_named_algorithm_refuses_contradictions(change):
     with pytest.raises(UserError, match=r"algorithm=seqkd fixes method.divergence and"):
         Config(algorithm="seqkd", **change)
+
+
+def test_logits_made_where_they_are_looked_at_give_the_same_loss(target, traces):
+    batch = batch_of(traces)
+    for name in ("fkl", "tvd"):
+        recipe = make(target, divergence=name)
+        whole, later = loss_of(recipe, batch), loss_of(recipe, batch, later=True)
+        torch.testing.assert_close(later, whole)
 
 
 def test_hard_labels_need_no_target(target, traces):
