@@ -87,13 +87,14 @@ LAYERS: tuple[LayerId, ...] = (1, 3, 4, "final_norm")
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, features_dtype: str = "bf16") -> None:
+        self.work = WORK if features_dtype == "bf16" else WORK / features_dtype
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
         traces = self._traces("train", NUM_PROMPTS, 1.0, 0)
         self.train, self.dev = split_dev(traces, 0)
         self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
-        plan = FeaturesPlan(LAYERS, "bf16")
+        plan = FeaturesPlan(LAYERS, features_dtype)
         folder = features_folder(self.target, self.train, plan, "runs/cache")
         self.store = write_features(self.target, self.train, plan, folder, batch_size=32)
 
@@ -118,7 +119,7 @@ class Bench:
         traces = self.train[:prompts]
         drafter = recipe.build(traces)
         recipe.begin(recipe.stages()[-1], NEW_TOKENS)
-        folder = WORK / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}-{steps}"
+        folder = self.work / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}-{steps}"
         fit(
             recipe=recipe, drafter=drafter,
             batches=Batches(traces, {"target": 1.0}, ROWS, seed=seed), evaluate=None,
