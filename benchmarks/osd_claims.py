@@ -416,7 +416,7 @@ def report() -> None:
         )
     text = "\n".join(lines) + "\n"
     print(text)
-    Path("benchmarks/results/osd.md").write_text(text)
+    Path("benchmarks/results/osd_claims.md").write_text(text)
 
 
 if __name__ == "__main__":

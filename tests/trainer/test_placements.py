@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import train
@@ -24,8 +25,9 @@ STAGES = {
     "eagle3": ["method.steps=2", "method.layers=[0,1]"],
 }
 GIVEN = ("trainer.max_steps=4", "trainer.log_every=1", "trainer.save_every=2",
-         "trainer.gradient_accumulation_steps=2", "eval.temperatures=0", "eval.num_prompts=1",
-         "eval.timing_prompts=0", "data.features=live", "trainer.max_grad_norm=0.5")  # fmt: skip
+         "trainer.eval_every=2", "trainer.gradient_accumulation_steps=2", "eval.temperatures=0",
+         "eval.num_prompts=1", "eval.timing_prompts=0", "data.features=live",
+         "trainer.max_grad_norm=0.5")  # fmt: skip
 
 
 def words_of(folder: Path, target: Path, recipe: str, *given: str) -> list[str]:
@@ -95,3 +97,19 @@ def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, k
     launched(tmp_path, kind, words)
     assert losses(run) == whole
     assert not list(checkpoints.glob(".tmp*"))
+
+
+def test_bf16_computes_in_it_and_trains_float32(tmp_path, tiny_folder):
+    """Under ZeRO, where accelerate's own bf16 would round the weights."""
+    found, expected = [], []
+    there = tmp_path / "bf16"
+    for run, rows, given in (
+        (tmp_path / "run", expected, ()), (there, found, ("trainer.precision=bf16",))
+    ):  # fmt: skip
+        given = ("trainer.batch_size=2", f"run.dir={run}", *given)
+        launched(tmp_path, "zero2", words_of(tmp_path, tiny_folder("llama"), "medusa", *given))
+        rows += losses(run)
+    assert found != expected
+    assert found == [pytest.approx(row, rel=0.05) for row in expected]
+    best = max((there / "stages/0-train/checkpoints").glob("step-*"))
+    assert all(t.dtype == torch.float32 for t in load_file(best / "drafter.safetensors").values())
