@@ -60,24 +60,25 @@ RECOVER, WITHIN = 0.8, 500  # share of the loss, requests
 DRAWS = 2000
 WORK = Path("runs/benchmarks/osd")
 # cell -> (stream, settings)
+REJECTED, ALL = {"positions": "rejected"}, {"positions": "all"}
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "stationary": ("stationary", {}),
-    "log": ("stationary", {"log": "log"}),  # the path is put in
-    "all positions": ("stationary", {"positions": "all"}),
+    "stationary": ("stationary", REJECTED),
+    "log": ("stationary", {"log": "log", **REJECTED}),  # the path is put in
+    "all positions": ("stationary", ALL),
     "published code": ("stationary", {"positions": "published_code"}),
-    "bank": ("stationary", {"bank": True}),
-    "shift": ("shift", {}),
-    "shift, all positions": ("shift", {"positions": "all"}),
-    "return": ("return", {}),
-    "return, replay": ("return", {"replay_share": 0.25}),
+    "bank": ("stationary", {"bank": True, **REJECTED}),
+    "shift": ("shift", REJECTED),
+    "shift, all positions": ("shift", ALL),
+    "return": ("return", REJECTED),
+    "return, replay": ("return", {"replay_share": 0.25, **REJECTED}),
 }
 # what `sweep` tries: (learning rate, requests an update, settings). On the prompts of the stream
 # itself, with one rate for both, 1e-4, 3e-4, 1e-3, 2e-3 gave 0.5695, 0.5748, 0.5747, 0.5561 online
 TRIES: tuple[tuple[float, int, dict[str, Any]], ...] = (
-    (5e-4, 8, {}),
-    (5e-4, 8, {"replay_share": 0.75}),
-    (5e-4, 2, {}),
-    (5e-4, 8, {"positions": "all"}),
+    (5e-4, 8, REJECTED),
+    (5e-4, 8, {"replay_share": 0.75, **REJECTED}),
+    (5e-4, 2, REJECTED),
+    (5e-4, 8, ALL),
 )
 PARTS = {"shift": ("math", "code", "prose"), "return": ("math", "code", "math")}
 
@@ -179,7 +180,7 @@ class Bench:
         rows = self.stream(stream, seed)
         start = self.start if stream == "stationary" else self.specialist()
         if "log" in options:
-            options = {"log": str(self.log_of(seed, rows))}
+            options = options | {"log": str(self.log_of(seed, rows))}
         began = time.monotonic()
         offline, _ = self.fit(stream, rows, start, seed, "offline", {}, {})
         online, series = self.fit(

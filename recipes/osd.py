@@ -71,6 +71,7 @@ class Config:
     log_wait_s: float = 0.0  # for new lines, before the log counts as over
     publish_every: int = 0  # updates between versions written for a server; 0: none
     offline: bool = True  # also distil offline, from as many requests, for comparison
+    offline_lr: float | None = None  # of that; null: trainer.lr
     draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
     draft_hidden_size: int | None = None  # default: half the target's
 
@@ -82,6 +83,8 @@ class Config:
         for name in ("log_wait_s", "publish_every"):
             value = getattr(self, name)
             require(value >= 0, f"method.{name}", "be >= 0", value)
+        rate = self.offline_lr
+        require(rate is None or rate > 0, "method.offline_lr", "be null or > 0", rate)
         choices = {"positions": POSITIONS, "reduction": ("token", "sequence")}
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -129,7 +132,9 @@ class Recipe:
         if not self.config.offline:
             return [online]
         # the published offline schedule; as many rows as the stream has requests
-        schedule = {"lr_schedule": "cosine"}
+        schedule: dict[str, Any] = {"lr_schedule": "cosine"}
+        if self.config.offline_lr is not None:
+            schedule["lr"] = self.config.offline_lr
         return [Stage("offline", text, schedule, start="base", row="offline"), online]
 
     def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:

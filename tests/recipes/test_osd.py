@@ -385,6 +385,9 @@ def test_the_offline_stage_distils_on_the_same_text(target, traces):
     assert recipe.state_dict() == {}
     assert recipe.evaluated(len) is len
     assert [s.name for s in Recipe(Config(offline=False), target).stages()] == ["online"]
+    offline, online = Recipe(Config(offline_lr=2e-3), target).stages()
+    assert offline.overrides == {"lr_schedule": "cosine", "lr": 2e-3}
+    assert online.overrides == {}
 
 
 def test_options_of_a_fresh_drafter(target):
@@ -743,6 +746,7 @@ def test_two_processes_serve_one_stream(tiny_folder, tmp_path):
         ("trainer.lr=-1e-4", "trainer.lr must be > 0"),
         ("method.K=0", "method.K must be >= 1, got 0"),
         ("method.positions=errors", "method.positions must be one of rejected, published_code"),
+        ("method.offline_lr=0", "method.offline_lr must be null or > 0"),
         ("method.reduction=mean", "method.reduction must be one of token, sequence"),
         ("method.replay_share=1", "method.replay_share must lie in [0, 1)"),
         ("method.replay_size=0", "method.replay_size must be >= 1"),
