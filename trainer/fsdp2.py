@@ -14,6 +14,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ def used() -> bool:
     return os.environ.get(OURS) == "true"
 
 
+@cache
+def _look_into_losses() -> None:
+    """The backward pass of a sharded module is found through the tensors it returned."""
+    torch.export.register_dataclass(LossOutput)
+
+
 class FSDP2(Replicated):
     shares = True
 
@@ -55,12 +62,13 @@ class FSDP2(Replicated):
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     ) -> tuple[Any, Any]:
-        """A copy is shared out; `drafter` stays the ordinary module that is given back."""
-        # the backward pass of a sharded module is found through the tensors it returned
-        torch.export.register_dataclass(LossOutput)
+        """A copy is shared out; `drafter` stays the ordinary module that is given back, and waits
+        on the CPU."""
+        _look_into_losses()
         accelerator = self.accelerator
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         model: Any = fully_shard(copy.deepcopy(drafter), mesh=mesh, reshard_after_forward=False)
+        drafter.to("cpu")
         return model, accelerator.prepare(make_optimizer(model))
 
     def gather(self, model: Any) -> None:

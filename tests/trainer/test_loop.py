@@ -604,7 +604,7 @@ def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
 
 
 def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
-    settings = {"max_steps": 150, "save_every": 7, "eval_every": 10, "log_every": 3}
+    settings = {"max_steps": 400, "save_every": 7, "eval_every": 10, "log_every": 3}
     straight, expected, rows = train(tmp_path / "a", **settings)
     process = start(tmp_path / "b", "crash")
     _, errors = process.communicate(timeout=120)
@@ -693,9 +693,9 @@ def crash(folder: Path) -> None:
     while True:
         child = os.fork()
         if child == 0:
-            train(folder, max_steps=150, save_every=7, eval_every=10, log_every=3)
+            train(folder, max_steps=400, save_every=7, eval_every=10, log_every=3)
             os._exit(0)
-        deadline = time.monotonic() + generator.uniform(0.1, 0.9)
+        deadline = time.monotonic() + generator.uniform(0.1, 0.6)
         if num_kills >= 6:
             deadline += 60
         while time.monotonic() < deadline:
