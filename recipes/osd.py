@@ -46,6 +46,7 @@ from recipes.parts.online import (
     target_laws,
 )
 from recipes.parts.stream import Stream
+from trainer import fsdp2
 from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
 from trainer.losses import LossOutput, check_options
@@ -112,6 +113,11 @@ class Recipe:
                 f"method.bank=true trains in one process, got {self.processes.num_processes}: the "
                 "drafters that an interval trains differ from process to process; start one, or "
                 "set method.bank=false"
+            )
+        if config.publish_every and fsdp2.used():
+            raise UserError(
+                "method.publish_every writes whole weights in one process, FSDP2 shares them out: "
+                "launch with scripts/accelerate/ddp.yaml or zero2.yaml, or set it to 0"
             )
         if config.log is not None:
             look = RequestLog(config.log, target, target.context)

@@ -736,6 +736,12 @@ def test_two_processes_serve_one_stream(tiny_folder, tmp_path):
     assert series[1]["alpha_static"] == pytest.approx(first["alpha_static"], rel=0.05)
 
 
+def test_versions_are_not_published_from_shares(target, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_FSDP2", "true")
+    with pytest.raises(UserError, match=r"method\.publish_every .* FSDP2"):
+        Recipe(Config(publish_every=2), target)
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 
