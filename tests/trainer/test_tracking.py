@@ -173,11 +173,18 @@ def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
     assert any(path.stat().st_size > 0 for path in (tmp_path / "wandb").rglob("*.wandb"))
 
 
-def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(tmp_path, tiny_folder):
+def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(
+    tmp_path, tiny_folder, monkeypatch
+):
+    logged = []
+    wandb_run = SimpleNamespace(
+        id="abc", summary={}, define_metric=lambda *given, **options: None,
+        log=lambda row: None, log_artifact=logged.append, finish=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr("trainer.tracking._start_wandb", lambda *given: wandb_run)
     given = ["trainer.wandb=offline", "eval.temperatures=0"]
     assert train.main(command(tmp_path, tiny_folder("llama"), *given)) == 0
-    logs = (tmp_path / "run" / "wandb").rglob("*.wandb")
-    written = b"".join(path.read_bytes() for path in logs)
-    run_id = (tmp_path / "run" / "wandb_id").read_text()
-    for said in (f"report-{run_id}", "report.html", "report.json", "after/T=0/alpha"):
-        assert said.encode() in written, said
+    (artifact,) = logged
+    assert (artifact.name, artifact.type) == ("report-abc", "report")
+    assert set(artifact.manifest.entries) == {"report.md", "report.html", "report.json"}
+    assert 0 <= wandb_run.summary["after/T=0/alpha"] <= 1
