@@ -334,22 +334,30 @@ class Recipe:
         if isinstance(self._network, DrafterBank):
             assert isinstance(batch, OnlineBatch)
             self._network.chosen = batch.members
-        if target_outputs is not None:
-            assert target_outputs.logits is not None
-            full = target_outputs.logits[rows, index][..., : self.target.vocab_size]
-        else:
-            full = batch.laws if isinstance(batch, OnlineBatch) else None
         labels = batch.input_ids[rows, index + 1]
 
+        def law(at: torch.Tensor) -> torch.Tensor:
+            """The target's logits at those of the N positions, [n] int64 -> [n, V]"""
+            if isinstance(batch, OnlineBatch):
+                return batch.laws[at]
+            assert target_outputs is not None
+            assert target_outputs.logits is not None
+            logits = target_outputs.logits[rows[at], index[at]]
+            return logits[..., : self.target.vocab_size]
+
         def score(depth: int, states: torch.Tensor) -> LossOutput:
-            return self._score(states[rows, index], labels, full, batch)
+            return self._score(states[rows, index], labels, law, batch)
 
         return self.drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
 
     def _score(
-        self, states: torch.Tensor, labels: torch.Tensor, full: torch.Tensor | None, batch: Batch
+        self,
+        states: torch.Tensor,
+        labels: torch.Tensor,
+        law: Callable[[torch.Tensor], torch.Tensor],
+        batch: Batch,
     ) -> LossOutput:
-        """states [N, d]; labels [N]; full [N, V], None where N is 0."""
+        """states [N, d]; labels [N]"""
         config, network, terms = self.config, self._network, []
         overlap = torch.zeros((), device=states.device)
         for member, (own, weights, count) in enumerate(self._weights(batch)):
@@ -358,10 +366,10 @@ class Recipe:
                 terms.append((states.new_zeros(()), 0.0, 1.0))
                 continue
             head = (network.members[member] if bank else network).output_head(1)
-            law = None if full is None else full[own]
+            places = own.nonzero(as_tuple=True)[0]
             value = chunked_divergence(
                 config.divergence, states[own], head,
-                lambda span, law=law: law[span],  # type: ignore[index]
+                lambda span, places=places: law(places[span]),
                 labels[own], weights[own], beta=config.beta, eta=config.eta, mix=config.mix,
             )  # fmt: skip
             overlap = overlap + value.overlap.sum()

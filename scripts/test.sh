@@ -18,5 +18,5 @@ if (($# == 0)); then
 fi
 python -m pytest "$@"
 if ! python -c "import deepspeed" 2>/dev/null; then
-    echo "NOT TESTED: DeepSpeed's ZeRO; bash scripts/deepspeed.sh, then bash scripts/test.sh -m zero"
+    echo "NOT TESTED: DDP, ZeRO and FSDP2 in two processes; bash scripts/deepspeed.sh, then bash scripts/test.sh -m zero"
 fi

@@ -39,7 +39,8 @@ def take_over() -> None:
         raise UserError(
             f"fsdp_version must be 2, got {version}: take scripts/accelerate/fsdp2.yaml"
         )
-    os.environ[OURS] = "true"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one process has nothing to share out
+        os.environ[OURS] = "true"
 
 
 def used() -> bool:
