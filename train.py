@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
         print(base.listing())
         return 0
     from recipes.phases import generate, report, run, train
+    from recipes.phases.dev import split_dev
 
     try:
         config, module = resolve(arguments)
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
             run.claim(this, ["train.py", *arguments], made_of)
             trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:
-                dev = train.split_dev(traces, config.run.seed)[1]
+                dev = split_dev(traces, config.run.seed)[1]
                 about = recipe.about() if hasattr(recipe, "about") else {}
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
         if written.exists():

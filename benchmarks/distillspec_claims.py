@@ -42,7 +42,8 @@ from eval.offline import OfflineEvaluator
 from eval.policies import make_budget
 from recipes.base import Context
 from recipes.distillspec import Config, Recipe
-from recipes.phases.train import sample_drafter, split_dev
+from recipes.phases.dev import split_dev
+from recipes.phases.train import sample_drafter
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker

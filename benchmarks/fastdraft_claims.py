@@ -44,7 +44,7 @@ from eval.metrics import PromptCounters, hierarchical_difference, holm, summaris
 from eval.offline import OfflineEvaluator
 from recipes.base import Stage
 from recipes.fastdraft import Config, Recipe
-from recipes.phases.train import split_dev
+from recipes.phases.dev import split_dev
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker

@@ -40,7 +40,7 @@ from eval.metrics import PromptCounters, hierarchical_difference
 from eval.policies import tree_budget
 from eval.replay import TreeReplay
 from recipes.gto import Config, Recipe
-from recipes.phases.train import split_dev
+from recipes.phases.dev import split_dev
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker

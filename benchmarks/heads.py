@@ -40,7 +40,7 @@ from eval.offline import OfflineEvaluator
 from eval.policies import tree_budget
 from eval.replay import TreeReplay, rank_accuracy
 from eval.speed_model import COST_RATIOS, modelled_speedup
-from recipes.phases.train import split_dev
+from recipes.phases.dev import split_dev
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator
 from trainer.tracking import Tracker

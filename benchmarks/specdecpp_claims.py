@@ -42,7 +42,7 @@ from eval import rollouts
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.policies import make_budget
 from recipes.base import Context
-from recipes.phases.train import split_dev
+from recipes.phases.dev import split_dev
 from recipes.specdecpp import Config, Recipe
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator

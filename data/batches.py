@@ -18,7 +18,7 @@ import torch
 from data.traces import Trace
 from trainer.config import UserError
 from trainer.losses import CompressedTeacher
-from trainer.shift import response_mask
+from trainer.shift import response_mask, supervised
 
 SOURCES = ("fixed", "target", "draft")
 
@@ -26,8 +26,10 @@ SOURCES = ("fixed", "target", "draft")
 @dataclass
 class Batch:
     """Right-padded rows. input_ids, position_ids, document_ids [B, L] int64 (document -1: padding),
-    loss_mask [B, L] bool over tokens. `sources`: of each row's response; rows of source "draft"
-    come without a response until a recipe generates one. `teacher`: of the N supervised positions.
+    loss_mask [B, L] bool over tokens. `prompts`, `responses`, `sources`: of each text; one of
+    source "draft" comes without a response until a recipe generates one. A text is a row, unless
+    `text_starts` names the row and the column where each begins, and `document_ids` the text of
+    each token. `teacher`: of the N supervised positions.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +42,30 @@ class Batch:
     num_supervised: int
     index: int = 0
     teacher: CompressedTeacher | None = None
+    text_starts: list[tuple[int, int]] | None = None
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """[B, L] int64, where texts share a row: tokens of different ones do not see each other."""
+        return None if self.text_starts is None else self.document_ids
+
+    def starts(self) -> list[tuple[int, int]]:
+        """Row and column of the first token of each text."""
+        return self.text_starts or [(row, 0) for row in range(len(self.prompts))]
+
+    def supervised(self, depth: int = 0) -> torch.Tensor:
+        """`trainer.shift.supervised` of these texts, [B, L-1] bool"""
+        return supervised(self.loss_mask, depth, self.documents)
+
+    def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The text, from 0, of the token that each of these logits scores, [N] int64"""
+        return rows if self.text_starts is None else self.document_ids[rows, index + 1]
+
+    def count(self, trained: torch.Tensor, reduction: str) -> float:
+        """The denominator of a mean over these logit indices [B, L-1]: by "token" or "sequence"."""
+        if reduction == "token":
+            return float(trained.sum())
+        return float(self.texts_of(*trained.nonzero(as_tuple=True)).unique().numel())
 
     def to(self, device: torch.device | str) -> Batch:
         moved: dict[str, Any] = {}
@@ -134,10 +160,10 @@ class Batches:
         first = self.rank * self.batch_size
         rows = [self._trace(index * everyone + first + i) for i in range(self.batch_size)]
         sources = sources[first : first + self.batch_size]
-        responses = [_response(row, source) for row, source in zip(rows, sources, strict=True)]
+        responses = [response_of(row, source) for row, source in zip(rows, sources, strict=True)]
         batch = collate([row.prompt_ids for row in rows], responses, sources, index)
         if self.teacher:
-            batch.teacher = _join_teachers(rows)
+            batch.teacher = join_teachers(rows)
         return batch
 
     def _shares(self, index: int) -> list[float]:
@@ -155,19 +181,22 @@ class Batches:
         if epoch not in self._order:
             if len(self._order) > 2:
                 self._order.clear()
-            self._order[epoch] = np.random.default_rng([self.seed, epoch, 1]).permutation(
-                len(self.traces)
-            )
+            self._order[epoch] = epoch_order(self.seed, epoch, len(self.traces))
         return self.traces[int(self._order[epoch][place])]
 
 
-def _response(trace: Trace, source: str) -> list[int]:
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """[count] int64: whose turn it is in an epoch."""
+    return np.random.default_rng([seed, epoch, 1]).permutation(count)
+
+
+def response_of(trace: Trace, source: str) -> list[int]:
     if source == "draft":
         return []
     return trace.fixed_ids if source == "fixed" else trace.response_ids
 
 
-def _join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
+def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
     """Positions in the order of `trainer.shift`: row by row, left to right."""
 
     def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -184,18 +213,19 @@ def _join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
 
 
 def preview(batch: Batch, tokenizer: Any) -> str:
-    """The first supervised row with its trained tokens between brackets, for a look before step
+    """The first supervised text with its trained tokens between brackets, for a look before step
     1."""
-    supervised = [i for i, mask in enumerate(batch.loss_mask) if bool(mask.any())]
-    if not supervised:
+    for text, (row, first) in enumerate(batch.starts()):
+        prompt_ids, response_ids = batch.prompts[text], batch.responses[text]
+        begin = first + len(prompt_ids)
+        trained = batch.loss_mask[row, begin : begin + len(response_ids)].tolist()
+        if any(trained):
+            break
+    else:
         return "first batch: no response yet (the drafter generates it)"
-    row = supervised[0]
-    prompt = tokenizer.decode(batch.prompts[row])
-    begin = len(batch.prompts[row])
-    trained = batch.loss_mask[row, begin : begin + len(batch.responses[row])].tolist()
-    texts = [tokenizer.decode([token]) for token in batch.responses[row]]
-    response = "".join(f"[{t}]" if on else t for t, on in zip(texts, trained, strict=True))
+    shown = [tokenizer.decode([token]) for token in response_ids]
+    response = "".join(f"[{t}]" if on else t for t, on in zip(shown, trained, strict=True))
     return (
-        f"first batch, row {row} ({batch.sources[row]}): {len(batch.prompts[row])} prompt tokens, "
-        f"{sum(trained)} trained, in brackets\n{prompt}{response}"
+        f"first batch, row {row} ({batch.sources[text]}): {len(prompt_ids)} prompt tokens, "
+        f"{sum(trained)} trained, in brackets\n{tokenizer.decode(prompt_ids)}{response}"
     )

@@ -190,18 +190,18 @@ class FeaturesStore:
         return store
 
     def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs | None:
-        """hidden[layer] [B, L, H] in the target's dtype, zero past the end of each row; None if a
-        row (prompt and response, taken together) is not stored."""
+        """hidden[layer] [B, L, H] in the target's dtype, zero where there is no text; None if a
+        text (prompt and response, taken together) is not stored."""
         keys = [_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
         if not all(key in self._places for key in keys):
             return None
         rows = [self._row(key) for key in keys]
-        width = batch.input_ids.shape[1]
+        shape, places = tuple(batch.input_ids.shape), batch.starts()
         hidden: dict[LayerId, torch.Tensor] = {}
         for layer in self.layers:
-            states = _padded([row[f"hidden.{layer}"] for row in rows], width).to(device)
+            states = _placed([row[f"hidden.{layer}"] for row in rows], places, shape).to(device)
             if self.identity["dtype"] == "fp8":
-                scale = _padded([row[f"scale.{layer}"] for row in rows], width).to(device)
+                scale = _placed([row[f"scale.{layer}"] for row in rows], places, shape).to(device)
                 # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
                 bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
                 states = bits.view(torch.float16).float().mul_(scale.view(torch.float32) * 256)
@@ -324,11 +324,13 @@ def _compute(
     return tensors
 
 
-def _padded(rows: list[np.ndarray], width: int) -> torch.Tensor:
-    """uint8 [B, width, bytes of a token], zero past the end of each row."""
-    out = np.zeros((len(rows), width, rows[0].shape[1]), np.uint8)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
+def _placed(
+    texts: list[np.ndarray], places: list[tuple[int, int]], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """uint8 [*shape, bytes of a token], zero where there is no text."""
+    out = np.zeros((*shape, texts[0].shape[1]), np.uint8)
+    for text, (row, first) in zip(texts, places, strict=True):
+        out[row, first : first + len(text)] = text
     return torch.from_numpy(out)
 
 

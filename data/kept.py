@@ -51,7 +51,7 @@ class KeptLogits:
                 self.kept[group[j]] = own.clone()
 
     def outputs(self, batch: Batch) -> TargetOutputs | None:
-        """Logits [B, L, V], zero where nothing is supervised; None if a row is not stored text."""
+        """Logits [B, L, V], zero where nothing is supervised; None if one is not stored text."""
         if not self.kept:
             self._fill()
         keys = [(tuple(p), tuple(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
@@ -63,7 +63,7 @@ class KeptLogits:
             dtype=self.target.model.dtype,
             device=self.target.device,
         )
-        for row, (prompt, response) in enumerate(keys):
-            first = len(prompt) - 1
-            logits[row, first : first + len(response)] = self.kept[keys[row]]
+        for (prompt, response), (row, begin) in zip(keys, batch.starts(), strict=True):
+            first = begin + len(prompt) - 1
+            logits[row, first : first + len(response)] = self.kept[prompt, response]
         return TargetOutputs(logits=logits)

@@ -1,4 +1,4 @@
-"""Rows of raw text for training: documents joined end to end and cut at the context length.
+"""Rows without padding: raw text joined end to end and cut, or several whole traces.
 
 Which text stands in row n of a training follows from n alone: the sources take turns in exactly
 their shares, and each is read in an order drawn anew per epoch. Nothing is saved, so nothing is
@@ -8,17 +8,20 @@ lost on resume.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from data.batches import Batch
+from data.batches import Batch, epoch_order, join_teachers, response_of
 from data.corpus import Source, TokenFile, tokenised
 from data.target import Target
+from data.traces import Trace
 from trainer.config import UserError
 
 
@@ -127,3 +130,103 @@ class PackedBatches:
             drawn = np.random.default_rng([self.seed, which, epoch, 2])
             self._order[which, epoch] = drawn.permutation(count)
         return self._order[which, epoch]
+
+
+@dataclass
+class PackedTraces:
+    """`batches.at(index)` of rows [batch_size, row_tokens], each of several whole traces that do
+    not see each other: the next of the epoch's order, as many as fit. `source`: of all responses,
+    "target" or "fixed"; `teacher`: attach the compressed teacher stored with them."""
+
+    traces: Sequence[Trace]
+    source: str
+    row_tokens: int
+    batch_size: int
+    seed: int
+    teacher: bool = False
+    rank: int = 0
+    world: int = 1
+    _firsts: list[int] = field(default_factory=lambda: [0])  # row that each epoch begins with
+    _rows: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lengths = [len(t.prompt_ids) + len(response_of(t, self.source)) for t in self.traces]
+        longest = max(self._lengths)
+        if longest > self.row_tokens:
+            raise UserError(
+                f"trainer.pack_tokens={self.row_tokens} holds no text of {longest} tokens, the "
+                f"longest: set it to {longest} or more, or lower data.max_new_tokens"
+            )
+
+    def at(self, index: int) -> Batch:
+        """The batch of global micro-step `index` for this rank."""
+        first = (index * self.world + self.rank) * self.batch_size
+        rows = [self._row(first + i) for i in range(self.batch_size)]
+        shape = (self.batch_size, self.row_tokens)
+        ids, positions = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        documents = torch.full(shape, -1)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        places: list[tuple[int, int]] = []
+        for row, traces in enumerate(rows):
+            begin = 0
+            for trace in traces:
+                text = [*trace.prompt_ids, *response_of(trace, self.source)]
+                end = begin + len(text)
+                ids[row, begin:end] = torch.tensor(text)
+                positions[row, begin:end] = torch.arange(len(text))
+                documents[row, begin:end] = len(places)
+                # nothing precedes the first token of a text: there are no logits for it
+                mask[row, begin + max(1, len(trace.prompt_ids)) : end] = True
+                places.append((row, begin))
+                begin = end
+            positions[row, begin:] = torch.arange(self.row_tokens - begin)
+        taken = [trace for traces in rows for trace in traces]
+        return Batch(
+            ids, mask, positions, documents, [t.prompt_ids for t in taken],
+            [response_of(t, self.source) for t in taken], [self.source] * len(taken),
+            int(mask.sum()), index, join_teachers(taken) if self.teacher else None, places,
+        )  # fmt: skip
+
+    def _row(self, number: int) -> list[Trace]:
+        while self._firsts[-1] <= number:
+            self._firsts.append(self._firsts[-1] + len(self._packed(len(self._firsts) - 1)))
+        epoch = bisect_right(self._firsts, number) - 1
+        return [self.traces[i] for i in self._packed(epoch)[number - self._firsts[epoch]]]
+
+    def _packed(self, epoch: int) -> list[list[int]]:
+        """The traces of each row of an epoch."""
+        if epoch not in self._rows:
+            if len(self._rows) > 2:
+                self._rows.clear()
+            rows: list[list[int]] = []
+            room = 0
+            for i in epoch_order(self.seed, epoch, len(self.traces)).tolist():
+                if self._lengths[i] > room:
+                    rows.append([])
+                    room = self.row_tokens
+                rows[-1].append(i)
+                room -= self._lengths[i]
+            self._rows[epoch] = rows
+        return self._rows[epoch]
+
+
+@torch.no_grad()
+def check_separation(model: Any, remedy: str) -> None:
+    """Two documents in a row, told apart by their positions alone, must not see each other in a
+    model of transformers."""
+
+    def states(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        return model.base_model(**given).last_hidden_state
+
+    device = next(model.parameters()).device
+    ids = torch.arange(6, device=device).unsqueeze(0)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    training = model.training
+    model.eval()
+    packed, alone = states(ids, positions), states(ids[:, 3:], None)
+    model.train(training)
+    # what rounding makes of another order of sums, in half precision too
+    close = 1e-4 if alone.dtype == torch.float32 else 2e-2
+    if not torch.allclose(packed[:, 3:], alone, rtol=0, atol=close * float(alone.abs().max())):
+        raise UserError(f"{type(model).__name__} lets packed documents see each other: {remedy}")

@@ -207,6 +207,7 @@ class EagleDrafter(TrainedDrafter):
         depth: int,
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
         paths: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         """The training-time test: every step feeds the true tokens and the head's own states. The
@@ -225,8 +226,11 @@ class EagleDrafter(TrainedDrafter):
         )
         keys, values = self.layer.keys_values(x, position_ids[:, :-1])
         allowed = None
-        if columns is not None:
+        if columns is not None or documents is not None:
             allowed = torch.arange(length - 1, device=ids.device) <= wanted.unsqueeze(-1)
+            if documents is not None:
+                allowed &= documents[:, None, :-1] == documents[rows, wanted].unsqueeze(-1)
+        if columns is not None:
             x, residual = x[rows, wanted], residual[rows, wanted]
         positions = position_ids[rows, wanted]
         own: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the later steps
@@ -254,16 +258,10 @@ class EagleDrafter(TrainedDrafter):
             yield at_index(projected, step + 1, length)
 
     def _step(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        own: list[tuple[torch.Tensor, torch.Tensor]],
-        allowed: torch.Tensor | None,
-        later: bool,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor,
+        values: torch.Tensor, own: list[tuple[torch.Tensor, torch.Tensor]],
+        allowed: torch.Tensor | None, later: bool,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
         new = self.layer.keys_values(x, positions) if later else (keys, values)
         own = [*own, new] if later else own
         queries = self.layer.queries(x, positions)

@@ -115,6 +115,7 @@ class HydraDrafter(TrainedDrafter):
         depth: int,
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         """In training under dropout, as the output matrix gets them."""
         assert outputs is not None
@@ -123,7 +124,7 @@ class HydraDrafter(TrainedDrafter):
         if self.settings.prefix_layer:
             if position_ids is None:
                 position_ids = torch.arange(length, device=ids.device).expand_as(ids)
-            state = self.prefix(state, position_ids)
+            state = self.prefix(state, position_ids, documents=documents)
         embedded = self._embed(ids)
         for number in range(1, depth + 1):
             count = max(length - number, 0)  # columns whose tokens t + 1 .. t + number are there
@@ -243,12 +244,16 @@ class PrefixLayer(nn.Module):
         positions: torch.Tensor,
         slots: SlotKeys | None = None,
         used: int = 0,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [B, T, width] of a whole text; or, with `slots`, of some of its positions, which
-        are written there and see all slots up to their own, of those below `used`."""
+        """hidden [B, T, width] of a whole text, or of several, by `documents` [B, T]; or, with
+        `slots`, of some of its positions, which are written there and see all slots up to their
+        own, of those below `used`."""
         x = self.input_layernorm(hidden)
         keys, values = self.layer.keys_values(x, positions)
         allowed = None
+        if documents is not None:
+            allowed = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril()
         if slots is not None:
             slots.write(keys, values, positions)
             keys, values = slots.read(used)

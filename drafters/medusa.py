@@ -87,6 +87,7 @@ class MedusaDrafter(TrainedDrafter):
         depth: int,
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         assert outputs is not None
         length = ids.shape[1]

@@ -25,6 +25,7 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
         def refresh(self, step, context) -> Batch | None: ...     # optional, data drawn anew
         unserved = None                     # optional; why no engine serves what it trains
         no_lora = None                      # optional; why trainer.lora_rank means nothing to it
+        packs = False                       # optional; true: several texts may share a row
         def lr_multiplier(self, name) -> float: ...  # optional, of the parameter of that name
         def about(self) -> dict: ...        # optional, what the report says of the drafter
         trains_acceptance = False           # optional; true: its drafter gets an acceptance head

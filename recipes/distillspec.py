@@ -25,7 +25,6 @@ from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
 from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
 from trainer.losses import LossOutput, check_options, divergence, position_weights, reduce
-from trainer.shift import supervised
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
 ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
@@ -149,6 +148,7 @@ class Config:
 
 class Recipe:
     target_access = "outputs"
+    packs = True
 
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
@@ -235,14 +235,12 @@ class Recipe:
         return TargetRequest(logits=True)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        if self.config.reduction == "token":
-            return [float(batch.num_supervised)]
-        return [float(batch.loss_mask.any(1).sum())]
+        return [batch.count(batch.supervised(), self.config.reduction)]
 
     def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
         """Masked mean over response positions of D(p || q), prompts and padding excluded."""
         full = target_outputs.logits if target_outputs is not None else None
-        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        rows, index = batch.supervised().nonzero(as_tuple=True)
         labels = batch.input_ids[rows, index + 1]
         scored = self.drafter(
             batch.input_ids,
@@ -275,14 +273,14 @@ class Recipe:
             "teacher_temperature": config.teacher_temperature,
             "loss_temperature_scale": config.loss_temperature_scale,
         }  # fmt: skip
-        num_rows = len(batch.input_ids)
+        texts, num_texts = batch.texts_of(rows, index), len(batch.prompts)
         if full is None and name != "ce_hard":
             values = divergence(
                 name, head.logits(states), batch.teacher, labels, approx=config.approx, **options
             )
-            total, count = reduce(values, rows, num_rows, config.reduction)
+            total, count = reduce(values, texts, num_texts, config.reduction)
             return LossOutput([(total, count, 1.0)], self._metrics(batch))
-        weights, count = position_weights(rows, num_rows, config.reduction)
+        weights, count = position_weights(texts, num_texts, config.reduction)
 
         def teacher(span: slice) -> torch.Tensor:
             assert full is not None

@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from data.batches import Batch, collate
 from data.corpus import Source
-from data.packing import RawText
+from data.packing import RawText, check_separation
 from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
@@ -253,7 +251,7 @@ class Recipe:
     def enter(self, stage: Stage, drafter: CausalLMDrafter, max_steps: int) -> CausalLMDrafter:
         """Before documents are packed: the network must keep them apart."""
         if stage.needs.text is not None and stage.needs.text.separate:
-            check_separation(drafter)
+            check_separation(drafter.model, "set method.separate_documents=false")
         return drafter
 
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
@@ -282,21 +280,3 @@ class Recipe:
 
     def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
         return self.inner.loss(batch, target_outputs, step)
-
-
-@torch.no_grad()
-def check_separation(drafter: CausalLMDrafter) -> None:
-    """Two documents in a row, told apart by their positions alone, must not see each other."""
-    device = next(drafter.parameters()).device
-    ids = (torch.arange(6, device=device) % drafter.vocab_size).unsqueeze(0)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
-    training = drafter.training
-    drafter.eval()
-    *_, packed = drafter.states(ids, None, 1, positions)
-    *_, alone = drafter.states(ids[:, 3:], None, 1)
-    drafter.train(training)
-    if not torch.allclose(packed[:, 3:], alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
-        raise UserError(
-            f"{type(drafter.model).__name__} lets packed documents see each other: set "
-            "method.separate_documents=false"
-        )

@@ -28,7 +28,6 @@ from trainer import fsdp2
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.losses import LossOutput, position_weights
-from trainer.shift import supervised
 
 RAMPS: dict[str, Callable[[float], float]] = {  # of the share of steps, this one included
     "constant": lambda share: 1.0,
@@ -71,6 +70,7 @@ class Config(medusa.Config):
 
 class Recipe(medusa.Recipe):
     target_access = "trainable"
+    packs = False
     no_lora = "recipe=medusa2 has an adapter of its own, see method.lora_rank"
 
     def __init__(self, config: Config, target: Target):
@@ -156,7 +156,7 @@ class Recipe(medusa.Recipe):
         metrics: dict[str, Any],
     ) -> Term:
         """The adapted target's states [B, L, d] against the original's, at every response token."""
-        rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
+        rows, index = batch.supervised().nonzero(as_tuple=True)
         weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
         value = self._divergence(
             LM_LOSSES[self.config.lm_loss],

@@ -151,6 +151,7 @@ class DataConfig:
 class TrainerConfig:
     max_steps: int = 300
     batch_size: int = 32  # sequences per process per micro-step
+    pack_tokens: int = 0  # rows of so many tokens, each of several whole texts; 0: a text a row
     gradient_accumulation_steps: int = 1
     lr: float = 1e-3
     lr_schedule: str = "hold_cosine"
@@ -197,6 +198,7 @@ class TrainerConfig:
             require(
                 0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
             )
+        require(self.pack_tokens >= 0, "trainer.pack_tokens", "be >= 0 (0: off)", self.pack_tokens)
         require(self.lora_rank >= 0, "trainer.lora_rank", "be >= 0 (0: off)", self.lora_rank)
         require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
         require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)

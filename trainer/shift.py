@@ -43,19 +43,23 @@ def response_mask(
     return (index >= start[:, None]) & (index < end[:, None])
 
 
-def supervised(loss_mask: Tensor, depth: int = 0) -> Tensor:
+def supervised(loss_mask: Tensor, depth: int = 0, documents: Tensor | None = None) -> Tensor:
     """[B, L-1] bool: the trained logit indices, i.e. those whose next token is in the mask.
 
     loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
     depth > 0: what a head drafts as the depth-th token of a round. The round's anchor, the last
     committed token, lies `depth` before it and is the target's own too, since the first token of a
-    response comes from the prefill: exactly the positions that decoding visits.
+    response comes from the prefill: exactly the positions that decoding visits. documents [B, L]
+    int64, where a row holds several texts: the anchor is of the token's own.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
     if depth:
         anchored = torch.zeros_like(trained)
-        anchored[:, depth - 1 :] = loss_mask[:, : trained.shape[1] - depth + 1]
+        count = trained.shape[1] - depth + 1
+        anchored[:, depth - 1 :] = loss_mask[:, :count]
+        if documents is not None:
+            anchored[:, depth - 1 :] &= documents[:, :count] == documents[:, depth:]
         trained = trained & anchored
     return trained
 

@@ -23,7 +23,6 @@ from recipes.base import Needs, Stage, TargetRequest, check_kind
 from trainer.chunked import OutputHead, chunked_divergence
 from trainer.config import UserError, require
 from trainer.losses import LossOutput, check_options, position_weights
-from trainer.shift import supervised
 
 Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput
 
@@ -62,6 +61,7 @@ class HeadConfig:
 
 class HeadRecipe:
     target_access = "outputs"
+    packs = True
     kind: str  # of the drafters it trains
 
     def __init__(self, config: Any, target: Target):
@@ -101,9 +101,7 @@ class HeadRecipe:
         """One per term: the divergence of each depth, then its further terms."""
         out = []
         for depth in range(1, self.depth + 1):
-            trained = supervised(batch.loss_mask, depth)
-            sequences = self.config.reduction == "sequence"
-            count = float(trained.any(1).sum() if sequences else trained.sum())
+            count = batch.count(batch.supervised(depth), self.config.reduction)
             out += [count] * (1 + self._further)
         return out
 
@@ -115,7 +113,8 @@ class HeadRecipe:
         assert target_outputs is not None
         metrics: dict[str, Any] = {}
         score = self._scorer(batch, target_outputs.hidden["final_norm"], self.target.head, metrics)
-        outputs = TargetOutputs({k: self._noisy(v) for k, v in target_outputs.hidden.items()})
+        hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
+        outputs = TargetOutputs(hidden)
         return LossOutput(self._scored(batch, outputs, score), metrics)
 
     def _scored(
@@ -127,7 +126,8 @@ class HeadRecipe:
             self.depth,
             score,
             batch.position_ids,
-            supervised(batch.loss_mask, 1)[:, 1:],  # logit index t + 1 is column t
+            batch.supervised(1)[:, 1:],  # logit index t + 1 is column t
+            **({} if batch.documents is None else {"documents": batch.documents}),
         )
         return [term for terms in scored for term in terms]
 
@@ -139,10 +139,11 @@ class HeadRecipe:
         teacher = self._teacher(batch, final, head)
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
-            rows, index = supervised(batch.loss_mask, depth).nonzero(as_tuple=True)
+            rows, index = batch.supervised(depth).nonzero(as_tuple=True)
             picked, wanted = states[rows, index], final[rows, index]
             labels = batch.input_ids[rows, index + 1]
-            weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
+            texts = batch.texts_of(rows, index)
+            weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
             own = self._unwrapped().output_head(depth)
             scale = self.config.depth_decay ** (depth - 1)
             law = teacher(rows, index)
@@ -185,7 +186,7 @@ class HeadRecipe:
     ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], torch.Tensor]]:
         """(rows, logit indices) -> the target's logits of a span of them. Every depth asks for some
         of the first one's positions, so where all of those fit they are computed once."""
-        where = supervised(batch.loss_mask, 1)
+        where = batch.supervised(1)
         rows, index = where.nonzero(as_tuple=True)
         size = len(rows) * self.target.vocab_size * final.element_size()
         if self.depth == 1 or size > KEEP_TEACHER_BYTES:
@@ -196,11 +197,13 @@ class HeadRecipe:
         place[rows, index] = torch.arange(len(rows), device=where.device)
         return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
 
-    def _noisy(self, states: torch.Tensor) -> torch.Tensor:
-        """Li et al. 2024, EAGLE: uniform noise on the features, scaled by 512 / length."""
-        width = self.config.feature_noise * 512 / states.shape[1]
-        if not width:
+    def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Li et al. 2024, EAGLE: uniform noise on the features, scaled by 512 / the tokens of the
+        longest text."""
+        if not self.config.feature_noise:
             return states
+        texts = zip(batch.prompts, batch.responses, strict=True)
+        width = self.config.feature_noise * 512 / max(len(p) + len(r) for p, r in texts)
         return states + (2 * torch.rand_like(states) - 1) * width
 
 

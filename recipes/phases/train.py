@@ -17,7 +17,7 @@ from data.cache import CachedModel
 from data.decode import Request, decode
 from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
 from data.kept import KeptLogits
-from data.packing import PackedBatches
+from data.packing import PackedBatches, PackedTraces, check_separation
 from data.prompts import (
     Prompt,
     fixed_response_ids,
@@ -25,20 +25,14 @@ from data.prompts import (
 from data.sampling import Sampling, row_key
 from data.target import Target
 from data.traces import Trace
-from drafters.base import served_target
 from drafters.load import load_drafter
-from eval.metrics import per_domain
-from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
 from recipes.base import Context, Stage, TargetRequest
 from recipes.phases import shared
+from recipes.phases.dev import dev_evaluation, split_dev
 from recipes.phases.run import Run
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
 from trainer.tracking import Tracker
-
-DEV_PROMPTS = 48  # held-out training prompts that choose the best checkpoint
-DEV_SHARE = 0.125
 
 
 def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
@@ -58,6 +52,8 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
                 "the compressed teacher is stored with the traces: set data.teacher_top_k and "
                 "data.teacher_samples, got 0 and 0"
             )
+    if run.config.trainer.pack_tokens:
+        _check_packing(run, recipe)
     model, engine = run.config.model, run.config.eval.engine
     if engine != "own" and (reason := getattr(recipe, "unserved", None)):
         raise UserError(f"eval.engine={engine}: {reason}")
@@ -78,8 +74,26 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
         trust_remote_code=model.trust_remote_code,
     )
     recipe.accept(drafter)
+    if run.config.trainer.pack_tokens and not drafter.target_layers:
+        check_separation(drafter.model, "set trainer.pack_tokens=0")
     chosen_stages(run, recipe)  # a trained drafter may leave out some
     return drafter
+
+
+def _check_packing(run: Run, recipe: Any) -> None:
+    """Of stored text only: what a drafter is still to write has no length."""
+    if not getattr(recipe, "packs", False):
+        raise UserError(
+            f"trainer.pack_tokens must be 0: recipe={run.config.recipe} reads a text a row"
+        )
+    for stage in chosen_stages(run, recipe):
+        sources = [name for name, share in stage.needs.mix.items() if share]
+        if sources not in (["target"], ["fixed"]):
+            raise UserError(
+                "trainer.pack_tokens packs stored texts of one source, got "
+                f"{' and '.join(sources)} in stage {stage.name}: set it to 0"
+            )
+    check_separation(run.target.model, "set trainer.pack_tokens=0")
 
 
 def raw_texts(run: Run, recipe: Any) -> dict[str, PackedBatches]:
@@ -153,19 +167,6 @@ def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
     return stages[first : last + 1]
 
 
-def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
-    """(train, dev) by conversation: the checkpoint is chosen on prompts that are neither trained on
-    nor reported."""
-    ids = sorted(
-        {trace.conversation_id for trace in traces},
-        key=lambda name: hashlib.sha256(f"{seed}-{name}".encode()).hexdigest(),
-    )
-    count = min(DEV_PROMPTS, max(1, int(len(ids) * DEV_SHARE))) if len(ids) > 1 else 0
-    held_out = set(ids[:count])
-    train = [trace for trace in traces if trace.conversation_id not in held_out]
-    return train, [trace for trace in traces if trace.conversation_id in held_out]
-
-
 def train_stages(
     run: Run,
     recipe: Any,
@@ -229,17 +230,26 @@ def _fit_stage(
         if accelerator.is_main_process:
             print("control: cross-entropy on the target's text, the prompts have no own responses")
     micro_steps = settings.max_steps * settings.gradient_accumulation_steps
-    batches = texts.get(stage.name) or Batches(
-        train,
-        needs.mix,
-        settings.batch_size,
-        seed=config.run.seed,
-        per=needs.per,
-        ramp=int(needs.ramp_share * micro_steps),
-        teacher=needs.teacher,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-    )
+    if stage.name in texts:
+        batches = texts[stage.name]
+    elif settings.pack_tokens:
+        (source,) = (name for name, share in needs.mix.items() if share)
+        batches = PackedTraces(
+            train, source, settings.pack_tokens, settings.batch_size, config.run.seed,
+            needs.teacher, accelerator.process_index, accelerator.num_processes,
+        )  # fmt: skip
+    else:
+        batches = Batches(
+            train,
+            needs.mix,
+            settings.batch_size,
+            seed=config.run.seed,
+            per=needs.per,
+            ramp=int(needs.ramp_share * micro_steps),
+            teacher=needs.teacher,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+        )
     recipe.begin(stage, config.data.max_new_tokens)
     kept = KeptLogits(target, train, needs.mix)
     fits = kept.fits()
@@ -275,7 +285,7 @@ def _fit_stage(
 
         return Context(batch, generate, stored_outputs, config.run.seed, run.folder)
 
-    evaluate = _dev_evaluation(run, dev, drafter, chooses=needs.text is None)
+    evaluate = dev_evaluation(run, dev, drafter, chooses=needs.text is None)
     if hasattr(recipe, "evaluated"):
         evaluate = recipe.evaluated(evaluate, dev)
     folder = run.folder / "stages" / f"{number}-{stage.name}"
@@ -356,47 +366,3 @@ def sample_drafter(
         drawn[row.request.tag] = row.response_ids
     drafter.train(training)
     return [drawn[i] for i in range(len(prompts))]
-
-
-def _dev_evaluation(run: Run, dev: list[Trace], drafter: Any, chooses: bool = True) -> Any:
-    """Acceptance on held-out training traces, no decoding; every sampling they hold counts. Where
-    it does not choose it is only looked at: raw text need not resemble what the target writes, so
-    that must not decide how long it is trained on."""
-    if not dev:
-        return None
-    depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
-    groups: dict[Sampling, list[Trace]] = {}
-    for trace in dev:
-        groups.setdefault(Sampling(trace.temperature, trace.top_k, trace.top_p), []).append(trace)
-
-    def prepared(target: Target) -> list[OfflineEvaluator]:
-        budget = make_budget("fixed", depth)
-        return [
-            OfflineEvaluator(target, traces, sampling, budget, engine_counters=False)
-            for sampling, traces in groups.items()
-        ]
-
-    frozen = prepared(run.target)
-
-    def evaluate(drafter: Any, step: int) -> dict[str, Any]:
-        # a target that trains too is taken as it is now, on the text of the frozen one
-        served = served_target(drafter)
-        evaluators = frozen if served is None else prepared(served)
-        counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
-        alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
-        domains = per_domain(counters)["domains"]
-        rounds = sum(c.rounds for c in counters)
-        tokens = sum(c.emitted for c in counters) / rounds if rounds else 1.0
-        return {
-            # a head that recycles its own states or sees none of the drafted tokens may be good at
-            # depth 1 and useless further on: what counts is what a round gives
-            "select": tokens if drafter.target_layers else alpha,
-            "alpha": alpha,
-            "alpha_by_domain": {name: row["alpha"] for name, row in domains.items()},
-            "greedy_match": sum(c.greedy_sum for c in counters)
-            / sum(c.greedy_count for c in counters),
-            "tokens_per_round": tokens,
-            **({} if chooses else {"select": None}),
-        }
-
-    return evaluate

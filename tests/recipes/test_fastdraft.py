@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 import train
 from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces
-from data.packing import PackedBatches, RawText
+from data.packing import PackedBatches, RawText, check_separation
 from data.prompts import Prompt
 from data.target import Target
 from drafters.causal_lm import CausalLMDrafter
 from eval.measure import read_per_step
 from recipes import distillspec
 from recipes.base import Context
-from recipes.fastdraft import Config, Recipe, check_separation
+from recipes.fastdraft import Config, Recipe
 from recipes.parts.draft_size import SizeSearch, _inner_parameters
 from tests.commands import (
     TWO,
@@ -135,15 +135,15 @@ def test_raw_text_needs_no_word_of_the_target(target, raw, tmp_path):
 
 def test_a_network_that_does_not_keep_documents_apart_is_refused(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
-    check_separation(drafter)
+    check_separation(drafter.model, "remedy")
     plain = drafter.model.base_model.forward
 
     def forward(input_ids, position_ids=None, **options):
         return plain(input_ids, **options)
 
     drafter.model.base_model.forward = forward
-    with pytest.raises(UserError, match=r"method\.separate_documents=false"):
-        check_separation(drafter)
+    with pytest.raises(UserError, match="see each other: remedy"):
+        check_separation(drafter.model, "remedy")
 
 
 # --- alignment --------------------------------------------------------------------------------

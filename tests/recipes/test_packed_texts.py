@@ -1,0 +1,234 @@
+"""Several texts in a row: the same losses as a text a row, whatever the recipe and the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+import train
+from data.batches import collate, preview
+from data.features import FeaturesPlan, write_features
+from data.generate import GenerationPlan, generate_traces
+from data.kept import KeptLogits
+from data.packing import PackedTraces
+from data.prompts import Prompt
+from tests.commands import command, read_jsonl
+from tests.tiny import ARCHITECTURES
+from trainer.config import UserError
+
+ROW = 64
+HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
+OPTIONS = {"eagle3": {"layers": [0, 1], "steps": 4}, "hydrapp": {"dropout": 0.0},
+           "eagle": {"steps": 3, "feature_noise": 0.0}}  # fmt: skip
+
+
+def texts_of(target, folder, count=16, **options):
+    """Prompts of one token among them: the texts before lie within reach of every depth."""
+    prompts = [
+        Prompt(f"Question {i}: " if i % 3 else "Q", None, "yes.", "test", "", f"c{i}")
+        for i in range(count)
+    ]
+    plan = GenerationPlan("test", tuple(prompts), (1.0,), max_new_tokens=14, **options)
+    made = generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)
+    return [
+        t if options else dataclasses.replace(t, response_ids=t.response_ids[: 4 + t.index % 9])
+        for t in made
+    ]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def traces(target, tmp_path_factory):
+    return texts_of(target, tmp_path_factory.mktemp("traces"))
+
+
+def packed(traces, rows=3, tokens=ROW, **options):
+    return PackedTraces(traces, "target", tokens, rows, seed=0, **options)
+
+
+def one_a_row(batch):
+    """The same texts."""
+    return collate(batch.prompts, batch.responses, batch.sources, batch.index)
+
+
+def make(name, target, traces, **options):
+    module = importlib.import_module(f"recipes.{name}")
+    recipe = module.Recipe(module.Config(**(OPTIONS.get(name, {}) | options)), target)
+    recipe.begin(recipe.stages()[-1], 16)
+    torch.manual_seed(0)
+    recipe.drafter = recipe.build(traces).eval()
+    with torch.no_grad():
+        for parameter in recipe.drafter.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return recipe
+
+
+def assert_same_terms(recipe, packed, plain, outputs=None):
+    found = []
+    for batch in (packed, plain):
+        request = recipe.target_request(batch, 0)
+        given = outputs(batch) if outputs else None
+        if request is not None and given is None:
+            given = recipe.target.outputs(
+                batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
+                project_later=True,
+            )  # fmt: skip
+        terms = recipe.loss(batch, given, 0).terms
+        assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+        found.append(terms)
+    assert len(packed.prompts) > len(packed.input_ids)
+    for (a, n, w), (b, m, v) in zip(*found, strict=True):
+        assert (float(n), w) == (float(m), v)
+        assert float(n) > 0
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_lose_what_they_lose_with_a_text_a_row(name, reduction, target, traces):
+    recipe = make(name, target, traces, reduction=reduction)
+    batch = packed(traces).at(0)
+    assert_same_terms(recipe, batch, one_a_row(batch))
+
+
+@pytest.mark.parametrize("compact", [0.0, 2.0])
+def test_so_does_eagle_over_all_columns_or_the_trained_ones(compact, target, traces, monkeypatch):
+    monkeypatch.setattr("drafters.eagle.COMPACT_BELOW", compact)
+    recipe = make("eagle3", target, traces)
+    batch = packed(traces).at(0)
+    assert_same_terms(recipe, batch, one_a_row(batch))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_so_does_a_causal_lm_of_every_architecture(name, tiny_target, tmp_path):
+    target = tiny_target(name)
+    recipe = make("distillspec", target, [])
+    batch = packed(texts_of(target, tmp_path)).at(0)
+    assert_same_terms(recipe, batch, one_a_row(batch))
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("divergence", ["fkl", "tvd_pp", "ce_hard"])
+def test_so_does_distillation_by_every_kind_of_divergence(divergence, reduction, target, traces):
+    recipe = make("distillspec", target, [], divergence=divergence, reduction=reduction)
+    batch = packed(traces).at(0)
+    assert_same_terms(recipe, batch, one_a_row(batch))
+
+
+def test_stored_states_and_kept_logits_lie_where_the_texts_do(target, traces, tmp_path):
+    recipe = make("eagle3", target, traces)
+    batch = packed(traces).at(0)
+    layers = recipe.target_request(batch, 0).layers
+    store = write_features(target, traces, FeaturesPlan(layers, "fp32"), tmp_path, batch_size=4)
+    assert_same_terms(recipe, batch, one_a_row(batch), store.outputs)
+    kept = KeptLogits(target, traces, ["target"])
+    assert_same_terms(make("distillspec", target, []), batch, one_a_row(batch), kept.outputs)
+
+
+def test_so_do_the_laws_of_a_compressed_teacher(target, tmp_path):
+    traces = texts_of(target, tmp_path, teacher_top_k=4, teacher_samples=3)
+    recipe = make("distillspec", target, [], divergence="fkl")
+    batch = packed(traces, teacher=True).at(0)
+    plain = dataclasses.replace(one_a_row(batch), teacher=batch.teacher)
+    assert_same_terms(recipe, batch, plain)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_every_text_once_an_epoch_whole_and_without_overlap(traces):
+    batches = packed(traces, rows=1)
+    seen, row = [], 0
+    while len(seen) < 3 * len(traces):
+        batch = batches.at(row)
+        for text, (_, first) in enumerate(batch.starts()):
+            whole = batch.prompts[text] + batch.responses[text]
+            span = slice(first, first + len(whole))
+            assert batch.input_ids[0, span].tolist() == whole
+            assert batch.position_ids[0, span].tolist() == list(range(len(whole)))
+            assert (batch.document_ids[0, span] == text).all()
+            begin = first + len(batch.prompts[text])
+            assert batch.loss_mask[0, begin : span.stop].all()
+            seen.append(tuple(whole))
+        used = sum(len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True))
+        assert (batch.document_ids >= 0).sum() == used
+        assert batch.num_supervised == sum(map(len, batch.responses))
+        row += 1
+    each = sorted(tuple(t.prompt_ids + t.response_ids) for t in traces)
+    epochs = [seen[i : i + len(traces)] for i in range(0, len(seen), len(traces))]
+    assert all(sorted(epoch) == each for epoch in epochs[:3])
+    assert epochs[0] != epochs[1]
+
+
+def test_a_row_is_a_function_of_its_number(traces):
+    whole = [packed(traces, rows=4).at(i) for i in range(12)]
+    again = packed(traces, rows=4)
+    for i in (11, 0, 5):
+        assert torch.equal(again.at(i).input_ids, whole[i].input_ids)
+    for rank in (0, 1):
+        half = packed(traces, rows=2, rank=rank, world=2)
+        for i in (7, 2):
+            part = whole[i].input_ids[2 * rank : 2 * rank + 2]
+            assert torch.equal(half.at(i).input_ids, part)
+
+
+def test_the_look_before_step_one_shows_the_first_text(traces, target):
+    batch = packed(traces).at(0)
+    shown = preview(batch, target.tokenizer)
+    assert f"{len(batch.responses[0])} trained" in shown
+
+
+def test_a_row_too_short_for_the_longest_text_is_refused(traces):
+    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+    packed(traces, tokens=longest)
+    with pytest.raises(UserError, match=f"set it to {longest} or more"):
+        packed(traces, tokens=longest - 1)
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def words(folder, target, recipe, *given):
+    few = ("trainer.max_steps=4", "trainer.log_every=1", "eval.num_prompts=2",
+           "eval.timing_prompts=0", f"recipe={recipe}", *given)  # fmt: skip
+    found = [w for w in command(folder, target, *few) if not w.startswith("method.")]
+    return [*found, *(["method.draft_hidden_size=16"] if recipe == "distillspec" else [])]
+
+
+@pytest.mark.parametrize("recipe", ["distillspec", "medusa"])
+def test_a_run_trains_on_several_texts_a_row(recipe, tmp_path, tiny_folder):
+    tokens_seen = {}
+    for name, tokens in (("plain", 0), ("packed", 200)):
+        given = (f"run.dir={tmp_path / name}", f"trainer.pack_tokens={tokens}",
+                 "trainer.batch_size=1")  # fmt: skip
+        assert train.main(words(tmp_path, tiny_folder("llama"), recipe, *given)) == 0
+        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        tokens_seen[name] = [row["num_tokens"] for row in rows if "loss" in row][-1]
+    assert tokens_seen["packed"] > 2 * tokens_seen["plain"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "words_of_it"),
+    [
+        ("distillspec", 64, "stored texts of one source"),
+        ("gto", 64, "recipe=gto reads a text a row"),
+        ("osd", 64, "recipe=osd reads a text a row"),
+        ("medusa", -1, "trainer.pack_tokens must be >= 0"),
+        ("medusa", 3, "trainer.pack_tokens=3 holds no text of"),
+    ],
+)
+def test_what_cannot_be_packed_is_said_in_one_line(
+    recipe, tokens, words_of_it, tmp_path, tiny_folder, capsys
+):
+    given = words(tmp_path, tiny_folder("llama"), recipe, f"trainer.pack_tokens={tokens}")
+    given += ["method.algorithm=on_policy_gkd"] if recipe == "distillspec" else []
+    assert train.main(given) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
+    assert words_of_it in line
