@@ -54,6 +54,8 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward. `input_width`: of what q, k and v read; the residual stream is
     `hidden_size` wide and given apart."""
 
+    compiled_methods = ("keys_values", "queries", "finish")  # see `trainer.compiled`
+
     def __init__(self, config: LlamaConfig, input_width: int):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads

@@ -166,6 +166,7 @@ class TrainerConfig:
     lora_alpha: float = 32.0
     precision: str = "fp32"
     gradient_checkpointing: bool = False
+    compile: str | None = None  # backend of torch.compile, such as inductor; null: none
     resume: str = "auto"
     eval_every: int = 100
     save_every: int = 100
@@ -179,6 +180,10 @@ class TrainerConfig:
             "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
         )
         _one_of("trainer.precision", self.precision, ("fp32", "bf16"))
+        if self.compile is not None:
+            from torch.compiler import list_backends  # takes a second
+
+            _one_of("trainer.compile", self.compile, tuple(list_backends(exclude_tags=())))
         _one_of("trainer.resume", self.resume, ("auto", "never"))
         _one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
         counts = ("max_steps", "batch_size", "gradient_accumulation_steps", "eval_every",

@@ -36,6 +36,7 @@ from torch import nn
 
 from trainer import fsdp2, lora, zero
 from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
+from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.losses import LossOutput
 from trainer.replicated import Replicated
@@ -152,7 +153,8 @@ class Fit:
         config, counters = self.config, self.counters
         self.model.train()
         self.progress = Progress(config.max_steps, counters.step, self.accelerator.is_main_process)
-        with Interrupt() as self.interrupt, closing(self.progress):
+        layers = compiled(config.compile, self.accelerator.unwrap_model(self.model))
+        with Interrupt() as self.interrupt, closing(self.progress), layers:
             if counters.step == 0:
                 self.evaluate_drafter()
             self.window.start(counters.num_tokens)

@@ -30,6 +30,7 @@ from recipes.base import Context, Stage, TargetRequest
 from recipes.phases import shared
 from recipes.phases.dev import dev_evaluation, split_dev
 from recipes.phases.run import Run
+from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
 from trainer.tracking import Tracker
@@ -308,14 +309,13 @@ def _fit_stage(
             f"{needs.mix if needs.text is None else dict(needs.text.shares)}"
         )
     try:
-        result = fit(
-            recipe=recipe, drafter=drafter, batches=batches,
-            evaluate=evaluate,
-            outputs=outputs,
-            config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
-            tracker=tracker,
-            context=context, describe=lambda batch: preview(batch, target.tokenizer),
-        )  # fmt: skip
+        with compiled(settings.compile, target.model):
+            result = fit(
+                recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate, outputs=outputs,
+                config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
+                tracker=tracker, context=context,
+                describe=lambda batch: preview(batch, target.tokenizer),
+            )  # fmt: skip
     finally:
         tracker.finish()
     if kept_at is not None:
