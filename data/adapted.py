@@ -52,6 +52,11 @@ class LoraSettings:
 
 def check_lora(target: Target, settings: LoraSettings) -> None:
     model = target.model
+    if hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False):
+        raise UserError(
+            "recipe=medusa2 trains inside of the target, which must be whole on one device and not "
+            "quantised: leave out model.device_map and model.quantization"
+        )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if settings.lm_head and tied:
         raise UserError(

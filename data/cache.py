@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from data.devices import device_of
 from trainer.config import UserError
 
 
@@ -49,6 +50,7 @@ class _SlotLayer(CacheLayerMixin):
         """Copies of these rows of another one that has been written to."""
         assert other.keys is not None
         assert other.values is not None
+        rows = rows.to(other.keys.device)
         self.keys, self.values = other.keys[rows], other.values[rows]
         self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
@@ -56,17 +58,19 @@ class _SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.placement
+        # layers of a model may lie on other devices than its input
+        slots, rows = (t if t is None else t.to(self.device) for t in (place.slots, place.rows))
         both = []
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             assert buffer is not None
-            if place.rows is not None:
-                buffer[place.rows.unsqueeze(1), :, place.slots] = new.transpose(1, 2)
-                both.append(buffer[place.rows, :, : place.used])
+            if rows is not None:
+                buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+                both.append(buffer[rows, :, : place.used])
             else:
                 if place.first is not None:
                     buffer[:, :, place.first : place.first + new.shape[2]] = new
                 else:
-                    index = place.slots[:, None, :, None].expand_as(new)  # type: ignore[index]
+                    index = slots[:, None, :, None].expand_as(new)  # type: ignore[index]
                     buffer.scatter_(2, index, new)
                 both.append(buffer[:, :, : place.used])
         return tuple(both)
@@ -199,7 +203,7 @@ class CachedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     def begin(self, rows: int, capacity: int) -> None:
         """Forget everything; make room for `rows` sequences of `capacity` slots."""
@@ -216,7 +220,8 @@ class CachedModel:
         for layer in self.cache.layers:
             layer.num_rows = self.rows  # type: ignore[union-attr]
             if layer.is_initialized:  # type: ignore[union-attr]
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]  # type: ignore[union-attr, index]
+                own = rows.to(layer.keys.device)  # type: ignore[union-attr]
+                layer.keys, layer.values = layer.keys[own], layer.values[own]  # type: ignore[union-attr, index]
 
     def repeated(self, rows: torch.Tensor) -> CachedModel:
         """Another cache of the same model, over copies of these rows, each as often as it is named;
@@ -268,8 +273,11 @@ class CachedModel:
             for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
                 assert buffer is not None
                 shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                taken = buffer.gather(2, source[:, None, :, None].expand(shape))
-                buffer.scatter_(2, destination[:, None, :, None].expand(shape), taken)
+                taken, put = (
+                    at.to(buffer.device)[:, None, :, None].expand(shape)
+                    for at in (source, destination)
+                )
+                buffer.scatter_(2, put, buffer.gather(2, taken))
 
     def _mask(self, positions: torch.Tensor, used: int, tree: PlacedNodes | None) -> Any:
         slots = torch.arange(used, device=positions.device)

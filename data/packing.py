@@ -20,6 +20,7 @@ import torch
 
 from data.batches import Batch, epoch_order, join_teachers, response_of
 from data.corpus import Source, TokenFile, tokenised
+from data.devices import device_of
 from data.target import Target
 from data.traces import Trace
 from trainer.config import UserError
@@ -219,7 +220,7 @@ def check_separation(model: Any, remedy: str) -> None:
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         return model.base_model(**given).last_hidden_state
 
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = torch.arange(6, device=device).unsqueeze(0)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
     training = model.training

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from data.devices import device_of, in_place, is_elsewhere, is_plain, spread
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
@@ -66,7 +67,11 @@ class Target:
         dtype: str = "auto",
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        device_map: str | dict[str, Any] | None = None,
+        max_memory: dict[Any, str] | None = None,
+        quantization: dict[str, Any] | None = None,
     ) -> Target:
+        """`device`: where its inputs and outputs are, the others of a `device_map` aside."""
         model, tokenizer = load_causal_lm(
             name,
             "model.target",
@@ -74,6 +79,7 @@ class Target:
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            spread=spread(device, device_map, max_memory or {}, quantization or {}),
         )
         model.requires_grad_(False)
         eos = eos_ids(model, tokenizer)
@@ -95,7 +101,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -170,12 +176,15 @@ def captured(
 ) -> Iterator[None]:
     """Keep the outputs of these layers of the forward passes made inside, in `found`."""
 
+    device = device_of(model)
+
     def keep(layer: LayerId):
         def hook(module, inputs, output):
             if layer == "final_norm":
-                found[layer] = output.last_hidden_state
+                states = output.last_hidden_state
             else:
-                found[layer] = output[0] if isinstance(output, tuple) else output
+                states = output[0] if isinstance(output, tuple) else output
+            found[layer] = states.to(device)
 
         return hook
 
@@ -204,13 +213,24 @@ def output_head(model: Any, vocab_size: int) -> OutputHead:
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    device = device_of(model)
+    with in_place(projection):
+        weight, bias = projection.weight, getattr(projection, "bias", None)
+        if not is_plain(weight):
+            raise UserError(
+                f"the output head of {type(model).__name__} is quantised ({weight.dtype}): losses "
+                "are computed through it, leave it out of the quantization"
+            )
+        if is_elsewhere(projection, device):  # a copy, since losses read it at every step
+            weight = weight.to(device, copy=True)
+            bias = bias if bias is None else bias.to(device, copy=True)
     head = OutputHead(
-        projection.weight,
-        getattr(projection, "bias", None),
+        weight,
+        bias,
         transform=None if cap is None and scale == 1 else transform,
         vocab_size=vocab_size,
     )
-    ids = (torch.arange(4, device=projection.weight.device) % vocab_size).unsqueeze(0)
+    ids = (torch.arange(4, device=device) % vocab_size).unsqueeze(0)
     found: dict[LayerId, torch.Tensor] = {}
     with torch.no_grad(), captured(model, ("final_norm",), found):
         logits = model(input_ids=ids, use_cache=False).logits[..., :vocab_size].float()
@@ -232,10 +252,12 @@ def load_causal_lm(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    spread: dict[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Model (eval mode) and tokenizer of a local folder or Hub id; one readable error otherwise.
 
     dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
+    `spread`: see there.
     """
     chosen: Any = dtype
     if dtype == "auto" and torch.device(device).type == "cpu":
@@ -247,14 +269,15 @@ def load_causal_lm(
         config = AutoConfig.from_pretrained(name, **common)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=chosen, **common
+            name, config=config, dtype=chosen, **common, **(spread or {})
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"{key}: cannot load {name!r} as a causal language model with its tokenizer ({reason})"
         ) from error
-    return model.to(device).eval(), tokenizer
+    # what was spread out, or quantised as it was loaded, is where it belongs
+    return (model if hasattr(model, "hf_device_map") else model.to(device)).eval(), tokenizer
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

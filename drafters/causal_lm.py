@@ -225,6 +225,7 @@ def shrunk_config(
     up and for scoring them; None: as the target."""
     config = target.model.config.get_text_config()
     own = config.to_dict()
+    own.pop("quantization_config", None)  # the drafter trains
     own_names = config.attribute_map  # GPT-2 says n_embd where others say hidden_size
     shape = own | {name: own.get(renamed) for name, renamed in own_names.items()}
     ratio = hidden_size / shape["hidden_size"]

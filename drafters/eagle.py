@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from data.cache import TreeSlots
+from data.devices import in_place
 from data.target import LayerId, Target, TargetOutputs, check_layers, decoder_layers
 from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
 from drafters.layers import (
@@ -150,12 +151,13 @@ class EagleDrafter(TrainedDrafter):
     def _start_from_target(self) -> None:
         """As if the target's layers between the last capture and its last one were left out."""
         model = self.shared.target.model
-        last = decoder_layers(model)[-1]
-        missing = start_from(self.layer, last)
-        if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
-            missing.append("input_layernorm")
-        if not copy_gain(self.norm, getattr(model.base_model, "norm", None)):
-            missing.append("norm")
+        last, norm = decoder_layers(model)[-1], getattr(model.base_model, "norm", None)
+        with in_place(last, norm):
+            missing = start_from(self.layer, last)
+            if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
+                missing.append("input_layernorm")
+            if not copy_gain(self.norm, norm):
+                missing.append("norm")
         if missing:
             print(f"layer_from_target: a fresh start for {', '.join(missing)}, which the target's "
                   "last layer has in another form")  # fmt: skip

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from data.devices import is_plain
 from data.target import Target
 
 RMSNorm = LlamaRMSNorm
@@ -108,7 +109,7 @@ def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
     missing = []
     for name, (own, module) in pairs.items():
         weight = getattr(getattr(module, name, None), "weight", None)
-        if weight is not None and weight.is_floating_point():  # else fused or quantised
+        if weight is not None and is_plain(weight):  # else fused or quantised
             part = own.weight[:, own.weight.shape[1] - weight.shape[-1] :]
             if part.shape == weight.shape:
                 part.copy_(weight)

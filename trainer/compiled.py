@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from trainer.config import UserError
 
@@ -22,10 +21,15 @@ from trainer.config import UserError
 def compiled(backend: Any, module: Any) -> Iterator[None]:
     """Inside, every layer in an outermost `nn.ModuleList` of `module` computes through a backend of
     torch.compile; of modules that name `compiled_methods`, these. None: nothing does."""
-    found = [] if backend is None else list(_parts(module))
+    if backend is None:
+        yield
+        return
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second
+
+    found = list(_parts(module))
     for owner, name in found:
         # rows are as long as their texts: a compilation for every length would never end
-        made = torch.compile(getattr(owner, name), backend=backend or "", dynamic=True)
+        made = torch.compile(getattr(owner, name), backend=backend, dynamic=True)
         owner.__dict__[name] = made
     try:
         yield

@@ -66,10 +66,28 @@ class ModelConfig:
     drafter: str | None = None  # where the drafter starts; null: the recipe builds a fresh one
     drafter_revision: str | None = None
     dtype: str = "auto"  # of the target; auto: float32 on CPU, the checkpoint's own elsewhere
+    # of the target over the devices of this process, as transformers takes it: auto, balanced,
+    # sequential or {module: device}; null: whole on one
+    device_map: Any = None
+    max_memory: dict[Any, str] = field(default_factory=dict)  # by device: {0: 20GiB, cpu: 64GiB}
+    # of the target, made while it is loaded: what a checkpoint's own quantization_config would say
+    quantization: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if not isinstance(self.device_map, dict | None):
+            _one_of("model.device_map", self.device_map, ("auto", "balanced", "sequential"))
+        if self.max_memory and not isinstance(self.device_map, str):
+            raise UserError(
+                f"model.max_memory={self.max_memory} is for model.device_map=auto, got "
+                f"{self.device_map}"
+            )
+        if self.quantization and "quant_method" not in self.quantization:
+            raise UserError(
+                f"model.quantization must name its quant_method, got {self.quantization}: for "
+                "example {quant_method: bitsandbytes, load_in_8bit: true}"
+            )
 
 
 @dataclass
@@ -341,7 +359,8 @@ _SECTIONS = {
 
 
 # keys whose value is a mapping
-MAPPINGS = ("data.chat_template_kwargs", "data.engine_options", "method.data_mix", "method.corpus",
+MAPPINGS = ("model.max_memory", "model.quantization", "data.chat_template_kwargs",
+            "data.engine_options", "method.data_mix", "method.corpus",
             "method.continue_corpus", "method.base_options")  # fmt: skip
 
 

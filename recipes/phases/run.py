@@ -42,7 +42,8 @@ def load_target(config: Config, device: torch.device | str) -> Target:
     model = config.model
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=model.trust_remote_code, device_map=model.device_map,
+        max_memory=model.max_memory, quantization=model.quantization,
     )  # fmt: skip
 
 
