@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import train
@@ -306,6 +307,26 @@ def test_a_run_folder_of_another_configuration(refused, tmp_path, tiny_folder, f
     says = ["holds a run of another configuration", "trainer.lr", "choose another run.dir"]
     refused("trainer.lr=0.5", says=says, written=True)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
+    refused, tmp_path, tiny_folder
+):
+    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
+    run = tmp_path / "run"
+    (run / "report.json").unlink()
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    del kept["trainer"]["pack_tokens"], kept["model"]["device_map"]
+    (run / "config.yaml").write_text(yaml.safe_dump(kept))
+    for path in run.glob("stages/*/finished.json"):
+        finished = json.loads(path.read_text())
+        del finished["setting"]["trainer.pack_tokens"]
+        path.write_text(json.dumps(finished))
+    before = {p: p.stat().st_mtime_ns for p in run.glob("stages/*/finished.json")}
+    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
+    assert before
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    refused("trainer.pack_tokens=200", says=["trainer.pack_tokens"], written=True)
 
 
 # the other commands

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainer.config import FREE_SETTINGS, RunFault, UserError
+from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
 from trainer.replicated import Replicated
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
@@ -237,9 +237,11 @@ class Store:
         load_weights(_result_dir(self.folder, counters.step, counters.best_step), drafter)
 
     def _counters(self, manifest: dict[str, Any], path: Path) -> Counters:
-        """Refuses to continue under settings with which it would be another run."""
+        """Refuses to continue under settings with which it would be another run. One that was not
+        there yet had what is its default now."""
+        defaults = {f"trainer.{key}": value for key, value in asdict(TrainerConfig()).items()}
         for key, value in self.setting.items():
-            former = manifest["setting"].get(key)
+            former = (defaults | manifest["setting"]).get(key)
             if former != value:
                 raise UserError(
                     f"{key} was {former!r} when {path} was written and is now {value!r}: choose "

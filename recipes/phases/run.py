@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -61,18 +62,20 @@ def check_model_pair(config: Config) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """The run folder holds this very configuration, or none yet."""
+    """The run folder holds this very configuration, or none yet. A key that was not there yet when
+    it was begun had what is its default now."""
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
-    before, now = load_yaml(stored), config.identity()
-    changed = [
-        f"{section}.{key}" if isinstance(values, dict) else section
-        for section, values in now.items()
-        for key in (values if isinstance(values, dict) else [section])
-        if (values[key] if isinstance(values, dict) else values)
-        != (before.get(section, {}).get(key) if isinstance(values, dict) else before.get(section))
-    ]
+    before, changed = load_yaml(stored), []
+    for section, now in config.identity().items():
+        former = before.get(section)
+        if not isinstance(now, dict):
+            changed += [section] if now != former else []
+            continue
+        defaults = dataclasses.asdict(type(getattr(config, section))())
+        former = json.loads(json.dumps(defaults)) | (former or {})
+        changed += [f"{section}.{key}" for key in now if now[key] != former.get(key)]
     if changed:
         raise UserError(
             f"run.dir={config.run_dir} holds a run of another configuration "
