@@ -30,5 +30,6 @@ run osd trainer.max_steps=325 trainer.batch_size=8
 run fastdraft trainer.max_steps=300 trainer.batch_size=32 method.pretrain_steps=200 \
     method.continue_steps=100
 run specdecpp "model.drafter=$folder/distillspec/drafter" trainer.max_steps=300 trainer.batch_size=64
-python -m scripts.compare "$folder"/*/report.json script.out="$folder"
+python -m scripts.compare "$folder"/*/report.json script.rows=after,target,prompt_lookup \
+    script.out="$folder"
 cp "$folder/leaderboard.md" benchmarks/results/recipes.md

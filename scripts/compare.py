@@ -2,11 +2,13 @@
 
     python -m scripts.compare runs/*/report.json
     python -m scripts.compare runs/a/report.json runs/b/report.json script.out=runs/leaderboard
+    python -m scripts.compare runs/*/report.json script.rows=after,target
 
 Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Chains
 and trees of any size share a table, their shape beside them. Rows that were not measured alike
 stand in separate tables: acceptance on other prompts, at another temperature, by another verifier
-or of another target says nothing about the drafter.
+or of another target says nothing about the drafter. What belongs to no run, the target and prompt
+lookup, has one row in each. `script.rows`: only drafters of these names.
 """
 
 from __future__ import annotations
@@ -34,15 +36,16 @@ from eval.report_tables import COST_HEADERS, count, modelled_cells, notes, perce
 from trainer.config import UserError, suggest
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
+OF_NO_RUN = ("prompt_lookup", "target")
 
 
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return
-    paths, out = parse(arguments)
+    paths, out, rows = parse(arguments)
     reports = [read_report(path) for path in paths]
-    blocks = leaderboard(list(zip(run_names(paths), reports, strict=True)))
+    blocks = leaderboard(list(zip(run_names(paths), reports, strict=True)), rows)
     markdown = to_markdown(blocks)
     write_atomic(out / "leaderboard.md", markdown)
     write_atomic(out / "leaderboard.html", to_html("Leaderboard", blocks))
@@ -50,9 +53,10 @@ def main(arguments: list[str]) -> None:
     print(f"written: {out / 'leaderboard.md'} and {out / 'leaderboard.html'}", file=sys.stderr)
 
 
-def parse(arguments: list[str]) -> tuple[list[Path], Path]:
-    """Report paths (or run folders) and `script.out`."""
+def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
+    """Report paths (or run folders), `script.out` and `script.rows`."""
     paths: list[Path] = []
+    rows: list[str] = []
     out = Path("runs/leaderboard")
     for word in arguments:
         key, equals, value = word.partition("=")
@@ -60,8 +64,10 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path]:
             if not value:
                 raise UserError("script.out must name a folder, got nothing")
             out = Path(value)
+        elif key == "script.rows" and equals:
+            rows = [name.strip() for name in value.strip("[]").split(",")]
         elif equals and not Path(word).exists() and not word.endswith(".json"):
-            raise UserError(f"unknown key {key!r}{suggest(key, ['script.out'])}")
+            raise UserError(f"unknown key {key!r}{suggest(key, ['script.out', 'script.rows'])}")
         else:
             path = Path(word)
             path = path / "report.json" if path.is_dir() else path
@@ -69,7 +75,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path]:
                 paths.append(path)
     if not paths:
         raise UserError("name at least one report: python -m scripts.compare runs/*/report.json")
-    return paths, out
+    return paths, out, rows
 
 
 def run_names(paths: list[Path]) -> list[str]:
@@ -81,18 +87,27 @@ def run_names(paths: list[Path]) -> list[str]:
     ]
 
 
-def leaderboard(reports: list[tuple[str, dict[str, Any]]]) -> list[Block]:
-    """One table per way of measuring, best tokens per round first."""
+def leaderboard(reports: list[tuple[str, dict[str, Any]]], rows: Sequence[str] = ()) -> list[Block]:
+    """One table per way of measuring, best tokens per round first; only `rows`, if there are."""
+    known = sorted({row["drafter"] for _, report in reports for row in report["results"]})
+    for name in rows:
+        if name not in known:
+            raise UserError(f"script.rows: no report has a row {name!r}{suggest(name, known)}")
     groups: dict[str, list[Entry]] = {}
     conditions: dict[str, dict[str, str]] = {}
     for run, report in reports:
         for row in report["results"]:
-            if row["drafter"] == "plain":  # 1 token per forward by definition
+            # plain decoding gives 1 token per forward by definition
+            if row["drafter"] == "plain" or (rows and row["drafter"] not in rows):
                 continue
             condition = measured_how(row, report["target"])
             key = json.dumps(condition, sort_keys=True)
             conditions[key] = condition
-            groups.setdefault(key, []).append((run, report, row))
+            group = groups.setdefault(key, [])
+            if row["drafter"] not in OF_NO_RUN:
+                group.append((run, report, row))
+            elif all(_title("", row) != _title("", other) for *_, other in group):
+                group.append(("", report, row))
     names = list(next(iter(conditions.values()), {}))
     differing = [n for n in names if len({c[n] for c in conditions.values()}) > 1]
     blocks: list[Block] = [Heading("Leaderboard", 1)]
@@ -118,17 +133,21 @@ def leaderboard(reports: list[tuple[str, dict[str, Any]]]) -> list[Block]:
             remarks.append("These reports name no target fingerprint: the targets may differ.")
         remarks += unequal_verification(entries)
         remarks += notes(
-            [row for *_, row in entries], [f"{run}: {label(row)}" for run, _, row in entries]
+            [row for *_, row in entries], [_title(run, row) for run, _, row in entries]
         )
         blocks.append(Bullets(remarks))
     return blocks
+
+
+def _title(run: str, row: dict[str, Any]) -> str:
+    return f"{run}: {label(row)}" if run else label(row)
 
 
 def table(entries: Sequence[Entry]) -> Table:
     """One line per row."""
     lines = [
         [
-            f"{run}: {row['drafter']}",
+            f"{run}: {row['drafter']}" if run else row["drafter"],
             draft_shape(row),
             count(num_nodes(row)),
             count(parameters(report, row)),
@@ -148,7 +167,7 @@ def table(entries: Sequence[Entry]) -> Table:
 
 def parameters(report: dict[str, Any], row: dict[str, Any]) -> int | None:
     """Of the run's own network, trained or not; unknown for the others."""
-    other = row["drafter"] in ("prompt_lookup", "target")
+    other = row["drafter"] in OF_NO_RUN
     return None if other else report["drafter"].get("parameters")
 
 

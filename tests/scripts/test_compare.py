@@ -119,15 +119,38 @@ def test_chains_and_trees_share_a_table_with_what_they_cost():
     reports[2][1]["drafter"] = {"parameters": 1_234_567}
     reports[2][1]["results"].append(a_report(4.8, drafter="target")["results"][0])
     text = to_markdown(leaderboard(reports))
-    assert tables(text) == [["tree: target", "tree: after", "long: after", "chain: after"]]
+    assert tables(text) == [["target", "tree: after", "long: after", "chain: after"]]
     assert (
         "| tree: after | eagle, 25 nodes, depth 5 | 25 | 1,234,567 | 3.20 [3.10, 3.30] | – "
         "| 2.91 | 2.56 | 2.13 | – | – | yes |"
     ) in text
     assert "| long: after | K 8 | 8 | – | 2.40" in text
-    assert "| tree: target | K 4 | 4 | – | 4.80" in text
+    assert "| target | K 4 | 4 | – | 4.80" in text
     assert "verify different numbers of nodes a round (4, 8, 25)" in text
     assert "tables, because" not in text
+
+
+def test_what_belongs_to_no_run_has_one_row():
+    reports = []
+    for name, tokens in (("a", 2.1), ("b", 2.9)):
+        report = a_report(tokens)
+        for drafter in ("target", "prompt_lookup"):
+            report["results"] += a_report(4.5, drafter=drafter)["results"]
+        reports.append((name, report))
+    deeper = a_report(5.5, drafter="target", K=5)
+    shown = to_markdown(leaderboard([*reports, ("c", deeper)]))
+    assert tables(shown) == [["target", "target", "prompt_lookup", "b: after", "a: after"]]
+    shown = to_markdown(leaderboard(reports, ["after", "target"]))
+    assert tables(shown) == [["target", "b: after", "a: after"]]
+    with pytest.raises(UserError, match=r"script\.rows: no report has a row 'aftr'; did you mean"):
+        leaderboard(reports, ["aftr"])
+
+
+def test_rows_are_chosen_on_the_command_line(tmp_path):
+    path = write(tmp_path, "a", a_report(2.1))
+    assert parse([path, "script.rows=[after, target]"])[2] == ["after", "target"]
+    assert run(tmp_path, path, "script.rows=after").returncode == 0
+    assert "no report has a row" in run(tmp_path, path, "script.rows=before").stderr
 
 
 def test_rows_of_equal_verification_need_no_warning():
@@ -167,7 +190,7 @@ def test_unknown_keys_are_refused_with_a_suggestion():
         parse(["a/report.json", "script.ou=x"])
     with pytest.raises(UserError, match="at least one report"):
         parse(["script.out=x"])
-    paths, out = parse(["runs/lr=1/report.json", "runs/lr=1/report.json", "script.out=x"])
+    paths, out, _ = parse(["runs/lr=1/report.json", "runs/lr=1/report.json", "script.out=x"])
     assert (paths, out) == ([Path("runs/lr=1/report.json")], Path("x"))
 
 
