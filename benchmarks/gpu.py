@@ -1,11 +1,10 @@
-"""Generation, training and decoding on a GPU: an 8B-size target and a 0.6B-size drafter, bfloat16.
+"""Generation and decoding on a GPU: an 8B-size target and a 0.6B-size drafter, bfloat16.
 
     python -m benchmarks.gpu              # needs a GPU with 40 GB or more
     python -m benchmarks.gpu tiny         # the same code on any machine, to see that it runs
 
-Both models are randomly initialised (Qwen3 shapes),
-so acceptance means nothing here; speed does. Also
-the share of greedy prompts whose speculative output differs from plain decoding in bfloat16, with
+Both models are randomly initialised (Qwen3 shapes), so acceptance means nothing here; speed does.
+Training is measured by `benchmarks.gpu_training`. Also the share of greedy prompts whose speculative output differs from plain decoding in bfloat16, with
 the gaps between the two best logits where they part.
 """
 
@@ -22,7 +21,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from data.batches import collate
 from data.cache import CachedModel
 from data.decode import Request, decode
 from data.sampling import Sampling, row_key
@@ -31,8 +29,6 @@ from drafters.causal_lm import CausalLMDrafter
 from eval.engine import SpeculativeDecoder
 from eval.measure import difference
 from eval.policies import make_budget
-from trainer.losses import divergence
-from trainer.shift import align
 
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "full": {
@@ -55,9 +51,6 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
             "prompt": 512,
             "new": 128,
             "rows": 32,
-            "train_rows": 8,
-            "length": 1024,
-            "steps": 10,
         },
     },
     "tiny": {
@@ -76,7 +69,7 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
             "num_key_value_heads": 1,
         },
         "common": {"vocab_size": 300, "head_dim": 16, "max_position_embeddings": 256},
-        "run": {"prompt": 32, "new": 16, "rows": 8, "train_rows": 2, "length": 64, "steps": 3},
+        "run": {"prompt": 32, "new": 16, "rows": 8},
     },
 }
 
@@ -96,6 +89,16 @@ def build(shape: dict[str, int], common: dict[str, int], device: str, dtype: tor
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         torch.set_default_dtype(torch.float32)
     return model.eval()
+
+
+def random_target(
+    shapes: dict[str, dict[str, int]], size: str, device: str, dtype: torch.dtype
+) -> Target:
+    tokenizer = byte_tokenizer(shapes["common"]["vocab_size"])
+    model = build(shapes["target"], shapes["common"], device, dtype)
+    model.requires_grad_(False)
+    identity = fingerprint("random", model, tokenizer, (0,))
+    return Target(model, tokenizer, f"random {size}", identity, (0,))
 
 
 def seconds(call: Any) -> tuple[float, Any]:
@@ -119,12 +122,8 @@ def main(arguments: list[str]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer(shapes["common"]["vocab_size"])
-    model = build(shapes["target"], shapes["common"], device, dtype)
-    model.requires_grad_(False)
-    target = Target(
-        model, tokenizer, f"random {size}", fingerprint("random", model, tokenizer, (0,)), (0,)
-    )
+    target = random_target(shapes, size, device, dtype)
+    model, tokenizer = target.model, target.tokenizer
     draft = build(shapes["draft"], shapes["common"], device, torch.float32)
     drafter = CausalLMDrafter(draft, tokenizer, target.vocab_size, target.fingerprint)
     prompts = torch.randint(
@@ -153,25 +152,6 @@ def main(arguments: list[str]) -> None:
     generate()
     spent, plain = seconds(generate)
     result["generation_tokens_per_s"] = run["rows"] * run["new"] / spent
-
-    rows = [torch.randint(2, 200, (run["length"],)).tolist() for _ in range(run["train_rows"])]
-    batch = collate([r[:16] for r in rows], [r[16:] for r in rows], ["target"] * len(rows)).to(
-        device
-    )
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-5)
-
-    def step() -> None:
-        outputs = target.outputs(batch.input_ids, batch.position_ids)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = drafter.draft_logits(batch.input_ids)
-        aligned = align(batch.input_ids, batch.loss_mask, logits, outputs.logits, target.vocab_size)
-        divergence("fkl", aligned.draft, aligned.teacher).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    spent, _ = seconds(lambda: [step() for _ in range(run["steps"])])
-    result["training_tokens_per_s"] = run["steps"] * batch.num_supervised / spent
 
     drafter.model.to(dtype)
     by_tag = {row.request.tag: row.response_ids for row in plain}
