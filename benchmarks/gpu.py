@@ -4,8 +4,8 @@
     python -m benchmarks.gpu tiny         # the same code on any machine, to see that it runs
 
 Both models are randomly initialised (Qwen3 shapes), so acceptance means nothing here; speed does.
-Training is measured by `benchmarks.gpu_training`. Also the share of greedy prompts whose speculative output differs from plain decoding in bfloat16, with
-the gaps between the two best logits where they part.
+Also the share of greedy prompts whose speculative output differs from plain decoding in bfloat16,
+with the gaps between the two best logits where they part. Training: `benchmarks.gpu_training`.
 """
 
 from __future__ import annotations

@@ -76,14 +76,15 @@ def measure(
         given = kept or outputs()
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
             terms = recipe.loss(batch, given, 0).terms
-        sum(weight * total / float(count) for total, count, weight in terms).backward()
+        loss: Any = sum(weight * total / float(count) for total, count, weight in terms)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
     with FlopCounterMode(display=False) as counter:
         step()
-    whole, trainer.chunked.CHUNK_ELEMENTS = trainer.chunked.CHUNK_ELEMENTS, 2**24
+    usual = trainer.chunked.CHUNK_ELEMENTS
     if not chunks:
         trainer.chunked.CHUNK_ELEMENTS = 2**62
     backend = "inductor" if compiles else None
@@ -95,7 +96,7 @@ def measure(
                 torch.cuda.reset_peak_memory_stats()
             spent, _ = seconds(lambda: [step() for _ in range(STEPS)])
     finally:
-        trainer.chunked.CHUNK_ELEMENTS = whole
+        trainer.chunked.CHUNK_ELEMENTS = usual
     rate = counter.get_total_flops() * STEPS / spent
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name()), None)
     return {
