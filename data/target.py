@@ -176,15 +176,13 @@ def captured(
 ) -> Iterator[None]:
     """Keep the outputs of these layers of the forward passes made inside, in `found`."""
 
-    device = device_of(model)
-
     def keep(layer: LayerId):
         def hook(module, inputs, output):
             if layer == "final_norm":
                 states = output.last_hidden_state
             else:
                 states = output[0] if isinstance(output, tuple) else output
-            found[layer] = states.to(device)
+            found[layer] = states.to(device_of(model))
 
         return hook
 
