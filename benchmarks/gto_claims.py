@@ -49,7 +49,6 @@ SEEDS = (0, 1, 2, 3, 4)
 BASE_PROMPTS = "toy"  # of all settings: one base for each seed and length
 BASE_ROWS, BASE_LR = 16, 4e-3  # the rate of EAGLE-3 in benchmarks.heads
 STEPS, ROWS = 150, 8
-LR = {"gto": 1e-4, "token": 1e-4}  # the best of `sweep`; of the short base 4e-4 and 1e-3
 # what `sweep` tries on the default tree, from the long base: (arm, learning rate, settings)
 TRIES: tuple[tuple[str, float, dict[str, Any]], ...] = (
     *(("as many steps", lr, {}) for lr in (1e-4, 4e-4, 1e-3)),
@@ -61,8 +60,11 @@ TREES_PER_TEXT = 16
 
 
 class Base(NamedTuple):
+    """`lr`: of the arms that go on from it, the best of `sweep`."""
+
     steps: int
     num_prompts: int
+    lr: dict[str, float]
 
 
 class Setting(NamedTuple):
@@ -72,7 +74,8 @@ class Setting(NamedTuple):
     base: Base
 
 
-LONG, SHORT = Base(2400, 6000), Base(600, 1600)
+LONG = Base(2400, 6000, {"gto": 1e-4, "token": 1e-4})
+SHORT = Base(600, 1600, {"gto": 4e-4, "token": 1e-3})
 SETTINGS = {
     "default tree": Setting("toy", 6000, "dynamic:25:5:8", LONG),
     "small budget": Setting("toy:prose", 2000, "dynamic:12:5:4", LONG),
@@ -160,7 +163,7 @@ class Bench:
 
     def base(self, seed: int) -> Any:
         torch.manual_seed(seed)
-        steps, count = self.setting.base
+        steps, count, _ = self.setting.base
         texts, _ = split_dev(self._traces(BASE_PROMPTS, "train", count, 1.0, 0), 0)
         drafter = self.recipe(None).build(texts)
         folder = WORK / f"base-{steps}-{seed}"
@@ -183,7 +186,7 @@ class Bench:
         folder = WORK / _slug(self.name) / f"{_slug(arm)}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # begun again whole, or its time is not known
         stage = "base" if kind == "token" else "gto"
-        lr = lr or LR[kind]
+        lr = lr or self.setting.base.lr[kind]
         found = self.fit(base, stage, self.train, seed, steps, ROWS, lr, folder, options)
         shutil.rmtree(folder)
         return found
@@ -299,11 +302,13 @@ def _claim_rows(setting: str) -> list[str]:
 
 
 def report() -> None:
-    trees = ", ".join(f"{name}: {s.tree} on {s.prompts}" for name, s in SETTINGS.items())
+    trees = ", ".join(
+        f"{name}: {s.tree} on {s.prompts}, base of {s.base.steps} steps, lr {s.base.lr}"
+        for name, s in SETTINGS.items()
+    )
     lines = [
-        f"Base: {LONG.steps} steps (short: {SHORT.steps}) of {BASE_ROWS} rows of {BASE_PROMPTS}. "
-        f"Arms: {STEPS} steps of {ROWS} rows, {TREES_PER_TEXT} trees a text, lr {LR}. {NUM_EVAL} "
-        f"held out; "
+        f"Base: {BASE_ROWS} rows a step of {BASE_PROMPTS}. Arms: {STEPS} steps of {ROWS} rows, "
+        f"{TREES_PER_TEXT} trees a text. {NUM_EVAL} prompts held out; "
         f"{trees}; torch {torch.__version__}, Python {platform.python_version()}",
         "",
         "| setting | arm | seeds | tokens per round T=0 | T=1 | expected, dev | s per step |",

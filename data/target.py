@@ -255,7 +255,7 @@ def load_causal_lm(
     """Model (eval mode) and tokenizer of a local folder or Hub id; one readable error otherwise.
 
     dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
-    `spread`: see there.
+    `spread`: see `data.devices.spread`.
     """
     chosen: Any = dtype
     if dtype == "auto" and torch.device(device).type == "cpu":
@@ -266,6 +266,8 @@ def load_causal_lm(
     try:
         config = AutoConfig.from_pretrained(name, **common)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if getattr(config, "quantization_config", None):  # cannot be moved once it is loaded
+            spread = {"device_map": {"": str(device)}, **(spread or {})}
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=chosen, **common, **(spread or {})
         )
@@ -274,8 +276,7 @@ def load_causal_lm(
         raise UserError(
             f"{key}: cannot load {name!r} as a causal language model with its tokenizer ({reason})"
         ) from error
-    # what was spread out, or quantised as it was loaded, is where it belongs
-    return (model if hasattr(model, "hf_device_map") else model.to(device)).eval(), tokenizer
+    return (model if spread else model.to(device)).eval(), tokenizer
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -48,6 +48,6 @@ def _parts(module: Any) -> Iterator[tuple[Any, str]]:
     yield from ((module, name) for name in getattr(module, "compiled_methods", ()))
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield from ((layer, "forward") for layer in child)
+            yield from ((layer, "forward") for layer in child.children())  # each of them once
         else:
             yield from _parts(child)

@@ -49,7 +49,14 @@ def load_target(config: Config, device: torch.device | str) -> Target:
 
 
 def check_model_pair(config: Config) -> None:
-    """The toy's drafter serves the toy's target only: said before anything is loaded."""
+    """What of the models cannot go together, before anything is loaded."""
+    engine = config.eval.engine
+    if engine != "own" and config.model.quantization:
+        raise UserError(
+            f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
+            "a checkpoint that is quantised, or leave it at own"
+        )
+    # the toy's drafter serves the toy's target only
     toy = type(config.model)()
     if config.model.target != toy.target and str(config.model.drafter or "").startswith(
         "assets/toy/"

@@ -58,11 +58,6 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
     model, engine = run.config.model, run.config.eval.engine
     if engine != "own" and (reason := getattr(recipe, "unserved", None)):
         raise UserError(f"eval.engine={engine}: {reason}")
-    if engine != "own" and model.quantization:
-        raise UserError(
-            f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
-            "a checkpoint that is quantised, or leave it at own"
-        )
     if run.config.trainer.lora_rank:
         if reason := getattr(recipe, "no_lora", None):
             raise UserError(f"trainer.lora_rank must be 0: {reason}")

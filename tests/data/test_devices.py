@@ -90,6 +90,15 @@ def test_a_quantised_target_is_another_target_with_a_head_of_its_own(int8, tiny_
     torch.testing.assert_close(int8.head.logits(ours.hidden["final_norm"]), ours.logits)
 
 
+def test_a_checkpoint_that_is_quantised_is_the_target_quantised_as_it_is_loaded(int8, tmp_path):
+    int8.model.save_pretrained(tmp_path)
+    int8.tokenizer.save_pretrained(tmp_path)
+    stored = Target.load(str(tmp_path))
+    assert type(stored.model.base_model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
+    ids = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(stored.outputs(ids).logits, int8.outputs(ids).logits)
+
+
 @pytest.mark.parametrize("recipe", ["distillspec", "eagle3"])
 def test_drafters_train_on_a_quantised_target(recipe, int8, tmp_path, tiny_folder, capsys):
     """A fresh causal LM is not quantised with it; an EAGLE layer starts as what is not."""

@@ -57,7 +57,8 @@ class Network(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(2, 2))
         self.inner = nn.Module()
-        self.inner.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        tied = nn.Linear(2, 2)
+        self.inner.layers = nn.ModuleList([tied, nn.Linear(2, 2), tied])
 
     def double(self, x):
         return 2 * x
