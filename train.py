@@ -72,6 +72,7 @@ def main(arguments: list[str]) -> int:
                 dev = split_dev(traces, config.run.seed)[1]
                 about = recipe.about() if hasattr(recipe, "about") else {}
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
+            this.target.meet()
         if written.exists():
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")

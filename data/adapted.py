@@ -52,7 +52,8 @@ class LoraSettings:
 
 def check_lora(target: Target, settings: LoraSettings) -> None:
     model = target.model
-    if hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False):
+    spread = target.sharded is not None or hasattr(model, "hf_device_map")
+    if spread or getattr(model, "is_quantized", False):
         raise UserError(
             "recipe=medusa2 trains inside of the target, which must be whole on one device and not "
             "quantised: leave out model.device_map and model.quantization"

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import align_module_device, get_max_memory
 from torch import nn
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -34,6 +35,8 @@ def spread(
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"model.quantization={quantization}: {reason}") from error
         given["device_map"] = {"": str(device)}
+    if device_map == "fsdp2":  # of whole layers on the CPU each process takes its share
+        return {"device_map": "cpu"} if dist.is_initialized() and dist.get_world_size() > 1 else {}
     if device_map is not None:
         given["device_map"] = device_map
     if isinstance(device_map, str):

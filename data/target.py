@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from data.devices import device_of, in_place, is_elsewhere, is_plain, spread
+from data.sharded import Sharded
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
@@ -57,6 +58,7 @@ class Target:
     name: str
     fingerprint: dict[str, Any]
     eos_ids: tuple[int, ...]
+    sharded: Sharded | None = None
 
     @classmethod
     def load(
@@ -72,6 +74,7 @@ class Target:
         quantization: dict[str, Any] | None = None,
     ) -> Target:
         """`device`: where its inputs and outputs are, the others of a `device_map` aside."""
+        given = spread(device, device_map, max_memory or {}, quantization or {})
         model, tokenizer = load_causal_lm(
             name,
             "model.target",
@@ -79,11 +82,31 @@ class Target:
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            spread=spread(device, device_map, max_memory or {}, quantization or {}),
+            spread=given,
         )
         model.requires_grad_(False)
         eos = eos_ids(model, tokenizer)
-        return cls(model, tokenizer, name, fingerprint(name, model, tokenizer, eos), eos)
+        facts, sharded = fingerprint(name, model, tokenizer, eos), None
+        if device_map == "fsdp2" and given:
+            if getattr(model, "is_quantized", False):
+                raise UserError(
+                    f"model.device_map=fsdp2 shares out weights that are not quantised, {name} is: "
+                    "take auto"
+                )
+            sharded = Sharded(model, decoder_layers(model), device)
+        return cls(model, tokenizer, name, facts, eos, sharded)
+
+    def meet(self) -> None:
+        """Every process calls it before they wait for each other, see `data.sharded`."""
+        if self.sharded is not None:
+            self.sharded.meet()
+
+    @contextmanager
+    def in_place(self, layer: torch.nn.Module, *others: torch.nn.Module | None) -> Iterator[None]:
+        """Inside, all parameters of a decoder layer, and of parts outside of them, can be read."""
+        whole = nullcontext() if self.sharded is None else self.sharded.whole(layer)
+        with in_place(layer, *others), whole:
+            yield
 
     @property
     def vocab_size(self) -> int:

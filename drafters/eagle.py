@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from data.cache import TreeSlots
-from data.devices import in_place
 from data.target import LayerId, Target, TargetOutputs, check_layers, decoder_layers
 from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
 from drafters.layers import (
@@ -150,9 +149,10 @@ class EagleDrafter(TrainedDrafter):
     @torch.no_grad()
     def _start_from_target(self) -> None:
         """As if the target's layers between the last capture and its last one were left out."""
-        model = self.shared.target.model
+        target = self.shared.target
+        model = target.model
         last, norm = decoder_layers(model)[-1], getattr(model.base_model, "norm", None)
-        with in_place(last, norm):
+        with target.in_place(last, norm):
             missing = start_from(self.layer, last)
             if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
                 missing.append("input_layernorm")

@@ -32,6 +32,9 @@ A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Rec
 
 `denominators` are known before the forward pass, so that the loop can sum them over ranks and
 accumulation steps before it scales a loss: exact for any mixture of lengths, under DeepSpeed too.
+
+`outputs` aside, a recipe that asks the target itself calls `target.meet()` before processes wait
+for each other: before it gathers, and in `loss` before its drafter computes.
 """
 
 from __future__ import annotations

@@ -235,6 +235,7 @@ class Recipe:
         config, metrics = self.config, dict[str, Any]()
         texts = self._texts(batch)
         paths, rewards, found = self._paths(texts, batch.input_ids.device)
+        self.target.meet()  # each process scored as many trees as it has
         advantage, flat = advantages(
             rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
         )

@@ -210,6 +210,7 @@ class Recipe:
         self.replay.seed = context.seed
         self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
+        self.target.meet()
         gathered = gather_object([([row.plain() for row in rows], sums)])
         for plain, of_rank in gathered:  # so that every process holds the same buffer and counts
             self.tally.add(of_rank)

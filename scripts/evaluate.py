@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+from data.prompts import Prompt
 from drafters.load import load_drafter
 from eval.report import build_report, write_report
 from recipes import base
@@ -32,6 +34,27 @@ def resolve(arguments: list[str]) -> Config:
     return compose(recipe, method, defaults, arguments, script_keys=("out",))
 
 
+def measure(
+    this: run.Run, drafter: Any, prompts: list[Prompt], folder: Path, arguments: list[str]
+) -> None:
+    name = str(this.config.eval.drafter)
+    drafters = {name: drafter, **report.baselines(this, drafter)}
+    measured = report.measure(this, drafters, prompts, name)
+    content = build_report(
+        run={"recipe": this.config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
+        target={"name": this.target.name, "fingerprint": this.target.fingerprint},
+        drafter={"start": name, **report.facts(drafter, this.target)},
+        results=measured.rows,
+        comparisons=measured.comparisons,
+        series=[],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_rounds(folder, measured.rounds)
+    write_report(content, folder)
+    print((folder / "report.md").read_text())
+    print(f"report: {(folder / 'report.html').resolve()}")
+
+
 def main(arguments: list[str]) -> int:
     try:
         config = resolve(arguments)
@@ -40,25 +63,14 @@ def main(arguments: list[str]) -> int:
             generate.describe(config)
             return 0
         this = run.Run.open(config)
-        name = str(config.eval.drafter)
-        drafter = load_drafter(name, this.target, key="eval.drafter")
+        drafter = load_drafter(str(config.eval.drafter), this.target, key="eval.drafter")
         report.check_drafter(drafter, config.eval)
         _, prompts = generate.choose_prompts(config)
-        drafters = {name: drafter, **report.baselines(this, drafter)}
-        measured = report.measure(this, drafters, prompts, name)
-        content = build_report(
-            run={"recipe": config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
-            target={"name": this.target.name, "fingerprint": this.target.fingerprint},
-            drafter={"start": name, **report.facts(drafter, this.target)},
-            results=measured.rows,
-            comparisons=measured.comparisons,
-            series=[],
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        report.write_rounds(folder, measured.rounds)
-        write_report(content, folder)
-        print((folder / "report.md").read_text())
-        print(f"report: {(folder / 'report.html').resolve()}")
+        for temperature in config.eval.temperatures:  # by all processes
+            generate.evaluation_traces(this, prompts, temperature)
+        if this.accelerator.is_main_process:
+            measure(this, drafter, prompts, folder, arguments)
+        this.target.meet()
     except (UserError, RunFault) as error:
         return run.fail(error)
     finally:

@@ -59,6 +59,9 @@ class RunConfig:
         require(self.seed >= 0, "run.seed", "be >= 0", self.seed)
 
 
+DEVICE_MAPS = ("auto", "balanced", "sequential", "fsdp2")
+
+
 @dataclass
 class ModelConfig:
     target: str = "assets/toy/target"
@@ -67,7 +70,7 @@ class ModelConfig:
     drafter_revision: str | None = None
     dtype: str = "auto"  # of the target; auto: float32 on CPU, the checkpoint's own elsewhere
     # of the target over the devices of this process, as transformers takes it: auto, balanced,
-    # sequential or {module: device}; null: whole on one
+    # sequential or {module: device}; over all processes: fsdp2; null: whole on one
     device_map: Any = None
     max_memory: dict[Any, str] = field(default_factory=dict)  # by device: {0: 20GiB, cpu: 64GiB}
     # of the target, made while it is loaded: what a checkpoint's own quantization_config would say
@@ -77,8 +80,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if not isinstance(self.device_map, dict | None):
-            _one_of("model.device_map", self.device_map, ("auto", "balanced", "sequential"))
-        if self.max_memory and not isinstance(self.device_map, str):
+            _one_of("model.device_map", self.device_map, DEVICE_MAPS)
+        if self.max_memory and self.device_map not in ("auto", "balanced", "sequential"):
             raise UserError(
                 f"model.max_memory={self.max_memory} is for model.device_map=auto, got "
                 f"{self.device_map}"
@@ -87,6 +90,11 @@ class ModelConfig:
             raise UserError(
                 f"model.quantization must name its quant_method, got {self.quantization}: for "
                 "example {quant_method: bitsandbytes, load_in_8bit: true}"
+            )
+        if self.quantization and self.device_map == "fsdp2":
+            raise UserError(
+                "model.device_map=fsdp2 shares out weights that are not quantised: leave out "
+                "model.quantization"
             )
 
 

@@ -6,12 +6,13 @@
   drafter, perhaps wrapped: a recipe calls it and does not read its attributes.
 - `recipe.denominators(batch, step) -> list[float]`, one per term, known before the forward pass;
   without it `[batch.num_supervised]`. Summed over ranks and accumulation they divide the loss, so
-  batch 1 x 4 steps = 4 x 1 whatever the lengths. Where one rank alone has nothing to train on, it
-  runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
+  batch 1 x 4 steps = 4 x 1 whatever the lengths. Where one rank of several has nothing to train on,
+  it runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
 - optional: `recipe.refresh(step, context(step, batch)) -> Batch | None`, `recipe.state_dict()` and
   `load_state_dict()` (equal on all ranks; tensors and plain containers).
 - optional: `recipe.lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
-- `outputs(batch, step)`: what the frozen target says, or None.
+- `outputs(batch, step)`: what the frozen target says, or None. `meet()`: before ranks that asked
+  it for more and for less wait for each other.
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None leaves the choice to the
   last step. The random state is put back.
 
@@ -119,6 +120,7 @@ class Fit:
     tracker: Tracker
     context: Callable[[int, Any], Any] | None = None
     describe: Callable[[Any], str] | None = None  # shown once, before step 1
+    meet: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         assert self.accelerator.gradient_accumulation_steps == 1, "this loop accumulates by itself"
@@ -189,23 +191,25 @@ class Fit:
         step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
         refresh = getattr(self.recipe, "refresh", None)
         announce = getattr(self.recipe, "denominators", lambda batch, _: [batch.num_supervised])
-        batches: list[Any] = []
+        batches, skipped = list[Any](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
-            batch = self.batches.at(index)
+            raw = batch = self.batches.at(index)
             if refresh and self.context:
-                batch = refresh(step, self.context(step, batch))
+                batch = refresh(step, self.context(step, raw))
             if batch is not None and batch.num_supervised > 0:
                 batches.append(batch)
-        skipped = num_micro - len(batches)
-        if not batches and not self.alone:  # gradients are averaged: each rank owes one backward
-            raw = self.batches.at(step * num_micro)
-            batches = [dataclasses.replace(raw, loss_mask=torch.zeros_like(raw.loss_mask))]
+                continue
+            skipped += 1
+            if not self.alone:  # ranks go through a step together
+                empty = torch.zeros_like(raw.loss_mask)
+                batches.append(dataclasses.replace(raw, loss_mask=empty))
         announced = [[float(value) for value in announce(batch, step)] for batch in batches]
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
         sums = [sum(column) for column in zip(*announced, strict=True)]
         sums += [num_tokens, skipped, self.interrupt.requested]
         where = "cpu" if self.alone else self.accelerator.device  # alone: nothing to wait for
         local = torch.tensor(sums, dtype=torch.float64, device=where)
+        self.meet()
         total: Any = self.accelerator.reduce(local, reduction="sum")
         *denominators, num_tokens, skipped, stop = total.tolist()
         self.counters.num_tokens += int(num_tokens)
@@ -229,6 +233,7 @@ class Fit:
             with self.placement.micro_step(self.model, last):
                 batch = batch.to(accelerator.device)
                 target_outputs = self.outputs(batch, step)
+                self.meet()
                 try:
                     with self.placement.autocast():
                         output: LossOutput = self.recipe.loss(batch, target_outputs, step)
@@ -257,7 +262,9 @@ class Fit:
             self.placement.gather(self.model)
             drafter: Any = self.accelerator.unwrap_model(self.model)
             drafter.eval()
-            metrics = gather_object([self.evaluate(drafter, counters.step)])[0]
+            metrics = self.evaluate(drafter, counters.step)
+            self.meet()
+            metrics = gather_object([metrics])[0]
             self.model.train()
             set_rng_state(random_state)
             self.tracker.log({"step": counters.step, "eval": metrics})

@@ -65,7 +65,7 @@ def _generate(
     together: dict[str, Any] = {
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
-        "barrier": accelerator.wait_for_everyone,
+        "barrier": run.barrier,
     }
     traces = generate_traces(
         served or run.target, plan, folder, batch_size=data.batch_size,
@@ -94,7 +94,7 @@ def _servers(run: Run) -> Iterator[Sequence[str]]:
             print("starting vLLM", flush=True)
             found = [stack.enter_context(vllm_server(run.target, data.engine_options))]
         yield broadcast_object_list(found)
-        run.accelerator.wait_for_everyone()  # the others may still be asking
+        run.barrier()  # the others may still be asking
 
 
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:

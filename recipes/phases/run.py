@@ -38,6 +38,11 @@ class Run:
         accelerator = make_accelerator(config.trainer)
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
 
+    def barrier(self) -> None:
+        """Processes wait for each other; until then they help each other with the target."""
+        self.target.meet()
+        self.accelerator.wait_for_everyone()
+
 
 def load_target(config: Config, device: torch.device | str) -> Target:
     model = config.model
@@ -112,7 +117,7 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
         facts.write_text(json.dumps(content, indent=1) + "\n")
         save_yaml(run.config, run.folder / "config.yaml.part")
         os.replace(run.folder / "config.yaml.part", stored)
-    run.accelerator.wait_for_everyone()
+    run.barrier()
 
 
 def provenance(command: list[str]) -> dict[str, Any]:

@@ -46,14 +46,14 @@ def take(run: Run, found: Path, folder: Path) -> None:
     if run.accelerator.is_main_process and found.exists() and not folder.exists():
         _copy(found, folder)
         print(f"{folder.name}: trained before, from {found}")
-    run.accelerator.wait_for_everyone()
+    run.barrier()
 
 
 def leave(run: Run, folder: Path, kept: Path) -> None:
     """Keep what a finished stage consists of."""
     if run.accelerator.is_main_process and not kept.exists():
         _copy(folder, kept)
-    run.accelerator.wait_for_everyone()
+    run.barrier()
 
 
 def _copy(source: Path, destination: Path) -> None:

@@ -107,7 +107,7 @@ def raw_texts(run: Run, recipe: Any) -> dict[str, PackedBatches]:
         rows = settings.max_steps * settings.gradient_accumulation_steps * settings.batch_size
         files = stage.needs.text.load(
             run.target, rows * world * stage.needs.text.context, run.config.data.cache_dir,
-            is_main=accelerator.is_main_process, barrier=accelerator.wait_for_everyone,
+            is_main=accelerator.is_main_process, barrier=run.barrier,
         )  # fmt: skip
         found[stage.name] = PackedBatches(
             files, stage.needs.text, settings.batch_size, run.config.run.seed,
@@ -149,9 +149,7 @@ def _search_size(
         return _fit_stage(there, recipe, stage, number, drafter, train, dev, found).series[-1]
 
     accelerator = run.accelerator
-    search.run(
-        folder, trial, run.config.eval.K, accelerator.is_main_process, accelerator.wait_for_everyone
-    )
+    search.run(folder, trial, run.config.eval.K, accelerator.is_main_process, run.barrier)
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
@@ -313,7 +311,7 @@ def _fit_stage(
             result = fit(
                 recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate, outputs=outputs,
                 config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
-                tracker=tracker, context=context,
+                tracker=tracker, context=context, meet=target.meet,
                 describe=lambda batch: preview(batch, target.tokenizer),
             )  # fmt: skip
     finally:
@@ -339,7 +337,7 @@ def stored_features(
     return write_features(
         run.target, traces, plan, features_folder(run.target, traces, plan, data.cache_dir),
         batch_size=data.batch_size, rank=accelerator.process_index,
-        world=accelerator.num_processes, barrier=accelerator.wait_for_everyone,
+        world=accelerator.num_processes, barrier=run.barrier,
     )  # fmt: skip
 
 

@@ -81,6 +81,58 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
 
 
+SHARED = "model.device_map=fsdp2"
+UNEVEN = {
+    "gto": ("method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
+            "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
+            "method.base_batch_size=2", "data.max_new_tokens=12"),
+    "osd": ("data.num_prompts=24", "method.replay_share=0.3"),
+}  # fmt: skip
+ACCEPTANCE = ("alpha", "tokens_per_round", "engine_drafts", "engine_accepted")
+
+
+def acceptance(run: Path) -> list[list[float]]:
+    report = json.loads((run / "report.json").read_text())
+    return [[row.get(key) or 0.0 for key in ACCEPTANCE] for row in report["results"]]
+
+
+def test_a_target_in_parts_is_the_same_target(alone, tiny_folder):
+    """Each process holds half of every layer. Text, a layer that starts as the target's, training
+    and the report, which one process writes alone."""
+    recipe, folder, run = alone
+    there, kind = folder / "parts", {"eagle3": "fsdp2", "medusa": "zero3"}.get(recipe, "ddp")
+    given = (
+        "trainer.batch_size=2",
+        f"run.dir={there}",
+        SHARED,
+        f"data.cache_dir={there / 'cache'}",
+    )
+    launched(folder, kind, words_of(folder, tiny_folder("llama"), recipe, *given))
+    for one, other in zip(losses(there), losses(run), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for one, other in zip(acceptance(there), acceptance(run), strict=True):
+        assert one == pytest.approx(other, rel=0.05)  # of weights that differ in the last digits
+
+
+@pytest.mark.parametrize("recipe", UNEVEN)
+def test_processes_that_ask_a_target_in_parts_unevenly(tmp_path, tiny_folder, recipe):
+    """Trees and served requests of each process's own."""
+    runs = tmp_path / "whole", tmp_path / "parts"
+    for run, given in zip(runs, ((), (SHARED,)), strict=True):
+        given = ("trainer.batch_size=2", f"run.dir={run}", f"data.cache_dir={run}-cache", *given)
+        given = (f"recipe={recipe}", *GIVEN, *given, *UNEVEN[recipe])
+        words = command(tmp_path, tiny_folder("llama"), *given)
+        launched(tmp_path, "ddp", [word for word in words if "draft_hidden_size" not in word])
+    whole, parts = map(losses, runs)
+    assert len(parts) == len(whole) > 0
+    for one, other in zip(parts, whole, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for one, other in zip(*map(acceptance, runs), strict=True):
+        assert one == pytest.approx(other, rel=0.05)
+    notes = [("gathered" in (run / "report.md").read_text()) for run in runs]
+    assert notes == [False, True]
+
+
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
 def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, kind):
     """From its second step, with the optimiser's state of both."""

@@ -1,0 +1,111 @@
+"""What several texts in a row, and torch.compile, are worth in training on the toy.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.packing
+
+Supervised tokens per second of processor time of whole steps (target's forward, loss, backward,
+AdamW) of EAGLE-3 and DistillSpec: a text a row, packed into rows of 512 and of 1,024 tokens with as
+many tokens a step, and a text a row compiled by inductor. The arms take turns, each after warm-up
+steps of its own; ratios are of medians over the turns, to a text a row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batches import Batches
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.packing import PackedTraces
+from data.prompts import load_prompts
+from data.target import Target
+from data.traces import Trace
+from trainer.compiled import compiled
+
+PROMPTS, NEW_TOKENS, ROWS = 1600, 64, 32
+TURNS, STEPS, WARM_UP = 5, 6, 3
+RECIPES = {"eagle3": {}, "distillspec": {"draft_layers": 1}}
+# name -> (tokens a row, 0 for a text a row; backend of torch.compile)
+ARMS = {
+    "a text a row": (0, None),
+    "rows of 512": (512, None),
+    "rows of 1,024": (1024, None),
+    "compiled": (0, "inductor"),
+}
+
+
+class Arm:
+    def __init__(self, name: str, recipe: Any, target: Target, traces: list[Trace]):
+        width, self.backend = ARMS[name]
+        tokens = ROWS * statistics.mean(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+        self.batches: Any = Batches(traces, {"target": 1.0}, ROWS, seed=0)
+        if width:
+            self.batches = PackedTraces(traces, "target", width, round(tokens / width), 0)
+        self.recipe, self.target, self.steps = recipe, target, itertools.count()
+        drafter = recipe.drafter
+        self.optimizer = torch.optim.AdamW(
+            [p for p in drafter.parameters() if p.requires_grad], lr=1e-4
+        )
+        self.tokens_per_s = []
+        self.turn(WARM_UP)
+        self.tokens_per_s.clear()
+
+    def turn(self, count: int = STEPS) -> None:
+        recipe, target, tokens = self.recipe, self.target, 0
+        began = time.process_time()
+        drafter, live = (compiled(self.backend, m) for m in (recipe.drafter, target.model))
+        with drafter, live:
+            for index in itertools.islice(self.steps, count):
+                batch = self.batches.at(index)
+                request = recipe.target_request(batch, index)
+                outputs = target.outputs(
+                    batch.input_ids, batch.position_ids, layers=request.layers,
+                    logits=request.logits, project_later=True,
+                )  # fmt: skip
+                terms = recipe.loss(batch, outputs, index).terms
+                sum(weight * total / (n or 1) for total, n, weight in terms).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                tokens += batch.num_supervised
+        self.tokens_per_s.append(tokens / (time.process_time() - began))
+
+
+def main() -> None:
+    target = Target.load("assets/toy/target")
+    prompts = load_prompts("toy", count=PROMPTS, seed=0, toy_split="train")
+    plan = GenerationPlan("toy train", tuple(prompts), (1.0,), max_new_tokens=NEW_TOKENS)
+    folder = traces_folder(plan, target, "runs/cache")
+    traces = generate_traces(target, plan, folder, batch_size=32, rows_per_shard=256)
+    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in traces]
+    found: dict[str, Any] = {
+        "torch": torch.__version__, "python": platform.python_version(),
+        "threads": torch.get_num_threads(), "tokens_of_a_text": [min(lengths), max(lengths)],
+    }  # fmt: skip
+    for name, options in RECIPES.items():
+        module = importlib.import_module(f"recipes.{name}")
+        recipe = module.Recipe(module.Config(**options), target)
+        recipe.begin(recipe.stages()[-1], NEW_TOKENS)
+        recipe.drafter = recipe.build(traces).train()
+        arms = {arm: Arm(arm, recipe, target, traces) for arm in ARMS}
+        for _ in range(TURNS):
+            for arm in arms.values():
+                arm.turn()
+        speeds = {name: statistics.median(arm.tokens_per_s) for name, arm in arms.items()}
+        plain = speeds["a text a row"]
+        found[name] = {
+            arm: {"tokens_per_s": round(speed), "ratio": round(speed / plain, 3)}
+            for arm, speed in speeds.items()
+        }
+        print(name, found[name], flush=True)
+    Path("benchmarks/results/packing.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
