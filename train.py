@@ -12,6 +12,7 @@ is skipped, what was killed goes on with the same command. `dry_run=true` prints
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
                 about = recipe.about() if hasattr(recipe, "about") else {}
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
             this.target.meet()
-        if written.exists():
+        if written.exists() and os.environ.get("RANK", "0") == "0":
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")
     except (UserError, RunFault) as error:

@@ -3,6 +3,7 @@
     python -m benchmarks.specdecpp_claims            # all cells and seeds, resumable
     python -m benchmarks.specdecpp_claims report     # only the statistics of what is there
     python -m benchmarks.specdecpp_claims sweep      # blocks, weight, mix on held-out training text
+    python -m benchmarks.specdecpp_claims remedies   # more text, more steps, a deeper head
 
 Every cell trains a head for the supervised drafter that ships with the toy, at T=1, on the same
 texts in the same order. Policies cut the same rollouts (`eval.rollouts`) of held-out prompts, drawn
@@ -67,15 +68,21 @@ SWEEP = {
     "mix": (0.0, 0.15, 0.5),
     "shared_blocks": (False, True),
 }
+# what `remedies` tries, on prompts of its own: name -> (texts, steps, blocks)
+REMEDIES = {
+    "as it is": (NUM_PROMPTS, STEPS, 1),
+    "more text": (6000, 4 * STEPS, 1),
+    "more text, three blocks": (6000, 4 * STEPS, 3),
+}
 WORK = Path("runs/benchmarks/specdecpp")
 TABLE = ("rounds", "emitted", "submitted", "accepted")
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, num_prompts: int = NUM_PROMPTS) -> None:
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
-        traces = self._traces("train", NUM_PROMPTS, 0)
+        traces = self._traces("train", num_prompts, 0)
         self.train, self.dev = split_dev(traces, 0)
         self.test = self._traces("eval", NUM_EVAL, 99)
 
@@ -172,19 +179,35 @@ def sweep() -> None:
     for name, values in SWEEP.items():
         for value in values:
             layers = {"num_layers": 3} if name == "shared_blocks" else {"num_layers": 1}
-            drafter, quality = bench.fit(layers | {name: value}, None, 100)
-            bank = rollouts.draw(
-                bench.target, drafter, bench.dev, Sampling(1.0), K_MAX, starts=STARTS, seed=7
-            )
-            speeds = [
-                max(
-                    rollouts.speed(bank.counters(make_budget(p, K_MAX, Config.K_min)), c)
-                    for p in rollouts.grid("head")
-                )
-                for c in COSTS
-            ]
-            shown = " / ".join(f"{one:.3f}" for one in speeds)
-            print(f"{name}={value}: KL {quality['binary_kl']:.4f}, modelled {shown}", flush=True)
+            _try(bench, f"{name}={value}", layers | {name: value}, 100, STEPS)
+
+
+def remedies() -> None:
+    """As `sweep`; all are judged on the same texts."""
+    bench = Bench(max(texts for texts, _, _ in REMEDIES.values()))
+    every = bench.train
+    for name, (texts, steps, layers) in REMEDIES.items():
+        bench.train = every[:texts]
+        _try(bench, name, {"num_layers": layers}, 200, steps)
+
+
+def _try(bench: Bench, name: str, options: dict[str, Any], seed: int, steps: int) -> None:
+    drafter, quality = bench.fit(options, None, seed, steps)
+    bank = rollouts.draw(
+        bench.target, drafter, bench.dev, Sampling(1.0), K_MAX, starts=STARTS, seed=7
+    )
+    shown = []
+    for family in ("head", "fixed"):
+        policies = [policy for policy in budgets() if policy.startswith(f"{family}:")]
+        speeds = [
+            max(rollouts.speed(bank.counters(budgets()[p]), c) for p in policies) for c in COSTS
+        ]
+        shown.append(" / ".join(f"{one:.3f}" for one in speeds))
+    print(
+        f"{name}: KL {quality['binary_kl']:.4f}, area {quality['auc']:.3f}, modelled "
+        f"{shown[0]}, fixed {shown[1]}",
+        flush=True,
+    )
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -335,8 +358,8 @@ def _yes(holds: bool) -> str:
 
 if __name__ == "__main__":
     action = sys.argv[1] if len(sys.argv) > 1 else "run"
-    if action == "sweep":
-        sweep()
+    if action in ("sweep", "remedies"):
+        {"sweep": sweep, "remedies": remedies}[action]()
     elif action == "report":
         report()
     else:
