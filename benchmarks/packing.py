@@ -16,6 +16,7 @@ import json
 import platform
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from data.target import Target
 from data.traces import Trace
 from trainer.compiled import compiled
 
+TARGET = "assets/toy/target"
 PROMPTS, NEW_TOKENS, ROWS = 1600, 64, 32
 TURNS, STEPS, WARM_UP = 5, 6, 3
 RECIPES = {"eagle3": {}, "distillspec": {"draft_layers": 1}}
@@ -42,43 +44,48 @@ ARMS = {
 
 
 class Arm:
-    def __init__(self, name: str, recipe: Any, target: Target, traces: list[Trace]):
-        width, self.backend = ARMS[name]
+    """With models of its own: what is compiled stays so."""
+
+    def __init__(self, name: str, recipe_name: str, traces: list[Trace], stack: ExitStack):
+        width, backend = ARMS[name]
         tokens = ROWS * statistics.mean(len(t.prompt_ids) + len(t.response_ids) for t in traces)
         self.batches: Any = Batches(traces, {"target": 1.0}, ROWS, seed=0)
         if width:
             self.batches = PackedTraces(traces, "target", width, round(tokens / width), 0)
-        self.recipe, self.target, self.steps = recipe, target, itertools.count()
-        drafter = recipe.drafter
+        self.target = Target.load(TARGET)
+        module = importlib.import_module(f"recipes.{recipe_name}")
+        self.recipe = module.Recipe(module.Config(**RECIPES[recipe_name]), self.target)
+        self.recipe.begin(self.recipe.stages()[-1], NEW_TOKENS)
+        torch.manual_seed(0)
+        self.recipe.drafter = drafter = self.recipe.build(traces).train()
         self.optimizer = torch.optim.AdamW(
             [p for p in drafter.parameters() if p.requires_grad], lr=1e-4
         )
-        self.tokens_per_s = []
+        for model in (drafter, self.target.model):
+            stack.enter_context(compiled(backend, model))
+        self.steps, self.tokens_per_s = itertools.count(), list[float]()
         self.turn(WARM_UP)
         self.tokens_per_s.clear()
 
     def turn(self, count: int = STEPS) -> None:
-        recipe, target, tokens = self.recipe, self.target, 0
-        began = time.process_time()
-        drafter, live = (compiled(self.backend, m) for m in (recipe.drafter, target.model))
-        with drafter, live:
-            for index in itertools.islice(self.steps, count):
-                batch = self.batches.at(index)
-                request = recipe.target_request(batch, index)
-                outputs = target.outputs(
-                    batch.input_ids, batch.position_ids, layers=request.layers,
-                    logits=request.logits, project_later=True,
-                )  # fmt: skip
-                terms = recipe.loss(batch, outputs, index).terms
-                sum(weight * total / (n or 1) for total, n, weight in terms).backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                tokens += batch.num_supervised
+        recipe, tokens, began = self.recipe, 0, time.process_time()
+        for index in itertools.islice(self.steps, count):
+            batch = self.batches.at(index)
+            request = recipe.target_request(batch, index)
+            outputs = self.target.outputs(
+                batch.input_ids, batch.position_ids, layers=request.layers,
+                logits=request.logits, project_later=True,
+            )  # fmt: skip
+            terms = recipe.loss(batch, outputs, index).terms
+            sum(weight * total / (n or 1) for total, n, weight in terms).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            tokens += batch.num_supervised
         self.tokens_per_s.append(tokens / (time.process_time() - began))
 
 
 def main() -> None:
-    target = Target.load("assets/toy/target")
+    target = Target.load(TARGET)
     prompts = load_prompts("toy", count=PROMPTS, seed=0, toy_split="train")
     plan = GenerationPlan("toy train", tuple(prompts), (1.0,), max_new_tokens=NEW_TOKENS)
     folder = traces_folder(plan, target, "runs/cache")
@@ -88,15 +95,12 @@ def main() -> None:
         "torch": torch.__version__, "python": platform.python_version(),
         "threads": torch.get_num_threads(), "tokens_of_a_text": [min(lengths), max(lengths)],
     }  # fmt: skip
-    for name, options in RECIPES.items():
-        module = importlib.import_module(f"recipes.{name}")
-        recipe = module.Recipe(module.Config(**options), target)
-        recipe.begin(recipe.stages()[-1], NEW_TOKENS)
-        recipe.drafter = recipe.build(traces).train()
-        arms = {arm: Arm(arm, recipe, target, traces) for arm in ARMS}
-        for _ in range(TURNS):
-            for arm in arms.values():
-                arm.turn()
+    for name in RECIPES:
+        with ExitStack() as stack:
+            arms = {arm: Arm(arm, name, traces, stack) for arm in ARMS}
+            for _ in range(TURNS):
+                for arm in arms.values():
+                    arm.turn()
         speeds = {name: statistics.median(arm.tokens_per_s) for name, arm in arms.items()}
         plain = speeds["a text a row"]
         found[name] = {

@@ -19,13 +19,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from trainer.config import RunFault
+
 IDLE, PASS = 0, 1  # votes; PASS + 1 + i: layer i is to be read
-PATIENCE = datetime.timedelta(days=7)  # a process that dies is noticed at once, a slow one never
+PATIENCE = datetime.timedelta(days=1)  # with who is slow; who ends closes the connection
 
 
 class Sharded:
-    """Shares out `layers` of a frozen `model` that every process has on the CPU, mapped and not yet
-    read; the rest comes to `device`."""
+    """Shares out `layers` of a frozen `model` that every process has on the CPU; the rest comes to
+    `device`. Weights loaded in the checkpoint's own dtype are mapped, and read here layer by layer.
+
+    Raises ValueError or NotImplementedError where torch cannot share them out."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, device: torch.device | str):
         kind = torch.device(device).type
@@ -65,7 +69,10 @@ class Sharded:
         """Returns once all do what this process wants."""
         while True:
             vote = torch.tensor(wanted)
-            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.votes)
+            try:
+                dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.votes)
+            except RuntimeError as error:
+                raise RunFault("another process ended: see what it said") from error
             if vote == wanted:
                 return
             self._help(int(vote))

@@ -88,12 +88,15 @@ class Target:
         eos = eos_ids(model, tokenizer)
         facts, sharded = fingerprint(name, model, tokenizer, eos), None
         if device_map == "fsdp2" and given:
-            if getattr(model, "is_quantized", False):
+            try:
+                sharded = Sharded(model, decoder_layers(model), device)
+            except (ValueError, NotImplementedError) as error:
                 raise UserError(
-                    f"model.device_map=fsdp2 shares out weights that are not quantised, {name} is: "
-                    "take auto"
-                )
-            sharded = Sharded(model, decoder_layers(model), device)
+                    f"model.device_map=fsdp2 must be auto for {type(model).__name__}, which cannot "
+                    f"be shared out: {error}"
+                ) from error
+        elif device_map == "fsdp2":
+            print(f"model.device_map=fsdp2: one process, which holds {name} whole", flush=True)
         return cls(model, tokenizer, name, facts, eos, sharded)
 
     def meet(self) -> None:
@@ -290,6 +293,11 @@ def load_causal_lm(
         config = AutoConfig.from_pretrained(name, **common)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
         if getattr(config, "quantization_config", None):  # cannot be moved once it is loaded
+            if (spread or {}).get("device_map") == "cpu":
+                raise UserError(
+                    f"model.device_map=fsdp2 shares out weights that are not quantised, those of "
+                    f"{name} are: take auto"
+                )
             spread = {"device_map": {"": str(device)}, **(spread or {})}
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=chosen, **common, **(spread or {})

@@ -141,6 +141,13 @@ def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
     return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
 
 
+GATHERED = (
+    "tokens/s, speed-ups, the measured costs of drafting and verifying and what is modelled from "
+    "them are of a target whose layers are gathered from all processes for every pass, which no "
+    "server does. Acceptance, mbsu and what is modelled at given costs do not depend on it."
+)
+
+
 class Bench:
     """Measures drafters on one set of held-out traces at one temperature."""
 
@@ -160,7 +167,9 @@ class Bench:
             sampling,
             config,
         )
-        self.prompts, self.about = prompts, about or {}
+        self.prompts, self.about = prompts, dict(about or {})
+        if target.sharded is not None:
+            self.about["note"] = GATHERED
         self.offline = OfflineEvaluator(target, traces, sampling, Budget(config.K))
 
     def replayed(self, name: str, drafter: Any, cost: Cost) -> Measurement:
@@ -390,7 +399,9 @@ def plain_generate(
         eos_token_id=list(target.eos_ids) or None,
         pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
         # ids without a token: their logits are padding
-        suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None, **options,
+        suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
+        synced_gpus=False,  # processes wait for each other in `data.sharded`
+        **options,
     )  # fmt: skip
     return output[0, len(prompt_ids) :].tolist()
 

@@ -44,6 +44,11 @@ def check_search(config: Any) -> None:
 
 class SizeSearch:
     def __init__(self, config: Any, target: Target):
+        if config.search_by == "modelled_speedup" and target.sharded is not None:
+            raise UserError(
+                "method.search_by=modelled_speedup goes by measured times, which mean nothing with "
+                "model.device_map=fsdp2: take mbsu"
+            )
         self.config, self.target = config, target
         self.rows: list[dict[str, Any]] = []  # of the shapes tried, best first
         self.shapes = self._shapes()

@@ -62,7 +62,8 @@ def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Tr
             never = Budget(budget.max_tokens, Recorder(uses_head=family == "head"))
             cost = cost_of(drafter, run.target, never)  # of a token, not of where a rule stops
             real = bench.decoded("after", drafter, cost, budget)
-            real.row |= _note(own, sampling) if family == "head" else {}
+            if family == "head" and (note := _note(own, sampling)):
+                real.row["note"] = "; ".join(filter(None, [real.row.get("note"), note]))
             decoded[family] = rollouts.rates(real.counters)
             if budget.policy == config.policy and budget.max_tokens == config.K:
                 continue  # the report has that row
@@ -103,11 +104,11 @@ def matching(bank: Rollouts, head: Budget) -> float:
     return min(FINE, key=lambda t: abs(verified(budgets[t]) - wanted))
 
 
-def _note(own: AcceptanceSettings, sampling: Sampling) -> dict[str, Any]:
+def _note(own: AcceptanceSettings, sampling: Sampling) -> str | None:
     trained = Sampling(own.temperature, own.top_k, own.top_p)
     if trained == sampling:
-        return {}
-    return {"note": f"the acceptance head was trained for {trained}, this row has {sampling}"}
+        return None
+    return f"the acceptance head was trained for {trained}, this row has {sampling}"
 
 
 def _points(

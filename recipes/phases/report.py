@@ -143,7 +143,7 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
-        frozen = Bench(run.target, traces, sampling, config, name_and_hash, _about(run.target))
+        frozen = Bench(run.target, traces, sampling, config, name_and_hash)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
         bench = benches[decoded]
@@ -189,15 +189,6 @@ def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Be
         f"({change:+.2f} %).",
     }
     return Bench(served, traces, frozen.sampling, frozen.config, frozen.prompts, about)
-
-
-def _about(target: Target) -> dict[str, Any]:
-    if target.sharded is None:
-        return {}
-    return {
-        "note": "tokens/s are those of a target whose layers are gathered from all processes for "
-        "every pass: no server does that. Acceptance does not depend on it."
-    }
 
 
 def _merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
