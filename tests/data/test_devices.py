@@ -7,7 +7,7 @@ import torch
 
 import train
 from data.devices import own_memory
-from data.target import Target
+from data.target import Target, load_causal_lm
 from tests.commands import command, read_jsonl
 from trainer.config import ModelConfig, UserError
 
@@ -97,6 +97,8 @@ def test_a_checkpoint_that_is_quantised_is_the_target_quantised_as_it_is_loaded(
     assert type(stored.model.base_model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
     ids = torch.arange(24).view(2, 12)
     torch.testing.assert_close(stored.outputs(ids).logits, int8.outputs(ids).logits)
+    with pytest.raises(UserError, match="fsdp2 shares out weights that are not quantised"):
+        load_causal_lm(str(tmp_path), "model.target", spread={"device_map": "cpu"})
 
 
 @pytest.mark.parametrize("recipe", ["distillspec", "eagle3"])
@@ -126,6 +128,8 @@ def test_a_quantised_head_is_refused(int8, tiny_folder):
         ({"device_map": "cuda"}, "model.device_map must be one of auto, balanced, sequential"),
         ({"max_memory": {0: "1GiB"}}, "is for model.device_map=auto"),
         ({"quantization": {"load_in_8bit": True}}, "must name its quant_method"),
+        ({"device_map": "fsdp2", "max_memory": {0: "1GiB"}}, "is for model.device_map=auto"),
+        ({"device_map": "fsdp2", "quantization": INT8}, "weights that are not quantised"),
     ],
 )
 def test_what_means_nothing_is_refused_before_loading(given, words_of_it):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -291,6 +292,13 @@ def test_the_search_takes_the_best_prediction_and_keeps_it(by, target, tmp_path)
     again = searched(target, search_by=by, search_layers=[1])
     again.run(tmp_path, lambda *_: pytest.fail("tried again"), 3, True, lambda: None)
     assert again.rows == search.rows
+
+
+def test_measured_times_of_a_target_in_parts_choose_no_size(target):
+    parts = dataclasses.replace(target, sharded=object())
+    assert searched(parts, search_by="mbsu").shapes
+    with pytest.raises(UserError, match=r"method\.search_by=modelled_speedup .* take mbsu"):
+        searched(parts, search_by="modelled_speedup")
 
 
 # --- stages -----------------------------------------------------------------------------------
