@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from trainer.config import RunFault
 
@@ -34,9 +34,10 @@ class Sharded:
     def __init__(self, model: Any, layers: nn.ModuleList, device: torch.device | str):
         kind = torch.device(device).type
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        self.base, self.layers, self.helping = model.base_model, layers, False
+        self.base, self.helping = model.base_model, False
+        self.layers: Any = list(layers.children())  # each of them once
         rest = set(model.parameters()) - set(layers.parameters())
-        for layer in layers:
+        for layer in self.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(self.base, mesh=mesh, ignored_params=rest)  # one stream for all: it looks ahead
         model.to(device)
@@ -53,13 +54,13 @@ class Sharded:
     @contextmanager
     def whole(self, layer: nn.Module) -> Iterator[None]:
         """Inside, the parameters of `layer` are whole on this process."""
-        number = list(self.layers).index(layer)
+        number = self.layers.index(layer)
         self._agree(PASS + 1 + number)
-        self._unshard(number)
+        self.layers[number].unshard()
         try:
             yield
         finally:
-            self._layer(number).reshard()
+            self.layers[number].reshard()
 
     def _before_pass(self, module: nn.Module, inputs: Any) -> None:
         if not self.helping:
@@ -88,12 +89,6 @@ class Sharded:
             finally:
                 self.helping = False
         else:
-            self._unshard(vote - PASS - 1)
-            self._layer(vote - PASS - 1).reshard()
-
-    def _layer(self, number: int) -> FSDPModule:
-        layer: Any = self.layers[number]
-        return layer
-
-    def _unshard(self, number: int) -> None:
-        self._layer(number).unshard()
+            layer = self.layers[vote - PASS - 1]
+            layer.unshard()
+            layer.reshard()
