@@ -251,7 +251,7 @@ def write_features(
             if rank == 0:
                 _lock(lock, folder)
                 shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
-            scratch.mkdir(exist_ok=True)
+                scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
             barrier()  # until here nobody writes: all have seen the same
             own = [shard for shard in shards[rank::world] if shard in remaining]
             meter = _Meter(label, sum(len(shard.rows) for shard in own), enabled=rank == 0)

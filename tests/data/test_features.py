@@ -15,6 +15,7 @@ import threading
 import time
 from collections import namedtuple
 from pathlib import Path
+from threading import BrokenBarrierError
 
 import pytest
 import torch
@@ -413,14 +414,14 @@ def together(folder: Path, name: str, world: int, dying: int | None = None) -> N
 
         def breaking(*arguments, **options):
             if rank == dying and next(calls) == 2:
-                barrier.abort()
                 raise RuntimeError("killed")
             return outputs(*arguments, **options)
 
         target.outputs = breaking
         try:
             fill(target, folder, rank=rank, world=world, barrier=barrier.wait)
-        except (RuntimeError, threading.BrokenBarrierError) as error:
+        except Exception as error:
+            barrier.abort()
             faults.append(error)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
@@ -428,7 +429,17 @@ def together(folder: Path, name: str, world: int, dying: int | None = None) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert bool(faults) == (dying is not None)
+    assert [str(fault) for fault in faults if str(fault)] == ["killed"] * (dying is not None)
+
+
+def test_one_rank_alone_makes_the_folder_of_half_written_shards(target, tmp_path):
+    def meet() -> None:  # between looking for the folder and making it, the first rank clears it
+        raise BrokenBarrierError(sorted(path.name for path in tmp_path.iterdir()))
+
+    for rank, made in ((1, []), (0, [".writing"])):
+        with pytest.raises(BrokenBarrierError) as found:
+            fill(target, tmp_path, rank=rank, world=2, barrier=meet)
+        assert found.value.args[0] == [".lock", *made, "manifest.json"]
 
 
 @pytest.mark.parametrize("world", [2, 7])
