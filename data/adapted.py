@@ -142,8 +142,10 @@ class AdaptedTarget:
         digest = hashlib.sha256(repr(dataclasses.astuple(self.settings)).encode())
         for name, parts in self.modules().items():
             digest.update(name.encode())
-            for tensor in parts.state_dict().values():
-                digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+            for tensor in parts.parameters():
+                # a copy: a storage that numpy has seen can never be let go by FSDP2
+                plain = tensor.detach().to("cpu", torch.float32, copy=True)
+                digest.update(plain.contiguous().numpy().tobytes())
         weights = f"{self.target.fingerprint['weights']}+{digest.hexdigest()[:16]}"
         return dataclasses.replace(
             self.target,

@@ -24,7 +24,6 @@ from drafters.medusa2 import ADAPTER, Medusa2Drafter
 from recipes import medusa
 from recipes.base import Needs, Stage
 from recipes.parts.heads import Term
-from trainer import fsdp2
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.losses import LossOutput, position_weights
@@ -76,11 +75,6 @@ class Recipe(medusa.Recipe):
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
         check_lora(target, config.lora())
-        if fsdp2.used():
-            raise UserError(
-                "recipe=medusa2 trains inside of the target, which FSDP2 does not share out: "
-                "launch with scripts/accelerate/ddp.yaml"
-            )
         self.has_heads = self.joint = False
 
     def stages(self) -> list[Stage]:

@@ -59,7 +59,7 @@ class RunConfig:
         require(self.seed >= 0, "run.seed", "be >= 0", self.seed)
 
 
-DEVICE_MAPS = ("auto", "balanced", "sequential", "fsdp2")
+DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
 
 
 @dataclass
@@ -80,8 +80,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if not isinstance(self.device_map, dict | None):
-            _one_of("model.device_map", self.device_map, DEVICE_MAPS)
-        if self.max_memory and self.device_map not in ("auto", "balanced", "sequential"):
+            _one_of("model.device_map", self.device_map, (*DEVICE_MAPS, "fsdp2"))
+        if self.max_memory and self.device_map not in DEVICE_MAPS:
             raise UserError(
                 f"model.max_memory={self.max_memory} is for model.device_map=auto, got "
                 f"{self.device_map}"

@@ -445,9 +445,3 @@ def test_an_adapter_of_another_shape_is_not_gone_on_from(target, traces):
     same.accept(drafter)
     assert [stage.name for stage in same.stages()] == ["joint"]
     assert same.enter(same.stages()[0], drafter, STEPS) is drafter
-
-
-def test_fsdp2_is_refused(target, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_FSDP2", "true")
-    with pytest.raises(UserError, match="FSDP2"):
-        Recipe(Config(), target)

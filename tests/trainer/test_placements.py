@@ -81,6 +81,26 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_medusa2_trains_inside_of_the_target(tmp_path, tiny_folder, kind):
+    """Its adapter is shared out too, and read between steps for what the target has become."""
+    found = []
+    for name, rows in (("alone", 4), (kind, 2)):
+        run = tmp_path / name
+        given = ("recipe=medusa2", *GIVEN, f"trainer.batch_size={rows}", f"run.dir={run}")
+        words = command(tmp_path, tiny_folder("llama"), *given)
+        words = [word for word in words if not word.startswith("method.")]
+        words += ["method.lora_dropout=0", "method.lora_rank=2"]
+        if name == "alone":
+            assert train.main(words) == 0
+        else:
+            launched(tmp_path, name, words)
+        found.append(losses(run))
+    assert len(found[0]) == 8  # of heads, and of both
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
 SHARED = "model.device_map=fsdp2"
 UNEVEN = {
     "gto": ("method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
