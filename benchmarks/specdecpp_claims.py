@@ -73,6 +73,7 @@ REMEDIES = {
     "as it is": (NUM_PROMPTS, STEPS, 1),
     "more text": (6000, 4 * STEPS, 1),
     "more text, three blocks": (6000, 4 * STEPS, 3),
+    "twice as much again": (12000, 8 * STEPS, 1),
 }
 WORK = Path("runs/benchmarks/specdecpp")
 TABLE = ("rounds", "emitted", "submitted", "accepted")
