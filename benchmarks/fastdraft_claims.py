@@ -1,6 +1,7 @@
 """What each stage of FastDraft (Zafrir et al. 2024, arXiv:2411.11055) gives, on the embedded toy.
 
     python -m benchmarks.fastdraft_claims          # all cells and seeds, resumable
+    python -m benchmarks.fastdraft_claims 0 1      # these seeds
     python -m benchmarks.fastdraft_claims report   # only the statistics of what is there
     python -m benchmarks.fastdraft_claims tiny     # seed 0 with a few steps: does it run?
 
@@ -299,13 +300,12 @@ def report(scale: Scale) -> str:
 
 
 if __name__ == "__main__":
-    action = sys.argv[1] if len(sys.argv) > 1 else "run"
-    if action == "tiny":
+    if sys.argv[1:] == ["tiny"]:
         run(TINY, (0,))
         print(report(TINY))
     else:
-        if action != "report":
-            run(Scale(), tuple(map(int, sys.argv[2:])) or SEEDS)
+        if sys.argv[1:] != ["report"]:
+            run(Scale(), tuple(map(int, sys.argv[1:])) or SEEDS)
         text = report(Scale())
         print(text)
         Path("benchmarks/results/fastdraft_claims.md").write_text(text)

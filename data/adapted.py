@@ -27,6 +27,7 @@ from peft import (
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from data.devices import decoder_of
 from data.target import Target, decoder_layers
 from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError, require
@@ -107,7 +108,7 @@ class AdaptedTarget:
 
     def states(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """[B, L] -> final-normed states [B, L, H], with gradient."""
-        run = self.model.base_model
+        run = decoder_of(self.model)
         # a layer recomputes only where it takes itself for training; its own dropouts stay off
         recomputed = decoder_layers(self.model) if self.checkpointing else ()
         for layer in recomputed:

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from data.devices import device_of
-from trainer.config import UserError
+from data.devices import decoder_of, device_of
+from trainer.config import RunFault, UserError
+
+# Of logits. Rounding differs with the shape of a pass, in bfloat16 by some per cent, and one token
+# may reach another expert: of two the closer one counts. A wrong place or mask is far beyond.
+TOLERANCE = 0.1
+_SAME: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
 
 
 @dataclass
@@ -171,7 +177,6 @@ class CachedModel:
             )
         types = getattr(config, "layer_types", None) or ["full_attention"]
         window = getattr(config, "sliding_window", None)
-        base = getattr(model, model.base_model_prefix, model)
         self.mask_types = sorted(set(types))
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown or not hasattr(config, "num_attention_heads"):
@@ -186,6 +191,7 @@ class CachedModel:
                 f"{config.model_type} masks or biases attention in a way of its own (ALiBi or "
                 "local attention), which the cache of speculative decoding cannot follow"
             )
+        base = decoder_of(model)
         # Models either choose a mask by layer type from a dict, or take one mask for all layers.
         self.takes_dict = (
             "isinstance(causal_mask_mapping := attention_mask, dict)"
@@ -249,6 +255,7 @@ class CachedModel:
         all; `first`: given when every row writes slots first..first+T-1; `tree`: the tokens are
         nodes of a tree, with slots of their own. Returns logits [R, T', V]."""
         assert self.cache is not None
+        self._require_same(tree is not None)
         used = min(
             self.capacity, -(-used // 16) * 16
         )  # few shapes: kernels and allocations are reused
@@ -264,6 +271,47 @@ class CachedModel:
             use_cache=True,
             logits_to_keep=logits_to_keep,
         ).logits
+
+    @torch.no_grad()
+    def _require_same(self, tree: bool) -> None:
+        """UserError where the model scores tokens that come later, or a path of a tree, otherwise
+        than the same tokens in one pass: its state is no cache of keys and values, or it counts
+        slots instead of positions (ALiBi). Asked once for each model."""
+        if self.model in _SAME[tree] or self.model.training:
+            return
+        _SAME[tree].add(self.model)  # or the trial would ask
+        siblings, device = 15 if tree else 1, self.device  # the last one: far from its position
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        ids = (torch.arange(siblings + 3, device=device) % rows).unsqueeze(0)
+        ancestors = torch.eye(siblings + 1, dtype=torch.bool, device=device).unsqueeze(0)
+        ancestors[:, -1, -2] = True
+        depths = torch.ones(1, siblings + 1, dtype=torch.long, device=device)
+        depths[:, -1] = 2
+        placed = place_tree(torch.tensor([2], device=device), ancestors, depths)
+        trial = copy.copy(self)
+        trial.begin(1, 32)
+        try:
+            trial.forward(ids[:, :2], torch.arange(2, device=device).unsqueeze(0), used=2, first=0)
+            found = trial.forward(
+                ids[:, 1:], placed.positions, used=siblings + 3, tree=placed if tree else None
+            )
+            alone = torch.cat([ids[:, :2], ids[:, -2:]], 1)
+            expected = self.model(input_ids=alone, use_cache=False).logits
+        except (UserError, RunFault, torch.OutOfMemoryError):
+            _SAME[tree].discard(self.model)
+            raise
+        except Exception as error:  # of a model that takes no such cache, mask or positions
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            what = f"cannot be decoded with a cache of ours ({reason})"
+        else:
+            difference = _relative(found[0, -2:].float(), expected[0, -2:].float())
+            if not difference > TOLERANCE:
+                return
+            which = "a path of a tree" if tree else "what comes later"
+            what = f"scores {which} otherwise than all in one pass, by {difference:.0%}"
+            what += " (ALiBi?): measure chains, eval.tree=null" if tree else ""
+        _SAME[tree].discard(self.model)
+        raise UserError(f"{type(self.model).__name__} {what}")
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy what lies in the slots `source` [B, D] to the slots `destination` [B, D]: an
@@ -299,3 +347,9 @@ class CachedModel:
                 )
             masks[kind] = allowed
         return masks if self.takes_dict else next(iter(masks.values()))
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The least of the rows' differences, in shares of what a row's logits differ by."""
+    found, expected = (x - x.mean(-1, keepdim=True) for x in (found, expected))
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).min())

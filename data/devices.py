@@ -53,6 +53,16 @@ def own_memory(free: dict[Any, int], local_rank: int, local_world: int) -> dict[
     return found | {key: free[key] // local_world for key in free if not isinstance(key, int)}
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a causal LM from ids to final-normed states, without its output head."""
+    found = model.get_decoder()
+    if found is model:
+        raise UserError(
+            f"{type(model).__name__} names no decoder, whose states drafters are made from"
+        )
+    return found
+
+
 def device_of(model: Any) -> torch.device:
     """Where a model takes its input: of its embedding, whose weights may be stored elsewhere."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)

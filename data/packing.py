@@ -20,7 +20,7 @@ import torch
 
 from data.batches import Batch, epoch_order, join_teachers, response_of
 from data.corpus import Source, TokenFile, tokenised
-from data.devices import device_of
+from data.devices import decoder_of, device_of
 from data.target import Target
 from data.traces import Trace
 from trainer.config import UserError
@@ -218,7 +218,7 @@ def check_separation(model: Any, remedy: str) -> None:
 
     def states(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        return model.base_model(**given).last_hidden_state
+        return decoder_of(model)(**given).last_hidden_state
 
     device = device_of(model)
     ids = torch.arange(6, device=device).unsqueeze(0)

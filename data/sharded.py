@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from data.devices import decoder_of
 from trainer.config import RunFault
 
 IDLE, PASS = 0, 1  # votes; PASS + 1 + i: layer i is to be read
@@ -34,7 +35,7 @@ class Sharded:
     def __init__(self, model: Any, layers: nn.ModuleList, device: torch.device | str):
         kind = torch.device(device).type
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        self.base, self.helping = model.base_model, False
+        self.base, self.helping = decoder_of(model), False
         self.layers: Any = list(layers.children())  # each of them once
         rest = set(model.parameters()) - set(layers.parameters())
         for layer in self.layers:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from data.devices import device_of, in_place, is_elsewhere, is_plain, spread
+from data.devices import decoder_of, device_of, in_place, is_elsewhere, is_plain, spread
 from data.sharded import Sharded
 from trainer.chunked import OutputHead
 from trainer.config import UserError
@@ -190,7 +190,7 @@ def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, .
 
 def decoder_layers(model: Any) -> torch.nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
+    for module in decoder_of(model).modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module
     raise UserError(f"{type(model).__name__}: no list of {count} decoder layers found")
@@ -214,7 +214,7 @@ def captured(
 
     handles = []
     for layer in layers:
-        module = decoder_layers(model)[layer] if isinstance(layer, int) else model.base_model
+        module = decoder_layers(model)[layer] if isinstance(layer, int) else decoder_of(model)
         handles.append(module.register_forward_hook(keep(layer)))
     try:
         yield

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.cache import CachedModel, TreeSlots
+from data.devices import decoder_of
 from data.target import (
     LayerId,
     Target,
@@ -109,7 +110,7 @@ class CausalLMDrafter(TrainedDrafter):
     ) -> Iterator[torch.Tensor]:
         """The same for every depth: once drafted tokens are accepted, the cache holds target
         text."""
-        hidden = self.model.base_model(
+        hidden = decoder_of(self.model)(
             input_ids=ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         for _ in range(depth):
@@ -210,11 +211,13 @@ class CausalLMDrafter(TrainedDrafter):
 
 
 def parameters_read(model: Any) -> list[torch.nn.Parameter]:
-    """By one decoding step of a causal LM; an embedding that is only looked up is left out."""
-    skipped = model.get_input_embeddings().weight
-    if skipped is model.get_output_embeddings().weight:
-        skipped = None
-    return [p for p in model.parameters() if p is not skipped]
+    """By one decoding step of a causal LM: those of its decoder and output head, but what is only
+    looked up, and not those of an image or audio encoder beside it."""
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    tables = (m for m in decoder.modules() if isinstance(m, torch.nn.Embedding))
+    looked_up = {table.weight for table in tables} - {head.weight}
+    read = dict.fromkeys((*decoder.parameters(), *head.parameters()))
+    return [parameter for parameter in read if parameter not in looked_up]
 
 
 def shrunk_config(

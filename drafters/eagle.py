@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from data.cache import TreeSlots
+from data.devices import decoder_of
 from data.target import LayerId, Target, TargetOutputs, check_layers, decoder_layers
 from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
 from drafters.layers import (
@@ -151,7 +152,7 @@ class EagleDrafter(TrainedDrafter):
         """As if the target's layers between the last capture and its last one were left out."""
         target = self.shared.target
         model = target.model
-        last, norm = decoder_layers(model)[-1], getattr(model.base_model, "norm", None)
+        last, norm = decoder_layers(model)[-1], getattr(decoder_of(model), "norm", None)
         with target.in_place(last, norm):
             missing = start_from(self.layer, last)
             if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
