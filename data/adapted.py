@@ -87,7 +87,12 @@ class AdaptedTarget:
         model = _copied(target.model, target.model, lambda tensor: tensor)
         with warnings.catch_warnings():  # of how peft asks transformers, and of GPT-2's layout
             warnings.simplefilter("ignore")
-            self.peft: Any = get_peft_model(model, config).eval()
+            try:
+                self.peft: Any = get_peft_model(model, config).eval()
+            except ValueError as error:
+                reason = " ".join(str(error).split())
+                what = f"peft adapts no {type(model).__name__} with these method.lora_* ({reason})"
+                raise UserError(what) from error
 
     @property
     def model(self) -> Any:

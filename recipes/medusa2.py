@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from data.adapted import LoraSettings, check_lora
+from data.adapted import AdaptedTarget, LoraSettings
 from data.batches import Batch
 from data.target import Target, TargetOutputs
 from drafters.medusa import MedusaDrafter
@@ -74,7 +74,7 @@ class Recipe(medusa.Recipe):
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
-        check_lora(target, config.lora())
+        AdaptedTarget(target, config.lora())  # what is refused is refused before the first stage
         self.has_heads = self.joint = False
 
     def stages(self) -> list[Stage]:

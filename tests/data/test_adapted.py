@@ -83,6 +83,15 @@ def test_an_adapter_on_the_head_is_refused_where_it_is_the_embedding(tiny_target
         AdaptedTarget(tiny_target("llama_tied"), LoraSettings(lm_head=True))
 
 
+def test_what_peft_refuses_is_one_line(tiny_target, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no dropout\nhere")
+
+    monkeypatch.setattr("data.adapted.get_peft_model", refuse)
+    with pytest.raises(UserError, match=r"no LlamaForCausalLM .* \(no dropout here\)"):
+        AdaptedTarget(tiny_target("llama"), LoraSettings())
+
+
 def test_the_fingerprint_is_that_of_target_and_adapter(tiny_target):
     target = tiny_target("llama")
     found = [changed(target, seed=seed).as_target().fingerprint for seed in (0, 0, 1)]
