@@ -141,7 +141,13 @@ def provenance(command: list[str]) -> dict[str, Any]:
 def leave() -> None:
     """Leave the process group, if there is one: a rank that just exits takes the others with it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _left.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
+
+
+# Groups stay until Python ends, which lets them go without its lock. DDP's reducer, where it is the
+# last to hold one, keeps that lock, and a thread of gloo that frees a tensor waits for it for ever.
+_left: list[Any] = []
 
 
 def stop_softly() -> None:
