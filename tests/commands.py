@@ -96,7 +96,12 @@ def start(*words: str, log: Path | None = None, **options: Any) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=500)
+    try:
+        out, err = process.communicate(timeout=500)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes by force after half a minute
+        out, err = process.communicate(timeout=60)
+        raise AssertionError(f"has not ended:\n{out}\n{err}"[-4000:]) from None
     return process.returncode, out or "", err or ""
 
 
