@@ -277,7 +277,7 @@ class CachedModel:
         """UserError where the model scores tokens that come later, or a path of a tree, otherwise
         than the same tokens in one pass: its state is no cache of keys and values, or it counts
         slots instead of positions (ALiBi). Asked once for each model."""
-        if self.model in _SAME[tree] or self.model.training:
+        if self.model in _SAME[tree]:
             return
         _SAME[tree].add(self.model)  # or the trial would ask
         siblings, device = 15 if tree else 1, self.device  # the last one: far from its position

@@ -83,10 +83,9 @@ class SizeSearch:
         torch.manual_seed(0)
         drafter = self._make(layers, width)
         found = trial(number, f"{layers}x{width}", drafter)
-        cost, tokens = (
-            cost_of(drafter, self.target, make_budget("fixed", K)),
-            found["tokens_per_round"],
-        )
+        drafter.eval()  # training left it as it trains, with dropout
+        cost = cost_of(drafter, self.target, make_budget("fixed", K))
+        tokens = found["tokens_per_round"]
         return {
             "layers": layers, "hidden_size": width,
             "parameters": drafter.num_parameters,

@@ -22,6 +22,7 @@ from eval.measure import read_per_step
 from recipes import distillspec
 from recipes.base import Context
 from recipes.fastdraft import Config, Recipe
+from recipes.parts import draft_size
 from recipes.parts.draft_size import SizeSearch, _inner_parameters
 from tests.commands import (
     TWO,
@@ -292,6 +293,24 @@ def test_the_search_takes_the_best_prediction_and_keeps_it(by, target, tmp_path)
     again = searched(target, search_by=by, search_layers=[1])
     again.run(tmp_path, lambda *_: pytest.fail("tried again"), 3, True, lambda: None)
     assert again.rows == search.rows
+
+
+def test_the_search_measures_drafters_as_they_are_served(target, tmp_path, monkeypatch):
+    seen = []
+    real = draft_size.cost_of
+
+    def cost_of(drafter, *given):
+        seen.append(any(module.training for module in drafter.modules()))
+        return real(drafter, *given)
+
+    def trial(number, name, drafter):
+        drafter.train()
+        return {"alpha": 0.5, "tokens_per_round": 2.0}
+
+    monkeypatch.setattr(draft_size, "cost_of", cost_of)
+    searched(target, search_layers=[1]).run(tmp_path, trial, 3, True, lambda: None)
+    assert seen
+    assert not any(seen)
 
 
 def test_measured_times_of_a_target_in_parts_choose_no_size(target):
