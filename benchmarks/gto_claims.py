@@ -49,11 +49,14 @@ SEEDS = (0, 1, 2, 3, 4)
 BASE_PROMPTS = "toy"  # of all settings: one base for each seed and length
 BASE_ROWS, BASE_LR = 16, 4e-3  # the rate of EAGLE-3 in benchmarks.heads
 STEPS, ROWS = 150, 8
-# what `sweep` tries on the default tree, from the long base: (arm, learning rate, settings)
-TRIES: tuple[tuple[str, float, dict[str, Any]], ...] = (
-    *(("as many steps", lr, {}) for lr in (1e-4, 4e-4, 1e-3)),
-    *(("gto", lr, {}) for lr in (1e-4, 4e-4)),
-    ("gto", 4e-4, {"omega": 4.0}),
+# what `sweep` tries on the default tree, from the long base: (arm, learning rate, steps, settings)
+TRIES: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
+    *(("as many steps", lr, STEPS, {}) for lr in (1e-4, 4e-4, 1e-3)),
+    *(("gto", lr, STEPS, {}) for lr in (1e-4, 4e-4)),
+    ("gto", 4e-4, STEPS, {"omega": 4.0}),
+    ("as many steps", 1e-4, 6 * STEPS, {}),
+    ("gto", 1e-4, 6 * STEPS, {"aggregation": "node_sum", "epsilon": 0.5, "omega": 2.0}),
+    ("gto", 1e-4, 6 * STEPS, {}),
 )
 NUM_EVAL, NEW_TOKENS = 300, 64
 TREES_PER_TEXT = 16
@@ -141,7 +144,7 @@ class Bench:
         recipe.begin(now, NEW_TOKENS)
         settings = TrainerConfig(
             max_steps=steps, batch_size=rows, lr=lr, lr_warmup_steps=20, adam_beta2=0.95,
-            max_grad_norm=0.5, log_every=steps, save_every=steps, eval_every=steps,
+            max_grad_norm=0.5, log_every=50, save_every=steps, eval_every=steps,
         )  # fmt: skip
         device = self.accelerator.device
 
@@ -171,12 +174,11 @@ class Bench:
 
     def arm(
         self, base: Any, arm: str, seed: int, lr: float | None = None,
-        further: dict[str, Any] | None = None,
+        further: dict[str, Any] | None = None, steps: int = STEPS,
     ) -> tuple[Any, float]:  # fmt: skip
         options, kind = ARMS[arm], "token" if ARMS[arm] is None else "gto"
         if options is not None:
             options = options | (further or {})
-        steps = STEPS
         if arm == "as much time":
             costs = [
                 json.loads(place(self.name, other, seed).read_text())["seconds_per_step"]
@@ -247,10 +249,10 @@ def sweep() -> None:
     bench = Bench("default tree")
     base = bench.base(0)
     print(f"base: {bench.expected(base):.4f} expected tokens a round", flush=True)
-    for arm, lr, options in TRIES:
-        trained, seconds = bench.arm(base, arm, 100, lr, options)
-        value = bench.expected(trained)
-        print(f"{arm}, lr {lr:g}, {options}: {value:.4f}, {seconds:.2f} s a step", flush=True)
+    for arm, lr, steps, options in TRIES:
+        trained, seconds = bench.arm(base, arm, 100, lr, options, steps)
+        value, name = bench.expected(trained), f"{arm}, lr {lr:g}, {steps} steps, {options}"
+        print(f"{name}: {value:.4f}, {seconds:.2f} s a step", flush=True)
 
 
 def load(setting: str, arm: str, seed: int, temperature: str) -> list[PromptCounters]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.cache import CachedModel, TreeSlots
@@ -27,6 +27,8 @@ from trainer.chunked import OutputHead
 from trainer.config import UserError
 
 KIND = "causal_lm"
+# of feed-forward layers and experts, as the families call them
+WIDTHS = re.compile(r"intermediate_size|n_inner$|ffn_dim$")
 
 
 class CausalLMDrafter(TrainedDrafter):
@@ -74,8 +76,15 @@ class CausalLMDrafter(TrainedDrafter):
     ) -> CausalLMDrafter:
         """A fresh drafter of `shrunk_config`'s shape."""
         config = shrunk_config(target, num_layers, hidden_size, tie_embeddings)
-        model = AutoModelForCausalLM.from_config(config).float().to(target.device)
-        model.generation_config = target.model.generation_config
+        model = AutoModelForCausalLM.from_config(config).float().to(target.device).eval()
+        try:  # what the architecture finds out only now, as CodeGen its heads
+            with torch.no_grad():
+                decoder_of(model)(torch.zeros(1, 2, dtype=torch.long, device=target.device))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _no_such_width(hidden_size, config.model_type, error) from error
+        model.train().generation_config = target.model.generation_config
         return cls._of(model, target, f"{num_layers} layers of {hidden_size}, fresh")
 
     @classmethod
@@ -223,51 +232,87 @@ def parameters_read(model: Any) -> list[torch.nn.Parameter]:
 def shrunk_config(
     target: Target, num_layers: int, hidden_size: int, tie_embeddings: bool | None = None
 ) -> Any:
-    """Of the target's own architecture, `num_layers` deep and `hidden_size` wide; widths of
+    """Of the target's own architecture, `num_layers` deep, and `hidden_size` wide; widths of
     attention and feed-forward shrink in proportion. `tie_embeddings`: one matrix for looking tokens
-    up and for scoring them; None: as the target."""
+    up and for scoring them; None: as the target. Raises UserError where the family has no such
+    shape."""
     config = target.model.config.get_text_config()
     own = config.to_dict()
-    own.pop("quantization_config", None)  # the drafter trains
+    for name in ("architectures", "dtype", "quantization_config"):  # the drafter trains
+        own.pop(name, None)
     own_names = config.attribute_map  # GPT-2 says n_embd where others say hidden_size
     shape = own | {name: own.get(renamed) for name, renamed in own_names.items()}
+    model_type = shape["model_type"]
+    depth, all_heads = getattr(config, "num_hidden_layers", 0), shape.get("num_attention_heads")
+    if not (depth and all_heads):
+        raise _no_such_width(hidden_size, model_type, "no attention heads to shrink")
     ratio = hidden_size / shape["hidden_size"]
-    heads = max(1, round(shape["num_attention_heads"] * ratio))
-    groups = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    changed: dict[str, Any] = {"num_hidden_layers": num_layers, "hidden_size": hidden_size}
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    heads = max(1, round(all_heads * ratio))
     if not shape.get("head_dim"):
+        head_dim = shape["hidden_size"] // all_heads
         heads = max(1, hidden_size // head_dim)
         if heads * head_dim != hidden_size:
             raise UserError(
                 f"method.draft_hidden_size must be a multiple of the target's head size "
                 f"{head_dim}, got {hidden_size}"
             )
-    kv_heads = max(1, heads * groups // shape["num_attention_heads"])
-    while heads % kv_heads:
-        kv_heads -= 1
-    changed["num_attention_heads"] = heads
-    if "num_key_value_heads" in shape:
-        changed["num_key_value_heads"] = kv_heads
-    for name in ("intermediate_size", "moe_intermediate_size", "n_inner"):
-        if shape.get(name):
-            changed[name] = max(32, round(shape[name] * ratio / 32) * 32)
-    if shape.get("layer_types"):
-        changed["layer_types"] = (shape["layer_types"] * num_layers)[:num_layers]
+
+    def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+        """Key and value heads and widths among `values`, of all layers or of one."""
+        found: dict[str, Any] = {}
+        if "num_key_value_heads" in values:
+            groups = max(1, heads * (values["num_key_value_heads"] or all_heads) // all_heads)
+            while heads % groups:
+                groups -= 1
+            found["num_key_value_heads"] = groups
+        for name, width in values.items():
+            if width and WIDTHS.search(name):
+                each = width if isinstance(width, list) else [width]
+                each = [max(32, round(one * ratio / 32) * 32) for one in each]
+                found[name] = each if isinstance(width, list) else each[0]
+        return found
+
+    # the last layers, since families that mix kinds end with one that sees the whole text; but of
+    # the first ones the feed-forward, which is dense there where later ones have experts
+    kept = [depth - 1 - (num_layers - 1 - i) % depth for i in range(num_layers)]
+    per_layer = {
+        name: [value[i % depth if name.startswith("mlp") else old] for i, old in enumerate(kept)]
+        for name, value in own.items()
+        if isinstance(value, list) and len(value) == depth and not name.endswith("token_id")
+    }
+    changed = per_layer | shrunk(shape | per_layer)
+    changed |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size,
+                "num_attention_heads": heads}  # fmt: skip
+    if exceptions := own.get("per_layer_config"):
+        exceptions = {int(i): values for i, values in exceptions.items()}
+        changed["per_layer_config"] = {
+            new: exceptions[old] | shrunk(exceptions[old])
+            for new, old in enumerate(kept)
+            if old in exceptions
+        }
+    # Gemma's later layers read the keys of earlier ones, and every layer has a table of the whole
+    # vocabulary: nothing for a drafter of a few layers; OPT's embedding has a width of its own
+    others = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+              "word_embed_proj_dim": hidden_size}  # fmt: skip
+    changed |= {name: value for name, value in others.items() if shape.get(name)}
     if tie_embeddings is not None:
         changed["tie_word_embeddings"] = tie_embeddings
-    kept = {
-        k: v for k, v in own.items() if k not in ("architectures", "dtype", "quantization_config")
-    }
     changed = {own_names.get(name, name): value for name, value in changed.items()}
     try:
-        config = AutoConfig.for_model(**(kept | changed))
-        with torch.device("meta"):  # what the architecture itself refuses
+        config = AutoConfig.for_model(**(own | changed))
+        with torch.device("meta"):
             AutoModelForCausalLM.from_config(config)
-    except (ValueError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"method.draft_hidden_size={hidden_size} gives no {shape['model_type']} model "
-            f"({reason}): take a multiple of its head size"
-        ) from error
+        made = config.num_hidden_layers, config.hidden_size
+        if made != (num_layers, hidden_size):
+            raise ValueError(f"it would be {made[0]} layers of {made[1]}")
+    except Exception as error:  # each architecture refuses in its own way
+        raise _no_such_width(hidden_size, model_type, error) from error
     return config
+
+
+def _no_such_width(hidden_size: int, model_type: str, error: Exception | str) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(
+        f"method.draft_hidden_size={hidden_size} gives no {model_type} model ({reason}): take a "
+        "multiple of its head size, or an existing model with its tokenizer as model.drafter"
+    )

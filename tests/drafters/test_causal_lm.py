@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.sampling import KeyedRandom, Sampling, row_key, warp
 from data.target import Target
@@ -13,6 +14,9 @@ from drafters.base import Budget, Drafter, DraftState, StopRule
 from drafters.causal_lm import CausalLMDrafter
 from tests.tiny import (
     ARCHITECTURES,
+    CONTEXT,
+    EOS,
+    PAD,
     VOCAB_SIZE,
     prompts_of,
     save_tiny,
@@ -91,9 +95,63 @@ def test_layer_types_of_a_mixed_target_are_kept(tiny_target):
         assert len(drafter.model.config.layer_types) == num_layers
 
 
+def other_target(folder, model_type, **shape):
+    """Of a family that tests.tiny does not have."""
+    config = AutoConfig.for_model(
+        model_type, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
+        **shape,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return Target.load(str(folder))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_a_drafter_of_gemma_4_has_what_each_kind_of_layer_has_there(num_layers, tmp_path):
+    """Layers that see the whole text have heads of their own; the last one has to; keys that later
+    layers share and the table of the vocabulary for each layer are left out."""
+    target = other_target(
+        tmp_path, "gemma4_text", hidden_size=32, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=16, intermediate_size=64,
+        max_position_embeddings=CONTEXT, sliding_window=16, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB_SIZE, hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    )  # fmt: skip
+    drafter = CausalLMDrafter.from_target(target, num_layers=num_layers, hidden_size=16)
+    text = target.model.config.layer_types[-num_layers:]
+    assert drafter.model.config.layer_types == text
+    widths = [layer.self_attn.head_dim for layer in drafter.model.model.layers]
+    assert widths == [16 if kind == "full_attention" else 8 for kind in text]
+    assert not [name for name, _ in drafter.named_parameters() if "per_layer" in name]
+    texts = prompts_of(LENGTHS)
+    with torch.inference_mode():
+        tree = started(drafter, texts).propose(state_of(texts), Budget(3))
+    assert tree.tokens[1].tolist() == plain_drafts(drafter, texts[1], 3)
+
+
+def test_every_width_of_a_target_shrinks(tmp_path):
+    target = other_target(
+        tmp_path, "opt", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=256,
+        word_embed_proj_dim=64, max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=32)
+    assert drafter.model.config.ffn_dim == 128
+    assert drafter.model.model.decoder.embed_tokens.weight.shape[1] == 32
+
+
 def test_a_width_that_no_head_fits_is_refused(tiny_target):
     with pytest.raises(UserError, match=r"method\.draft_hidden_size must be a multiple of"):
         CausalLMDrafter.from_target(tiny_target("phi3"), num_layers=1, hidden_size=20)
+
+
+def test_a_width_that_fails_only_in_the_forward_pass_is_refused(tmp_path):
+    """CodeGen's heads come in fours, which it finds out when it runs."""
+    target = other_target(
+        tmp_path, "codegen", n_embd=64, n_layer=2, n_head=4, rotary_dim=4, n_positions=CONTEXT
+    )
+    CausalLMDrafter.from_target(target, num_layers=1, hidden_size=64)
+    with pytest.raises(UserError, match=r"method\.draft_hidden_size=32 gives no codegen model"):
+        CausalLMDrafter.from_target(target, num_layers=1, hidden_size=32)
 
 
 @torch.inference_mode()
