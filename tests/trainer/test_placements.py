@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def launched(folder: Path, kind: str, words: list[str]) -> None:
     assert code == 0, err[-3000:]
 
 
+def launched_on_two_machines(folder: Path, kind: str, words: list[str]) -> None:
+    """As README's srun does, with a process on each: a launcher for each, on one machine here."""
+    config = folder / f"{kind}-machines.yaml"
+    config.write_text((CONFIGS / f"{kind}.yaml").read_text() + "use_cpu: true\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = ("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
+            "--main_process_port", str(port))  # fmt: skip
+    launch = ("-m", "accelerate.commands.launch", "--config_file", str(config), *both)
+    machines = [start(*launch, "--machine_rank", str(i), "train.py", *words) for i in range(2)]
+    for code, _, err in map(finish, machines):
+        assert code == 0, err[-3000:]
+
+
 def losses(run: Path) -> list[tuple[float, float]]:
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
     return [(row["loss"], row["grad_norm"]) for row in rows]
@@ -79,6 +95,21 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
     weights = load_file(there / "drafter" / "model.safetensors")
     for name, tensor in load_file(run / "drafter" / "model.safetensors").items():
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_machines_lose_what_one_process_does(tmp_path, tiny_folder, kind):
+    """Each has a first local process; only the very first writes."""
+    words = words_of(tmp_path, tiny_folder("llama"), "eagle3", "trainer.batch_size=4")
+    assert train.main(words) == 0
+    there = tmp_path / kind
+    given = ("trainer.batch_size=2", f"run.dir={there}", f"data.cache_dir={there / 'cache'}")
+    launched_on_two_machines(
+        tmp_path, kind, words_of(tmp_path, tiny_folder("llama"), "eagle3", *given)
+    )
+    assert json.loads((there / "run.json").read_text())["num_processes"] == 2
+    for one, other in zip(losses(there), losses(tmp_path / "run"), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
