@@ -10,12 +10,15 @@ import platform
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 
 from data.target import Target
 from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
@@ -33,9 +36,10 @@ class Run:
 
     @classmethod
     def open(cls, config: Config) -> Run:
-        """Load the target; nothing is written."""
+        """Load the target; nothing stays written."""
         check_model_pair(config)
         accelerator = make_accelerator(config.trainer)
+        check_shared_folders(config, accelerator)
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
 
     def barrier(self) -> None:
@@ -71,6 +75,38 @@ def check_model_pair(config: Config) -> None:
             f"model.target={config.model.target}: "
             "name a small model with the target's tokenizer, or model.drafter=null to build one"
         )
+
+
+def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
+    """Several machines see the same run.dir and data.cache_dir: the first process leaves a mark
+    that all must find. Raises UserError in all of them."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if here == accelerator.num_processes:
+        return
+    (name,) = broadcast_object_list([uuid.uuid4().hex])
+    folders = {"run.dir": config.run_dir, "data.cache_dir": Path(config.data.cache_dir)}
+    marks = {key: folder.with_name(f".{folder.name}-{name}") for key, folder in folders.items()}
+    if accelerator.is_main_process:
+        for mark in marks.values():
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    accelerator.wait_for_everyone()
+    until = time.monotonic() + SHARED_FOLDER_WAIT_S
+    while not all(mark.exists() for mark in marks.values()) and time.monotonic() < until:
+        time.sleep(0.5)
+    unseen = gather_object([key for key, mark in marks.items() if not mark.exists()])
+    if accelerator.is_main_process:
+        for mark in marks.values():
+            mark.unlink()
+    if unseen:
+        key = sorted(unseen)[-1]
+        raise UserError(
+            f"{key} must lie on a disk that all machines see, {folders[key]} is another folder on "
+            "some: name one on a shared disk"
+        )
+
+
+SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a folder was not there
 
 
 def check_folder(config: Config) -> None:

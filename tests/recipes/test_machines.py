@@ -1,0 +1,63 @@
+"""Processes on several machines must see the same folders."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from recipes.phases import run
+from tests.commands import command
+from train import resolve
+from trainer.config import UserError
+
+
+def machine(first, wait=lambda: None):
+    return SimpleNamespace(num_processes=2, is_main_process=first, wait_for_everyone=wait)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(run, "SHARED_FOLDER_WAIT_S", 0.0)
+    return resolve(command(tmp_path, "target"))[0]
+
+
+def test_the_first_machine_leaves_nothing_behind(config, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    run.check_shared_folders(config, machine(True))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("missing", ["run.dir", "data.cache_dir"])
+def test_a_folder_that_a_machine_does_not_see_is_named(config, tmp_path, missing, monkeypatch):
+    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark"])
+    for key, name in (("run.dir", ".run-mark"), ("data.cache_dir", ".cache-mark")):
+        if key != missing:
+            (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"^{missing} must lie on a disk that all machines see"):
+        run.check_shared_folders(config, machine(False))
+
+
+def test_what_another_machine_does_not_see_stops_this_one(config, monkeypatch):
+    monkeypatch.setattr(run, "gather_object", lambda own: [*own, "data.cache_dir"])
+    with pytest.raises(UserError, match=r"^data\.cache_dir must lie"):
+        run.check_shared_folders(config, machine(True))
+
+
+def test_a_slow_disk_is_waited_for(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SHARED_FOLDER_WAIT_S", 5.0)
+    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark"])
+
+    def appear(seconds):
+        for name in (".run-mark", ".cache-mark"):
+            (tmp_path / name).touch()
+
+    monkeypatch.setattr(run.time, "sleep", appear)
+    run.check_shared_folders(config, machine(False))
+
+
+def test_one_machine_is_not_asked(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run.check_shared_folders(config, machine(True))
+    assert not list(tmp_path.glob(".*"))
