@@ -8,17 +8,23 @@ One JSON object a line, in one of three forms:
     {"request": {..}, "response": {..}}   # an OpenAI-compatible exchange, as scripts.request_log
                                           # keeps it; vLLM adds its token ids when asked to
 
-`domain` is optional. Tokenising text again may give other tokens than the server drew, so such rows
-are marked. What cannot be used is skipped, counted and named; too much of it stops the run.
+What an exchange does not say of its sampling is what the target's generation_config.json says, as
+vLLM reads it, else OpenAI's default. `domain` is optional. Tokenising text again may give other
+tokens than the server drew, so such rows are marked. What cannot be used is skipped, counted and
+named; too much of it stops the run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data.prompts import render
 from data.sampling import Sampling
@@ -30,20 +36,32 @@ ENOUGH_LINES = 20  # of which that share may already stop a run that is under wa
 NAMED = 5  # lines that are named with their reason
 POLL_S = 0.2
 # settings of a request under which the server's law is not the one `data.sampling.warp` makes
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0,
-           "logit_bias": {}, "n": 1, "best_of": 1}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
+    "logit_bias": ({},), "n": (1,), "best_of": (1,), "min_tokens": (0,), "bad_words": ([],),
+    "allowed_token_ids": ([],), "use_beam_search": (False,), "structured_outputs": ({},),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
+}  # fmt: skip
+# keys of a request that a server fills from generation_config.json
+FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ENDED = ("stop", "eos")
+# what strange content raises in here and in libraries: keys of another kind, halves of an emoji,
+# brackets without end
+UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+GREEDY_BELOW = 1e-5  # vLLM's own bound of a temperature that is as good as 0
 
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """One answered request; `retokenised`: its ids were made from text here."""
+    """One answered request; `retokenised`: its ids were made from text here; `line`: its place."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     sampling: Sampling
     domain: str
     retokenised: bool
+    line: int = 0
 
 
 class RequestLog:
@@ -53,42 +71,61 @@ class RequestLog:
     def __init__(self, path: str | Path, target: Target, limit: int):
         self.path, self.target, self.limit = Path(path), target, limit
         self.offset = self.lines = self.num_bad = 0
+        said = target.model.generation_config
+        values = {name: getattr(said, name, None) for name in FROM_MODEL}
+        self.defaults = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
+        self.last = 0, ""  # length and hash of the line before `offset`
         self.named: list[str] = []  # the first few lines that were skipped, and why
         if not self.path.is_file():
             raise UserError(f"method.log={path} does not exist: name the file the server writes")
 
-    def read(self, count: int, wait_s: float = 0.0) -> list[LoggedRequest]:
+    def read(
+        self, count: int, wait_s: float = 0.0, stopped: Callable[[], bool] = lambda: False
+    ) -> list[LoggedRequest]:
         """The next `count` usable requests, fewer where the log has no more complete line and
-        `wait_s` seconds have passed without one."""
+        `wait_s` seconds have passed without one, or `stopped()`."""
         found: list[LoggedRequest] = []
-        if self.path.stat().st_size < self.offset:
-            raise UserError(
-                f"method.log={self.path} is shorter than what was read of it ({self.offset} bytes):"
-                " it was replaced; begin another run with another run.dir"
-            )
         waited = 0.0
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while len(found) < count:
-                line = file.readline()
-                if not line.endswith(b"\n"):  # the end, or a line that is still being written
-                    file.seek(self.offset)
-                    if waited >= wait_s:
-                        break
-                    time.sleep(POLL_S)
-                    waited += POLL_S
-                    continue
-                waited = 0.0
-                self.offset += len(line)
-                if line.strip():
-                    found += self._take(line)
+        try:
+            with self.path.open("rb") as file:
+                self._seek(file)
+                while len(found) < count:
+                    line = file.readline()
+                    if not line.endswith(b"\n"):  # the end, or a line that is still being written
+                        file.seek(self.offset)
+                        if waited >= wait_s or stopped():
+                            break
+                        time.sleep(POLL_S)
+                        waited += POLL_S
+                        continue
+                    waited = 0.0
+                    self.offset += len(line)
+                    self.last = len(line), hashlib.sha256(line).hexdigest()
+                    if line.strip():
+                        found += self._take(line)
+        except OSError as error:
+            raise UserError(
+                f"method.log={self.path} cannot be read ({error.strerror}): the same command goes "
+                "on once it is back"
+            ) from error
         return found
+
+    def _seek(self, file: BinaryIO) -> None:
+        """To where reading stopped; the line before it must be the one that was read."""
+        length, known = self.last
+        file.seek(self.offset - length)
+        before = file.read(length)
+        if length and hashlib.sha256(before).hexdigest() != known:
+            raise UserError(
+                f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
+                "it was replaced; begin another run with another run.dir"
+            )
 
     def _take(self, line: bytes) -> list[LoggedRequest]:
         self.lines += 1
         try:
-            return [self.parse(line)]
-        except ValueError as error:
+            return [dataclasses.replace(self.parse(line), line=self.lines)]
+        except UNUSABLE as error:
             self.skip(str(error), line=self.lines)
             return []
 
@@ -120,7 +157,7 @@ class RequestLog:
         if not isinstance(row, dict):
             raise ValueError("not a JSON object")
         if isinstance(row.get("request"), dict):
-            row = _exchange(row)
+            row = _exchange(row, self.defaults)
         retokenised = row.get("response_ids") is None
         prompt = row.get("prompt_ids")
         if prompt is None:
@@ -138,8 +175,11 @@ class RequestLog:
             return self.target.tokenizer(row["prompt"]).input_ids
         if not isinstance(row.get("messages"), list) or not row["messages"]:
             raise ValueError("no prompt_ids, messages or prompt")
+        if row.get("tools"):
+            raise ValueError("tools without the prompt's token ids")
+        options = row.get("chat_template_kwargs")
         try:
-            return render(row["messages"], self.target.tokenizer)
+            return render(row["messages"], self.target.tokenizer, chat_template_kwargs=options)
         except (UserError, TypeError, KeyError) as error:
             raise ValueError(f"its messages cannot be rendered ({error})") from error
 
@@ -147,8 +187,12 @@ class RequestLog:
         text = row.get("response")
         if not isinstance(text, str):
             raise ValueError("no response_ids and no response text")
+        if row.get("reasoning"):
+            raise ValueError("reasoning apart from the answer, without the response's token ids")
         ids = self.target.tokenizer(text, add_special_tokens=False).input_ids
-        ended = row.get("finish_reason") in ENDED
+        # a stop string ends a text too, without an EOS
+        ended = row.get("finish_reason") in ENDED and row.get("stop_reason") is None
+        ended = ended and ("stop_reason" in row or not row.get("stop"))
         return [*ids, self.target.eos_ids[0]] if ended and self.target.eos_ids else ids
 
     def _check_ids(self, name: str, ids: Any) -> None:
@@ -164,11 +208,13 @@ class RequestLog:
 
     def state_dict(self) -> dict[str, Any]:
         return {"offset": self.offset, "lines": self.lines, "num_bad": self.num_bad,
-                "named": list(self.named)}  # fmt: skip
+                "named": list(self.named), "last": list(self.last)}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.offset, self.lines = state["offset"], state["lines"]
         self.num_bad, self.named = state["num_bad"], list(state["named"])
+        length, digest = state["last"]
+        self.last = length, digest
 
 
 def _sampling(row: dict[str, Any]) -> Sampling:
@@ -177,19 +223,21 @@ def _sampling(row: dict[str, Any]) -> Sampling:
     top_k: Any = 0 if row.get("top_k") is None else row["top_k"]
     top_p: Any = 1.0 if row.get("top_p") is None else row["top_p"]
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
             raise ValueError(f"{name} is {value!r}, not a number")
     if not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature}, top_p {top_p} is no sampling")
     for name, neutral in NEUTRAL.items():
-        if row.get(name, neutral) not in (neutral, None):
+        if row.get(name) is not None and row[name] not in neutral:
             raise ValueError(f"{name}={row[name]} changes the server's law in a way not known here")
-    return Sampling(float(temperature), max(0, int(top_k)), float(top_p))
+    greedy = temperature < GREEDY_BELOW
+    return Sampling(0.0 if greedy else float(temperature), max(0, int(top_k)), float(top_p))
 
 
-def _exchange(row: dict[str, Any]) -> dict[str, Any]:
+def _exchange(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The first form, or the second, of a request to /v1/completions or /v1/chat/completions and
-    its answer; OpenAI's default temperature is 1."""
+    its answer; `defaults` of the server."""
     request, response = row["request"], row.get("response")
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -200,11 +248,12 @@ def _exchange(row: dict[str, Any]) -> dict[str, Any]:
     ids = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
     message = choice.get("message") or {}
     return {
-        **request,
-        "temperature": 1.0 if request.get("temperature") is None else request["temperature"],
+        **defaults,
+        **{name: value for name, value in request.items() if value is not None},
         "prompt_ids": ids or (prompt if isinstance(prompt, list) else None),
         "response_ids": choice.get("token_ids"),
         "response": choice.get("text") or message.get("content"),
-        "finish_reason": choice.get("finish_reason"),
+        "reasoning": message.get("reasoning") or message.get("reasoning_content"),
+        **{name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice},
         "domain": row.get("domain"),
     }

@@ -140,7 +140,11 @@ def joined(lines: list[bytes]) -> dict[str, Any] | None:
             one["text"] += part.get("text") or delta.get("content") or ""
             if part.get("token_ids") is not None:
                 one["token_ids"] = one.get("token_ids", []) + part["token_ids"]
-            for key in ("finish_reason", "prompt_token_ids"):
+            thought = delta.get("reasoning") or delta.get("reasoning_content")
+            if thought:
+                message = one.setdefault("message", {"reasoning": ""})
+                message["reasoning"] += thought
+            for key in ("finish_reason", "stop_reason", "prompt_token_ids"):
                 if part.get(key) is not None:
                     one[key] = part[key]
     if not choices or not all(one.get("finish_reason") for one in choices.values()):

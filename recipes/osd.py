@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,9 +121,15 @@ class Recipe:
                 "launch with scripts/accelerate/ddp.yaml or zero2.yaml, or set it to 0"
             )
         if config.log is not None:
+            # what is wrong with it is said before anything is generated
             look = RequestLog(config.log, target, target.context)
-            look.read(100)  # what is wrong with it is said before anything is generated
+            found = look.read(100)
             look.check()
+            if not found and not config.log_wait_s:
+                raise UserError(
+                    f"method.log={config.log} holds no request yet: name a log with whole lines, "
+                    "or set method.log_wait_s to the seconds to wait for them"
+                )
         # each member is a causal LM that an engine loads, what chooses among them is ours
         publishes = "method.publish_every writes the weights that a server loads while they train"
         self.no_lora = publishes if config.publish_every else None
@@ -172,6 +179,7 @@ class Recipe:
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
         self.online = stage.name == "online"
         self.version = self.requests = 0  # of updates, of requests
+        self._told, self.folder = False, Path()  # that a log is over; the run's
         self.step, self.updated = -1, False  # the step under way, whether it has an update
         self.tally, self.clock = Tally(), Clock()
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
@@ -205,24 +213,30 @@ class Recipe:
         size = len(context.batch.prompts)
         if step != self.step:  # what the step before trained serves from here on
             self.version, self.updated, self.step = self.served_version, False, step
-            self._publish(context)
+            if step and step % (self.config.publish_every or step + 1) == 0:
+                self._publish(context.folder)
+        self.folder = context.folder
         rows, sums = self.stream.next(self._network, self.version, index, size, context.seed)
         self.replay.seed = context.seed
         self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
         self.target.meet()
-        gathered = gather_object([([row.plain() for row in rows], sums)])
-        for plain, of_rank in gathered:  # so that every process holds the same buffer and counts
+        gathered = gather_object([([row.plain() for row in rows], sums, self.stream.foreign)])
+        for (
+            plain,
+            of_rank,
+            foreign,
+        ) in gathered:  # so that every process holds the same buffer and counts
             self.tally.add(of_rank)
             self.requests += len(plain)
             for row in map(Served.of, plain):
                 self.replay.add(row)
                 self.updated = self.updated or any(row.weights)
-            for _ in range(int(of_rank.get("foreign", 0))):
+            for line in foreign:
                 assert log is not None
-                log.skip("the response cannot be this target's under its sampling")
-        if log is not None and step == self.max_steps - 1 and self.processes.is_main_process:
-            print(log.summary())
+                log.skip("the response cannot be this target's under its sampling", line)
+        if log is not None:
+            self._look_at_end(log, step)
         self.clock.start()
         return batch
 
@@ -230,18 +244,26 @@ class Recipe:
         """Fresh rows and, to the share asked for, rows of before."""
         share = self.config.replay_share
         fresh = [row for row in rows if any(row.weights)]
-        count = round(len(fresh) * share / (1 - share))
-        old = self.replay.draw(count, index, self.processes.process_index)
+        wanted = len(fresh) * share / (1 - share)  # kept on average where it is no whole number
+        old = self.replay.draw(wanted, index, self.processes.process_index)
         laws = [self.stream.laws[row.number] for row in fresh]
         laws += target_laws(self.target, old) if old else []
         return online_batch([*fresh, *old], laws, index)
 
-    def _publish(self, context: Context) -> None:
-        every = self.config.publish_every
-        if every and self.step and self.step % every == 0 and self.processes.is_main_process:
-            folder = context.folder / "published"
-            folder.mkdir(parents=True, exist_ok=True)
-            publish(self._network, folder, self.version, self.requests)
+    def _look_at_end(self, log: RequestLog, step: int) -> None:
+        """Of a log that is over, or of the run: however short, too much of it is too much."""
+        last = step == self.max_steps - 1
+        if self.stream.over or last:
+            log.check()
+        if self.processes.is_main_process and ((self.stream.over and not self._told) or last):
+            print(log.summary() if last else f"method.log={log.path} is over at step {step + 1}")
+            self._told = True
+
+    def _publish(self, folder: Path) -> None:
+        if self.processes.is_main_process:
+            place = folder / "published"
+            place.mkdir(parents=True, exist_ok=True)
+            publish(self._network, place, self.served_version, self.requests)
 
     # --- what is said about it -------------------------------------------------------------------
 
@@ -256,6 +278,8 @@ class Recipe:
 
         def with_served(drafter: Any, step: int) -> dict[str, Any]:
             self.tally.add({"update_s": self.clock.stop()})
+            if step == self.max_steps and self.config.publish_every:
+                self._publish(self.folder)
             found = evaluate(drafter, step) if evaluate else {}
             by_domain = found.pop("alpha_by_domain", {})
             found |= {f"alpha[{name}]": value for name, value in by_domain.items()}

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -85,8 +85,10 @@ class Interrupt(AbstractContextManager):
     """Turns SIGTERM and Ctrl-C into a request to stop after the step; a second stops at once."""
 
     requested = False
+    latest: ClassVar[Interrupt | None] = None
 
     def __enter__(self) -> Interrupt:
+        Interrupt.latest = self
         self._former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,6 +102,11 @@ class Interrupt(AbstractContextManager):
     def __exit__(self, *exception: object) -> None:
         while self._former:
             signal.signal(*self._former.popitem())
+
+
+def stop_requested() -> bool:
+    """Of this process's training, for what waits inside of a step."""
+    return Interrupt.latest is not None and Interrupt.latest.requested
 
 
 def _result_dir(folder: Path, step: int, best_step: int | None) -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from data.batches import Batch, collate
 from data.cache import CachedModel
@@ -31,7 +32,9 @@ from eval.policies import make_budget
 from trainer.config import RunFault, UserError
 
 KEEP_PUBLISHED = 2
-FOREIGN_SHARE = 0.1  # of a logged response's tokens that the target could not have drawn
+# a logged response is not the target's: share of tokens that it could not have drawn; nats a token
+# beyond its entropy, which another precision than ours may cost, besides three standard errors
+FOREIGN_SHARE, FOREIGN_NATS = 0.1, 0.5
 
 
 @dataclass
@@ -208,14 +211,13 @@ def overlap_sum(p: torch.Tensor, q: torch.Tensor, sampling: Sampling) -> float:
 @dataclass
 class Expected:
     """Of one logged response: `weights` [response], the probability that decoding it with this
-    drafter would have rejected a draft there; counters; `foreign`: the share of its tokens that
-    have no mass under the target."""
+    drafter would have rejected a draft there; counters; `foreign`: another model wrote it."""
 
     weights: list[float]
     accepted: float
     rejected: float
     rounds: float
-    foreign: float
+    foreign: bool
 
 
 @torch.no_grad()
@@ -223,14 +225,28 @@ def expected_rounds(row: Served, p: torch.Tensor, q: torch.Tensor, K: int) -> Ex
     """p, q: logits [response, V]. Given the text, a draft is accepted with min(1, q/p), whatever
     server wrote it: exact for any lossless one."""
     ids = torch.tensor(row.response_ids, device=p.device).unsqueeze(-1)
-    p_drawn = warp(p, row.sampling).gather(-1, ids)[:, 0].double()
+    law = warp(p, row.sampling)
+    p_drawn = law.gather(-1, ids)[:, 0].double()
     q_drawn = warp(q, row.sampling).gather(-1, ids)[:, 0].double()
     accept = q_drawn if row.sampling.temperature == 0 else (q_drawn / p_drawn).clamp(max=1.0)
     tested, rejected, rounds = rejections(
         accept.nan_to_num(0.0).cpu().numpy(), len(row.response_ids), K
     )
     counts = float(tested.sum() - rejected.sum()), float(rejected.sum())
-    return Expected(rejected.tolist(), *counts, rounds, float((p_drawn <= 0).double().mean()))
+    return Expected(rejected.tolist(), *counts, rounds, _is_foreign(law, p_drawn))
+
+
+def _is_foreign(law: torch.Tensor, p_drawn: torch.Tensor) -> bool:
+    """law [n, V], p_drawn [n]: what the drawn tokens cost, less the entropy, is a sum with mean 0
+    and a known variance where the law drew them."""
+    possible = p_drawn > 0
+    if float((~possible).double().mean()) > FOREIGN_SHARE:
+        return True
+    cost = -torch.where(law > 0, law, 1.0).double().log()
+    entropy = (law * cost).sum(-1)
+    variance = (law * cost.square()).sum(-1) - entropy.square()
+    beyond = (-p_drawn[possible].log() - entropy[possible]).sum()
+    return bool(beyond > FOREIGN_NATS * len(p_drawn) + 3 * variance.sum().clamp(min=0).sqrt())
 
 
 # --- what outlives a step ------------------------------------------------------------------------
@@ -257,10 +273,10 @@ class Replay:
         if place < self.size:
             self.rows[own[place]] = row
 
-    def draw(self, count: int, index: int, rank: int) -> list[Served]:
-        """At most `count` different rows, keyed by batch and rank."""
+    def draw(self, count: float, index: int, rank: int) -> list[Served]:
+        """At most `count` different rows on average, keyed by batch and rank."""
         rng = np.random.default_rng([self.seed, index, rank, 2])
-        chosen = rng.permutation(len(self.rows))[:count]
+        chosen = rng.permutation(len(self.rows))[: int(count + rng.random())]
         return [self.rows[i] for i in chosen.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,21 +310,30 @@ class Tally:
 
 def publish(drafter: Any, folder: Path, version: int, requests: int) -> Path:
     """Write the drafter for a server to load: whole or not at all, the newest named by
-    `latest.json`, the older ones removed. Weights that are not finite are never published."""
+    `latest.json`, the older ones removed. Weights that are not finite are never published, and what
+    `latest.json` names is never written again: a server may be loading it."""
+    place, latest = folder / f"version-{version:06d}", folder / "latest.json"
+    if place.is_dir() and latest.exists() and json.loads(latest.read_text())["version"] == version:
+        return place
     if not all(bool(torch.isfinite(p).all()) for p in drafter.parameters()):
         raise RunFault(
             f"version {version} of the drafter holds weights that are not finite: it is not "
             "published, the one before it stays; lower trainer.lr"
         )
-    place = folder / f"version-{version:06d}"
     partial = place.with_name(f".tmp-{place.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    drafter.save_pretrained(partial)
-    shutil.rmtree(place, ignore_errors=True)
-    partial.rename(place)
-    about = {"version": version, "requests": requests, "folder": place.name}
-    (folder / ".tmp-latest.json").write_text(json.dumps(about) + "\n")
-    os.replace(folder / ".tmp-latest.json", folder / "latest.json")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        drafter.save_pretrained(partial)
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
+        about = {"version": version, "requests": requests, "folder": place.name}
+        (folder / ".tmp-latest.json").write_text(json.dumps(about) + "\n")
+        os.replace(folder / ".tmp-latest.json", latest)
+    except (OSError, RuntimeError, SafetensorError) as error:  # safetensors wraps a full disk
+        raise RunFault(
+            f"version {version} of the drafter cannot be published in {folder} ({error}): make "
+            "room, the same command goes on"
+        ) from error
     found = sorted(folder.glob("version-*"))
     kept = found[: found.index(place) + 1][-KEEP_PUBLISHED:]
     for other in set(found) - set(kept):  # older ones, and newer ones of a run that was killed

@@ -19,7 +19,6 @@ from data.target import Target
 from data.traces import Trace
 from drafters.bank import DrafterBank
 from recipes.parts.online import (
-    FOREIGN_SHARE,
     Clock,
     Served,
     Server,
@@ -29,14 +28,17 @@ from recipes.parts.online import (
     overlap_sum,
     target_laws,
 )
+from trainer.checkpoint import stop_requested
 from trainer.config import UserError
 
+MEETING_S = 20.0  # the longest that the main process waits for a log while the others wait for it
 Sums = dict[str, float]  # of one interval, on one process
 
 
 class Stream:
-    """`config`: the recipe's own; `references`: drafters that only watch, by name. `laws`: of the
-    last interval, the target's logits [response, V] by the number of the request."""
+    """`config`: the recipe's own; `references`: drafters that only watch, by name. Of the last
+    interval `laws`, the target's logits [response, V] by the number of the request, and `foreign`,
+    the lines of a log that the target did not write. `over`: a log has no more lines now."""
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class Stream:
         self.references, self.processes = references, PartialState()
         self.server = Server(target, config.K, max_new_tokens)
         self.laws: dict[int, torch.Tensor] = {}
+        self.foreign: list[int] = []
         self.log: RequestLog | None = None
+        self.over = False
         if config.log is not None:
             self.log = RequestLog(config.log, target, context)
 
@@ -99,31 +103,49 @@ class Stream:
                 rows.append((Served(*row, _member(network, one.prompt_ids), version), one))
         sums: Sums = {}
         add(sums, retokenised=sum(one.retokenised for _, one in rows))
-        return self._weigh(network, [row for row, _ in rows], sums), sums
+        return self._weigh(network, rows, sums), sums
 
     def _read(self, log: RequestLog, count: int) -> list[LoggedRequest]:
-        read, fault = list[LoggedRequest](), None
-        if self.processes.is_main_process:
-            try:
-                read = log.read(count, self.config.log_wait_s)
-            except UserError as error:
-                fault = error
-        read, fault, place = gather_object([(read, fault, log.state_dict())])[0]
-        if fault is not None:
-            raise fault
-        log.load_state_dict(place)
-        return read
+        """Processes meet between short waits: none of them may wait for another too long. Once a
+        whole wait was in vain the log is over: it is still read, but no more waited for."""
+        found: list[LoggedRequest] = []
+        waits = 0.0 if self.over else self.config.log_wait_s
+        while True:
+            read, fault = list[LoggedRequest](), None
+            now = min(waits, MEETING_S)
+            if self.processes.is_main_process:
+                try:
+                    read = log.read(count - len(found), now, stop_requested)
+                except UserError as error:
+                    fault = error
+            told = read, fault, log.state_dict(), stop_requested()
+            read, fault, place, stopped = gather_object([told])[0]
+            if fault is not None:
+                raise fault
+            log.load_state_dict(place)
+            found += read
+            if len(found) == count or stopped:
+                return found
+            if read and not self.over:
+                waits = self.config.log_wait_s
+            waits -= now
+            if waits <= 0:
+                self.over = True
+                return found
 
-    def _weigh(self, network: Any, rows: list[Served], sums: Sums) -> list[Served]:
+    def _weigh(
+        self, network: Any, read: list[tuple[Served, LoggedRequest]], sums: Sums
+    ) -> list[Served]:
         """Expected rejections of each response; what another model wrote is left out."""
+        self.foreign, rows = [], [row for row, _ in read]
         if not rows:
             return []
         laws = target_laws(self.target, rows)
         kept, kept_laws = [], []
-        for row, p, q in zip(rows, laws, draft_laws(network, rows), strict=True):
+        for (row, one), p, q in zip(read, laws, draft_laws(network, rows), strict=True):
             found = expected_rounds(row, p, q, self.config.K)
-            if found.foreign > FOREIGN_SHARE:
-                add(sums, foreign=1)
+            if found.foreign:
+                self.foreign.append(one.line)
                 continue
             everything = self.config.positions == "all"
             row.weights = [1.0] * len(row.response_ids) if everything else found.weights

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from data import request_log
 from data.request_log import RequestLog
 from data.sampling import Sampling
 from tests.commands import write_jsonl
@@ -100,6 +101,19 @@ def test_an_exchange_of_a_chat_server_brings_its_token_ids(tmp_path, chat):
         ({**ROW, "presence_penalty": 1.0}, "presence_penalty=1.0"),
         ({**ROW, "prompt_ids": [5] * 30}, "32 tokens, the context is 31"),
         ({"request": {}, "response": {"choices": []}}, "exactly one choice"),
+        ({"request": {}, "response": {"choices": [{"message": "hi"}]}}, "no attribute"),
+        ({"prompt": "a\ud83d", "response": "b", "temperature": 1}, "line 11: "),
+        ("[" * 100_000, "line 11: "),
+        ('{"prompt_ids": [5], "response_ids": [6], "temperature": 1, "top_k": 1e999}',
+         "top_k is inf, not a number"),
+        ({**ROW, "min_tokens": 3}, "min_tokens=3 changes the server's law"),
+        ({**ROW, "response_format": {"type": "json_object"}}, "response_format="),
+        ({**ROW, "guided_choice": ["a"]}, "guided_choice="),
+        ({**ROW, "tool_choice": "required"}, "tool_choice=required"),
+        ({"messages": [{"role": "user", "content": "a"}], "response": "b", "temperature": 1,
+          "tools": [{}]}, "tools without the prompt's token ids"),
+        ({"prompt_ids": [5], "response": "b", "reasoning": "hm", "temperature": 1},
+         "reasoning apart from the answer"),
         ({"messages": [{"role": "user", "content": "a"}], "response": "b", "temperature": 1},
          "its messages cannot be rendered"),
     ],
@@ -155,12 +169,76 @@ def test_it_goes_on_where_a_checkpoint_stood(tmp_path, target):
     assert again.summary().endswith("1 of 9 lines skipped (line 9: not a JSON object)")
 
 
-def test_a_log_that_was_replaced_is_refused(tmp_path, target):
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_a_log_that_was_replaced_is_refused(size, tmp_path, target):
+    """By a shorter one, one as long, and one that is longer."""
     log = opened(tmp_path, target, [ROW] * 3)
     log.read(3)
-    write_jsonl(log.path, [ROW])
-    with pytest.raises(UserError, match="it was replaced"):
+    state = log.state_dict()
+    write_jsonl(log.path, [{**ROW, "prompt_ids": [10, 12]}] * size)
+    again = RequestLog(log.path, target, 256)
+    again.load_state_dict(state)
+    for one in (log, again):
+        with pytest.raises(UserError, match="it was replaced"):
+            one.read(1)
+
+
+def test_a_log_that_is_moved_away_is_named(tmp_path, target):
+    log = opened(tmp_path, target, [ROW] * 3)
+    log.read(1)
+    log.path.rename(tmp_path / "log.1")
+    with pytest.raises(UserError, match=r"cannot be read \(No such file"):
         log.read(1)
+    (tmp_path / "log.1").rename(log.path)
+    assert len(log.read(9)) == 2
+
+
+def test_a_wait_ends_when_the_run_is_stopped(tmp_path, target):
+    log, began = opened(tmp_path, target, [ROW]), time.monotonic()
+    assert len(log.read(2, wait_s=60, stopped=lambda: True)) == 1
+    assert time.monotonic() - began < 30
+
+
+def test_what_a_request_does_not_say_is_what_the_model_says(tmp_path, tiny_target, monkeypatch):
+    """As vLLM fills it in from generation_config.json; neutral values may be said in any form."""
+    target = tiny_target("llama")
+    monkeypatch.setattr(target.model.generation_config, "temperature", 0.6)
+    monkeypatch.setattr(target.model.generation_config, "top_p", 0.95)
+    plain = exchange(text="x", token_ids=[50], prompt_token_ids=[51])
+    own = json.loads(json.dumps(plain))
+    plain["request"] = {"response_format": {"type": "text"}, "tool_choice": "auto", "top_k": None}
+    own["request"] = {"temperature": 0.3, "top_p": None}
+    greedy = {**ROW, "temperature": 1e-6}
+    log = opened(tmp_path, target, [plain, own, ROW, greedy])
+    samplings = [one.sampling for one in log.read(4)]
+    assert samplings[:2] == [Sampling(0.6, 0, 0.95), Sampling(0.3, 0, 0.95)]
+    assert samplings[2:] == [Sampling(0.7, 5, 1.0), Sampling(0.0, 5, 1.0)]
+    monkeypatch.setattr(target.model.generation_config, "repetition_penalty", 1.1)
+    log = opened(tmp_path, target, [plain])
+    assert log.read(1) == []
+    assert "repetition_penalty=1.1" in log.summary()
+
+
+def test_a_text_that_a_stop_string_ended_has_no_eos(tmp_path, chat):
+    message = {"role": "assistant", "content": "Yo"}
+    by_string = exchange(message=message, stop_reason="\n")
+    by_eos = exchange(message=message, stop_reason=None)
+    unknown = exchange(message=message)
+    for row in (by_eos, unknown):
+        row["request"]["stop"] = ["\n"]
+    found = opened(tmp_path, chat, [by_string, by_eos, unknown]).read(3)
+    assert [one.response_ids[-1] == EOS for one in found] == [False, True, False]
+
+
+def test_options_of_the_template_are_those_of_the_request(tmp_path, chat, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        request_log, "render", lambda *_, chat_template_kwargs: seen.append(chat_template_kwargs)
+    )
+    row = exchange(message={"content": "Yo"})
+    row["request"]["chat_template_kwargs"] = {"enable_thinking": False}
+    opened(tmp_path, chat, [row]).read(1)
+    assert seen == [{"enable_thinking": False}]
 
 
 def test_a_missing_log_is_named(tmp_path, target):
