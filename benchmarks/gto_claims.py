@@ -87,6 +87,7 @@ SETTINGS = {
 # arm -> its settings of GTO; None: the token loss alone
 CLAIMED: dict[str, dict[str, Any] | None] = {"gto": {}, "as many steps": None, "as much time": None}
 ABLATIONS: dict[str, dict[str, Any] | None] = {
+    "node_sum": {"aggregation": "node_sum"},  # the expected tokens themselves
     "no debiasing": {"debias": False},
     "m = 1, not standardised": {"group_size": 1, "standardize": False},
     "m = 4": {"group_size": 4},
@@ -94,16 +95,17 @@ ABLATIONS: dict[str, dict[str, Any] | None] = {
     "max": {"aggregation": "max"},
     "mean": {"aggregation": "mean"},
     "lse_mean": {"aggregation": "lse_mean"},
-    "node_sum": {"aggregation": "node_sum"},
 }
 ARMS = CLAIMED | ABLATIONS
 # arm, the one it must beat, factor in tokens per round at T=0
 CLAIMS = (
     ("gto", "as many steps", 1.03),
+    ("node_sum", "as many steps", 1.03),
     ("gto", "as much time", 1.03),
     ("gto", "no debiasing", 1.0),
     ("gto", "m = 1, not standardised", 1.0),
 )
+LOGGED = ("step", "reward", "node_sum", "greedy_pruned", "clipped", "flat_groups")
 WORK = Path("runs/benchmarks/gto")
 
 
@@ -190,6 +192,8 @@ class Bench:
         stage = "base" if kind == "token" else "gto"
         lr = lr or self.setting.base.lr[kind]
         found = self.fit(base, stage, self.train, seed, steps, ROWS, lr, folder, options)
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        self.logged = [{k: row[k] for k in LOGGED if k in row} for row in rows if "loss" in row]
         shutil.rmtree(folder)
         return found
 
@@ -236,7 +240,8 @@ def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
             base = bench.base(seed)
             for arm in missing:
                 trained, seconds = (base, 0.0) if arm == "base" else bench.arm(base, arm, seed)
-                content = {"seconds_per_step": seconds, **bench.measure(trained)}
+                logged = {} if arm == "base" else {"logged": bench.logged}
+                content = {"seconds_per_step": seconds, **logged, **bench.measure(trained)}
                 path = place(setting, arm, seed)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_suffix(".part").write_text(json.dumps(content))

@@ -204,7 +204,13 @@ class Bench:
             one = finished[trace.prompt_hash]
             check_invariants(one.rounds, len(one.response_ids))
             counters.append(
-                counters_from_rounds(one.rounds, trace.prompt_hash, trace.domain, budget.max_tokens)
+                counters_from_rounds(
+                    one.rounds,
+                    trace.prompt_hash,
+                    trace.domain,
+                    budget.max_tokens,
+                    judges_last=budget.stop is not None and budget.stop.judges_last,
+                )
             )
             rounds += one.rounds
         differing = self._time(cached, drafter, counters, budget)
@@ -309,7 +315,7 @@ class Bench:
         known = tokens is not None
         K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
-        drafted = sum(one.submitted for one in counters) / rounds if rounds else 0.0
+        drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
         share = (drafted or K) / K if tree is None else 1.0
         typical = self._typical(budget) is not None and self.sampling.temperature > 0
         return summary | {

@@ -61,6 +61,7 @@ class PromptCounters:
     truncated_rounds: float = 0.0
     emitted: float = 0.0  # cut at EOS and length, token of the prefill excluded
     submitted: float = 0.0
+    judging: float = 0.0  # drafting steps that drafted nothing, they only judged the newest token
     accepted: float = 0.0  # cut
     rejections: float = 0.0  # rounds with a rejection
     reach: list[float] = field(default_factory=list)  # [K] rounds with at least i accepted (cut)
@@ -110,9 +111,10 @@ HEADLINE = tuple(_RATIOS)
 
 
 def counters_from_rounds(
-    rounds: Sequence[Round], prompt_hash: str, domain: str, K: int
+    rounds: Sequence[Round], prompt_hash: str, domain: str, K: int, judges_last: bool = False
 ) -> PromptCounters:
-    """Add up the rounds of one prompt. Greedy match and timings are the caller's to fill in."""
+    """Add up the rounds of one prompt. Greedy match and timings are the caller's to fill in.
+    `judges_last`: a round that stopped early had fed its newest token to be told so."""
     total = PromptCounters(prompt_hash, domain, K)
     for round_ in rounds:
         assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
@@ -121,6 +123,7 @@ def counters_from_rounds(
         total.truncated_rounds += round_.truncated
         total.emitted += round_.emitted
         total.submitted += round_.submitted
+        total.judging += judges_last and 0 < round_.submitted < K
         total.accepted += round_.accepted
         total.rejections += round_.rejected
         for i in range(round_.accepted):

@@ -39,7 +39,8 @@ def replay(
     accept: [B, N, K] float64, probability that depth j+1 of a round starting at response index t is
     accepted given the trace and given that the shallower ones were; drafted: [B, N] int, how many
     tokens such a round drafts (at most K); lengths: [B] int, response lengths; index 0 is the token
-    of the prefill, so rounds start at 1..length-1. Returns sums per trace ([B] or [B, K]).
+    of the prefill, so rounds start at 1..length-1. Returns sums per trace ([B] or [B, K]), and
+    `visits` [B, N], how many rounds start at each index.
     """
     batch, width, _ = accept.shape
     visit = np.zeros((batch, width + K + 1))
@@ -83,6 +84,7 @@ def replay(
             survive = passed
         visit[:, t + K + 1] += survive
         sums["truncated_rounds"] += survive * (room < K + 1)
+    sums["visits"] = visit[:, :width] * (np.arange(width) < lengths[:, None])
     sums["engine_drafted"] = sums["submitted"]
     sums["engine_accepted"] = per_depth["engine_accepted_per_position"].sum(1)
     return sums | per_depth
@@ -113,6 +115,7 @@ class OfflineResult:
     counters: list[PromptCounters]
     calibration: dict[str, Any]  # the drafter's confidence against acceptance, ten bins
     alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without a law
+    visits: list[np.ndarray]  # [response] each: expected rounds that start at each token
 
 
 class OfflineEvaluator:
@@ -169,6 +172,7 @@ class OfflineEvaluator:
                 "without decoding does not follow"
             )
         counters: list[PromptCounters] = []
+        visits: list[np.ndarray] = []
         confidence: list[np.ndarray] = []
         agreement: list[np.ndarray] = []
         depth_sums = np.zeros((2, self.K))  # overlap and positions at each depth
@@ -198,7 +202,9 @@ class OfflineEvaluator:
             else:
                 self._by_start(drafter.continuation, group, accept, drafted)
             sums = replay(accept, drafted, lengths, self.K)
+            starts = sums.pop("visits")
             for row, trace in enumerate(group):
+                visits.append(starts[row, : lengths[row]])
                 one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
                 for name, values in sums.items():
                     value = values[row]
@@ -215,7 +221,7 @@ class OfflineEvaluator:
                     one.greedy_sum, one.greedy_count = float(greedy[row, real[row]].sum()), n
                 counters.append(one)
         by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
-        return OfflineResult(counters, _calibration(confidence, agreement), by_depth)
+        return OfflineResult(counters, _calibration(confidence, agreement), by_depth, visits)
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [B, L] of prompt, response and look-ahead, right-padded; the logit index [B, N+K]

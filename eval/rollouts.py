@@ -1,11 +1,12 @@
 """A bank of draft rollouts: every policy of draft length measured on the same drafts and coins.
 
-From random places in the target's text one chain of `K` tokens is drafted, with the law, the
-acceptance head's score and the accepting coin of every token. A policy is then a place to cut each
-chain, so a grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresholds;
-common random numbers make their differences small). The places are uniform over the text, where
-rounds of decoding begin a little more often after a rejection: what is chosen here is confirmed by
-decoding. Rounds are cut at the end of text and at the length limit, as decoding cuts them.
+From places of the target's text one chain of `K` tokens is drafted, with the law, the acceptance
+head's score and the accepting coin of every token. A policy is then a place to cut each chain, so a
+grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresholds; common random
+numbers make their differences small). Places are drawn as rounds of `REFERENCE_K` tokens start in
+that text (`eval.offline`): decoding begins more of them where it fails. Other policies start theirs
+a little elsewhere, so what is chosen here is confirmed by decoding. Rounds are cut at the end of
+text and at the length limit, as decoding cuts them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from drafters.base import Budget, DraftState, Signals, StopRule
 from drafters.draft import Stops
 from drafters.tree import TokenTree
 from eval.metrics import PromptCounters
+from eval.offline import OfflineEvaluator
 from eval.speed_model import modelled_speedup
 from trainer.config import UserError
 
+MIDDLE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+LOW = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02)  # of a product, where drafts are cheap
 # a head trained to overrate rejections needs those close to 1
-THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+HIGH = (0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998, 0.9999)
+THRESHOLDS = {"confidence": MIDDLE, "product": LOW + MIDDLE, "head": MIDDLE + HIGH,
+              "head_last": MIDDLE + HIGH}  # fmt: skip
+REFERENCE_K = 5
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")
 STARTS = 8  # rounds per prompt
 
@@ -53,7 +60,8 @@ class Rollouts:
     """P prompts with S rollouts of K tokens each, in the order of the text. confidence,
     probability, score [P, S, K] float: `Signals` of each token, `score` that of the token itself,
     NaN for the last one and without a head; ratio: its chance of acceptance, p/q at most 1;
-    uniform: its coin; ends: whether it is an EOS; room [P, S]: tokens the answer still takes."""
+    uniform: its coin; ends: whether it is an EOS; room [P, S]: tokens the answer still takes;
+    rounds [P]: that the rollouts of a prompt stand for."""
 
     traces: list[Trace]
     confidence: torch.Tensor
@@ -63,6 +71,7 @@ class Rollouts:
     uniform: torch.Tensor
     ends: torch.Tensor
     room: torch.Tensor
+    rounds: list[float]
 
     @property
     def K(self) -> int:
@@ -74,7 +83,7 @@ class Rollouts:
 
     def counters(self, budget: Budget) -> list[PromptCounters]:
         """Of each prompt under this policy: its rollouts as rounds, one after the other, weighted
-        so that they stand for a round from every place of its text."""
+        so that they stand for all rounds of its text."""
         if budget.max_tokens > self.K:
             raise UserError(f"rollouts hold {self.K} tokens, a policy asks for {budget.max_tokens}")
         rule, num_prompts = budget.stop, len(self.traces)
@@ -86,7 +95,9 @@ class Rollouts:
             accepted = self.accepted(turn).clamp(max=lengths)
             if rule is not None:
                 rule.verified(accepted, lengths)
-            rounds.append(_cut(lengths, accepted, self.ends[:, turn], self.room[:, turn]))
+            cut = _cut(lengths, accepted, self.ends[:, turn], self.room[:, turn])
+            judged = rule is not None and rule.judges_last
+            rounds.append(cut | {"judging": (lengths < budget.max_tokens) & judged})
         sums = {name: sum(one[name].double() for one in rounds) for name in rounds[0]}
         return [self._prompt(row, sums, budget) for row in range(num_prompts)]
 
@@ -111,9 +122,9 @@ class Rollouts:
 
     def _prompt(self, row: int, sums: dict[str, Any], budget: Budget) -> PromptCounters:
         trace = self.traces[row]
-        weight = (len(trace.response_ids) - 1) / self.ratio.shape[1]
+        weight = self.rounds[row] / self.ratio.shape[1]
         one = PromptCounters(trace.prompt_hash, trace.domain, budget.max_tokens)
-        one.rounds = float(len(trace.response_ids) - 1)
+        one.rounds = self.rounds[row]
         for name, values in sums.items():
             setattr(one, name, weight * float(values[row]))
         return one
@@ -151,7 +162,8 @@ def draw(
     if not usable:
         raise UserError("rollouts need at least one target trace of two tokens")
     rng = np.random.default_rng(seed)
-    places = [np.sort(rng.integers(1, len(t.response_ids), starts)) for t in usable]
+    visits = _visits(target, drafter, usable, sampling, min(K, REFERENCE_K))
+    places = [_places(own, starts, float(rng.random())) for own in visits]
     rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
     order = sorted(range(len(rows)), key=lambda r: len(usable[rows[r][0]].prompt_ids) + rows[r][1])
     shape = (len(rows), K)
@@ -169,7 +181,33 @@ def draw(
     room = torch.tensor([len(usable[p].response_ids) - n for p, n in rows])
     laid = {name: values.view(len(usable), starts, K) for name, values in table.items()}
     ends = laid.pop("ends") > 0
-    return Rollouts(usable, **laid, ends=ends, room=room.view(len(usable), starts))
+    rounds = [float(own.sum()) for own in visits]
+    return Rollouts(usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds)
+
+
+def _visits(
+    target: Target, drafter: Any, traces: Sequence[Trace], sampling: Sampling, K: int
+) -> list[np.ndarray]:
+    """[response] of each trace: rounds that start at each token; one at each place where the text
+    was sampled otherwise, which then says nothing about rejections."""
+    found = [np.minimum(np.arange(len(t.response_ids)), 1.0) for t in traces]
+    own = [i for i, t in enumerate(traces) if Sampling(t.temperature, t.top_k, t.top_p) == sampling]
+    if own and hasattr(drafter, "states"):
+        texts = [traces[i] for i in own]
+        offline = OfflineEvaluator(target, texts, sampling, Budget(K), engine_counters=False)
+        order = {id(trace): n for n, trace in enumerate(t for g in offline.groups for t in g)}
+        visits = offline(drafter).visits
+        for i in own:
+            found[i] = visits[order[id(traces[i])]]
+    return found
+
+
+def _places(visits: np.ndarray, count: int, shift: float) -> np.ndarray:
+    """`count` indices in order, each as often as its visits say (systematic sampling; `shift` in
+    [0, 1) is the only random number)."""
+    total = visits.cumsum()
+    wanted = (np.arange(count) + shift) / count * total[-1]
+    return np.minimum(np.searchsorted(total, wanted, side="right"), len(visits) - 1)
 
 
 def _group(
@@ -236,19 +274,22 @@ def at_cost(counters: Iterable[PromptCounters], cost_ratio: float) -> list[Promp
     `cost_ratio`: tokens per round are then tokens per time, the modelled speed-up, and everything
     in `eval.metrics` compares that."""
     return [
-        dataclasses.replace(one, rounds=one.rounds + cost_ratio * one.submitted) for one in counters
+        dataclasses.replace(one, rounds=one.rounds + cost_ratio * (one.submitted + one.judging))
+        for one in counters
     ]
 
 
 def rates(counters: Sequence[PromptCounters]) -> dict[str, float]:
     """`discard_rate`: discarded drafts per emitted token; `verification_rate`: target forwards per
-    emitted token (Huang et al. 2024, Sec. 4.1); `submitted` and `tokens_per_round` per round."""
-    names = ("rounds", "emitted", "submitted", "accepted")
+    emitted token (Huang et al. 2024, Sec. 4.1); drafted tokens, drafting steps and emitted tokens
+    per round."""
+    names = ("rounds", "emitted", "submitted", "accepted", "judging")
     total = {name: sum(getattr(one, name) for one in counters) for name in names}
     return {
         "discards_per_token": (total["submitted"] - total["accepted"]) / total["emitted"],
         "verification_rate": total["rounds"] / total["emitted"],
         "submitted_per_round": total["submitted"] / total["rounds"],
+        "draft_steps_per_round": (total["submitted"] + total["judging"]) / total["rounds"],
         "tokens_per_round": total["emitted"] / total["rounds"],
     }
 
@@ -256,11 +297,11 @@ def rates(counters: Sequence[PromptCounters]) -> dict[str, float]:
 def speed(counters: Sequence[PromptCounters], cost_ratio: float) -> float:
     """Modelled speed-up at this cost of a drafted token."""
     found = rates(counters)
-    return modelled_speedup(found["tokens_per_round"], found["submitted_per_round"], cost_ratio)
+    return modelled_speedup(found["tokens_per_round"], found["draft_steps_per_round"], cost_ratio)
 
 
 def grid(family: str) -> list[str]:
     """The policies of a family, as `eval.policy` spells them; `fixed` ones are told apart by K."""
     if family in ("fixed", "heuristic"):
         return [family]
-    return [f"{family}:{threshold:g}" for threshold in THRESHOLDS]
+    return [f"{family}:{threshold:g}" for threshold in THRESHOLDS[family]]

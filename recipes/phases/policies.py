@@ -64,14 +64,15 @@ def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Tr
             real = bench.decoded("after", drafter, cost, budget)
             if family == "head" and (note := _note(own, sampling)):
                 real.row["note"] = "; ".join(filter(None, [real.row.get("note"), note]))
-            decoded[family] = rollouts.rates(real.counters)
+            decoded[family] = real.counters
             if budget.policy == config.policy and budget.max_tokens == config.K:
                 continue  # the report has that row
             out.rows.append(real.row)
             about = {"temperature": temperature, "policy": budget.policy}
             out.rounds += [{**about, **dataclasses.asdict(r)} for r in real.rounds]
-        out.points += _points(banks[1], temperature, own.K_min, chosen, decoded)
-        out.comparisons += _compare(banks[1], temperature, chosen, run)
+        rates = {family: rollouts.rates(counters) for family, counters in decoded.items()}
+        out.points += _points(banks[1], temperature, own.K_min, chosen, rates)
+        out.comparisons += _compare(decoded, temperature, chosen, run)
     return out
 
 
@@ -134,13 +135,16 @@ def _points(
 
 
 def _compare(
-    bank: Rollouts, temperature: float, chosen: dict[str, Budget], run: Run
+    decoded: dict[str, list[PromptCounters]],
+    temperature: float,
+    chosen: dict[str, Budget],
+    run: Run,
 ) -> list[dict[str, Any]]:
-    """The head's modelled speed-up against that of the others, paired by prompt."""
+    """The head's modelled speed-up against that of the others, as decoded, paired by prompt."""
     config, rows = run.config.eval, []
 
     def counters(family: str, cost_ratio: float) -> list[PromptCounters]:
-        return rollouts.at_cost(bank.counters(chosen[family]), cost_ratio)
+        return rollouts.at_cost(decoded[family], cost_ratio)
 
     for family in FAMILIES:
         for c in COST_RATIOS[1:] if family != "head" else ():

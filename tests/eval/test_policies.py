@@ -10,6 +10,7 @@ import torch
 from drafters.acceptance_head import AcceptanceHead, AcceptanceSettings
 from drafters.base import Budget, Signals
 from drafters.causal_lm import CausalLMDrafter
+from eval.metrics import counters_from_rounds
 from eval.policies import budget_for, make_budget
 from tests.drafters.test_acceptance_head import judged
 from tests.eval.test_engine import drafter_of, speculated
@@ -204,8 +205,12 @@ def test_judging_the_last_token_costs_the_forward_that_shows_it():
         found = speculated(
             model, drafter, prompts_of([5]), budget=make_budget(policy, 6), batch_size=1
         )
-        for one in found[0].rounds:
+        rounds = [dataclasses.replace(one, prompt_hash="") for one in found[0].rounds]
+        for one in rounds:
             assert one.draft_forwards == one.submitted + (more if one.submitted < 6 else 0)
+        counted = counters_from_rounds(rounds, "", "", 6, judges_last=bool(more))
+        forwards = sum(one.draft_forwards for one in rounds)
+        assert counted.submitted + counted.judging == forwards
 
 
 @pytest.mark.parametrize("policy", ["product:0.3", "head:0.5", "head_last:0.5"])
