@@ -271,8 +271,9 @@ def tokens(counters: list[PromptCounters]) -> float:
 
 def _arm_rows(setting: str) -> list[str]:
     rows = []
-    for arm in ("base", *ARMS):
-        seeds = [seed for seed in SEEDS if place(setting, arm, seed).exists()]
+    for arm in ("base", *ARMS):  # of the seeds that all claimed arms have
+        needed = ("base", *CLAIMED, arm)
+        seeds = [s for s in SEEDS if all(place(setting, one, s).exists() for one in needed)]
         if not seeds:
             continue
         stored = [json.loads(place(setting, arm, seed).read_text()) for seed in seeds]

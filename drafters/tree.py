@@ -180,7 +180,7 @@ def parse_tree(text: str) -> TreeShape:
             )
         return DynamicTree(*map(int, numbers))
     path = FilePath(text)
-    if not path.exists():
+    if not path.is_file():
         raise UserError(
             "eval.tree must be eagle, dynamic:<nodes>:<depth>[:<top_k>], calibrated:<nodes> or a "
             f"JSON file of rank paths, got {text!r}"

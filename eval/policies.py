@@ -30,6 +30,17 @@ class Confidence(StopRule):
         return signals.confidence < self.limit
 
 
+class Drafted(StopRule):
+    """Stop once the drafted token's own probability falls below `limit`: transformers' rule
+    (assistant_confidence_threshold). At T=0 that of `Confidence`."""
+
+    def __init__(self, limit: float):
+        self.limit, self.name = limit, f"drafted:{limit:g}"
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return signals.probability < self.limit
+
+
 class _Product(StopRule):
     """Whose decision is a product over the tokens of the round."""
 

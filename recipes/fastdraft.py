@@ -13,6 +13,7 @@ documents packed into one row do not see each other (the paper does not say).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,10 +111,18 @@ class Config:
         )  # fmt: skip
 
 
+SMALLEST_SHARE = 1e-5  # what is below is as good as none
+
+
 def check_shares(key: str, shares: Any) -> None:
     """Positive numbers by source; the sources are parsed, nothing is read."""
-    good = bool(shares) and all(type(s) in (int, float) and s > 0 for s in shares.values())
-    rule = "name sources with shares > 0, as {toy:code: 2, toy:prose: 1}"
+    values = list(shares.values()) if shares else [0]
+    numbers = all(type(s) in (int, float) and math.isfinite(s) and s > 0 for s in values)
+    good = numbers and min(values) >= SMALLEST_SHARE * max(1.0, *values)
+    rule = (
+        "name sources with shares > 0, as {toy:code: 2, toy:prose: 1}, none below "
+        f"{SMALLEST_SHARE:g} of the largest or of 1"
+    )
     require(good, f"ConfigError: {key}", rule, shares)
     for name in shares:
         Source.parse(name)
@@ -230,11 +239,12 @@ class Recipe:
             )
         if self.size_search is not None:
             return self.size_search.chosen()
-        return CausalLMDrafter.from_target(
+        drafter = CausalLMDrafter.from_target(
             self.target, num_layers=config.draft_layers or 1,
             hidden_size=config.draft_hidden_size or self.target.hidden_size // 2,
             tie_embeddings=config.tie_embeddings,
         )  # fmt: skip
+        return self._fit_for_all(drafter)
 
     def accept(self, drafter: Any) -> None:
         check_kind(drafter, "causal_lm", "fastdraft")
@@ -247,6 +257,13 @@ class Recipe:
             self.config.context <= drafter.context, "ContextError: method.context",
             f"be at most the drafter's context {drafter.context}", self.config.context,
         )  # fmt: skip
+        self._fit_for_all(drafter)
+
+    def _fit_for_all(self, drafter: CausalLMDrafter) -> CausalLMDrafter:
+        """Before anything is paid for: for every stage."""
+        for stage in self.stages():
+            self.enter(stage, drafter, 0)
+        return drafter
 
     def enter(self, stage: Stage, drafter: CausalLMDrafter, max_steps: int) -> CausalLMDrafter:
         """Before documents are packed: the network must keep them apart."""

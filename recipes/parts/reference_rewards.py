@@ -73,9 +73,17 @@ def _name(ids: Sequence[int], lengths: Sequence[int]) -> str:
 
 def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) -> None:
     """Refuses a folder whose rewards depend on something else; writes nothing."""
-    if folder is None or not (Path(folder) / MANIFEST).exists():
+    if folder is None:
         return
-    stored = json.loads((Path(folder) / MANIFEST).read_text())
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise UserError(f"{key} must be a folder, {folder} is a file: name another")
+    manifest = Path(folder) / MANIFEST
+    if not manifest.exists():
+        return
+    try:
+        stored = dict(json.loads(manifest.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{key}: {manifest} is damaged: delete {folder}") from error
     made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
     differing = [name for name in made_of if stored.get(name) != made_of[name]]
     if differing:

@@ -16,7 +16,7 @@ from drafters.draft import acceptance_of
 from eval import rollouts
 from eval.measure import Bench, cost_of
 from eval.metrics import PromptCounters, paired_difference
-from eval.policies import make_budget
+from eval.policies import Drafted, make_budget
 from eval.rollouts import FAMILIES, Recorder, Rollouts
 from eval.speed_model import COST_RATIOS
 from recipes.phases.generate import evaluation_traces
@@ -95,13 +95,13 @@ def best(bank: Rollouts, family: str, K_min: int, cost_ratio: float = TUNED_AT) 
 
 
 def matching(bank: Rollouts, head: Budget) -> float:
-    """The confidence threshold with which an engine that has no head verifies as often."""
+    """The confidence threshold with which transformers, which has no head, verifies as often."""
 
     def verified(budget: Budget) -> float:
         return rollouts.rates(bank.counters(budget))["verification_rate"]
 
     wanted = verified(head)
-    budgets = {t: make_budget(f"confidence:{t:g}", head.max_tokens) for t in FINE}
+    budgets = {t: Budget(head.max_tokens, Drafted(t)) for t in FINE}
     return min(FINE, key=lambda t: abs(verified(budgets[t]) - wanted))
 
 

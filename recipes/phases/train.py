@@ -74,6 +74,12 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
         revision=model.drafter_revision,
         trust_remote_code=model.trust_remote_code,
     )
+    if drafter.acceptance is not None and not getattr(recipe, "trains_acceptance", False):
+        drafter.acceptance = None
+        print(
+            f"{model.drafter}: its acceptance head was trained for the weights as they are and is "
+            "left out; recipe=specdecpp trains one for the new ones"
+        )
     recipe.accept(drafter)
     if run.config.trainer.pack_tokens and not drafter.target_layers:
         check_separation(drafter.model, "set trainer.pack_tokens=0")
@@ -146,6 +152,7 @@ def _search_size(
             first, name=f"size {name}", overrides={**first.overrides, **search.overrides}
         )
         found = {stage.name: texts[first.name]} if first.name in texts else {}
+        drafter = recipe.enter(stage, drafter, stage.overrides["max_steps"])
         return _fit_stage(there, recipe, stage, number, drafter, train, dev, found).series[-1]
 
     accelerator = run.accelerator

@@ -12,7 +12,7 @@ from drafters.base import Budget
 from eval import rollouts
 from eval.metrics import paired_difference, summarise
 from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
+from eval.policies import Drafted, make_budget
 from eval.rollouts import Rollouts
 from eval.speed_model import modelled_speedup
 from recipes.phases.policies import best, matching
@@ -191,13 +191,19 @@ def test_a_policy_deeper_than_the_rollouts_is_refused():
 
 def test_the_matching_confidence_verifies_as_often_as_the_head():
     bank = simulated(num_prompts=40, starts=8)
+    bank.confidence = bank.confidence.sqrt()
     head = make_budget("head:0.6", 6, 2)
     threshold = matching(bank, head)
     rates = [
         rollouts.rates(bank.counters(budget))["verification_rate"]
-        for budget in (head, make_budget(f"confidence:{threshold}", 6))
+        for budget in (
+            head,
+            Budget(6, Drafted(threshold)),
+            make_budget(f"confidence:{threshold}", 6),
+        )
     ]
     assert rates[0] == pytest.approx(rates[1], abs=0.01)
+    assert rates[0] != pytest.approx(rates[2], abs=0.01)  # the law's largest is another number
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])

@@ -135,6 +135,13 @@ def test_raw_text_needs_no_word_of_the_target(target, raw, tmp_path):
             assert len(recipe.denominators(batch, 0)) == 1
 
 
+@pytest.mark.parametrize("shares", [{}, {"a": 0}, {"a": float("inf")}, {"a": 1, "b": 1e-7},
+                                    {"a": 1e9, "b": 1}, {"a": True}])  # fmt: skip
+def test_shares_that_mean_nothing_are_refused(shares):
+    with pytest.raises(UserError, match=r"method\.corpus must name sources with shares > 0"):
+        Config(corpus=shares)
+
+
 def test_a_network_that_does_not_keep_documents_apart_is_refused(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
     check_separation(drafter.model, "remedy")
@@ -144,6 +151,8 @@ def test_a_network_that_does_not_keep_documents_apart_is_refused(target):
         return plain(input_ids, **options)
 
     drafter.model.base_model.forward = forward
+    with pytest.raises(UserError, match=r"see each other: set method\.separate_documents=false"):
+        make(target, "pretrain").accept(drafter)
     with pytest.raises(UserError, match="see each other: remedy"):
         check_separation(drafter.model, "remedy")
 

@@ -21,7 +21,7 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.tree_reward import AGGREGATIONS
 from recipes import eagle, eagle3
 from recipes.gto import Config, Recipe, check_same_network
-from recipes.parts.reference_rewards import ReferenceRewards
+from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
 from recipes.parts.tree_loss import Paths, advantages, tree_loss
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.heads import PROMPTS, fitted, plain_texts, randomised
@@ -440,6 +440,12 @@ def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_pa
     again.put(ids, [3], torch.tensor([0.3]))
     assert path.read_bytes() == content
     path.write_bytes(b"{}\n" + content)
+    with pytest.raises(UserError, match=r"method\.reference_rewards must be a folder"):
+        check_rewards(path, {"a": 1}, "method.reference_rewards")
+    for manifest in ("{", "[1]", "3"):
+        (tmp_path / "manifest.json").write_text(manifest)
+        with pytest.raises(UserError, match=r"manifest\.json is damaged: delete"):
+            check_rewards(tmp_path, {"a": 1}, "method.reference_rewards")
     with pytest.raises(UserError, match=r"rewards-0\.jsonl is damaged: delete this file"):
         ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
 
@@ -655,6 +661,7 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.tree=dynamic:2:3:3", "method.tree must hold at least as many nodes as its depth"),
         ("method.tree=dynamic:9", "method.tree must be dynamic:<nodes>:<depth>"),
         ("method.tree=calibrated:9", "method.tree must be eagle, dynamic:"),
+        ("method.tree=assets", "method.tree must be eagle, dynamic:"),  # a folder
         ("method.tree=dynamic:200:3:101", "method.tree must have at most 100 children"),
         ("method.reference=no/such", "method.reference"),
         ("model.drafter=no/such", "model.drafter"),

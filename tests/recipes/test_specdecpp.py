@@ -326,6 +326,27 @@ def test_the_report_compares_policies(finished):
     assert "Policies of draft length" in (finished / "run" / "report.md").read_text()
 
 
+def test_training_a_drafter_on_leaves_the_head_of_its_former_weights_out(
+    finished, tiny_folder, tiny_target, tmp_path, capsys
+):
+    """What comes of it can be loaded and trained on."""
+    drafter = finished / "run" / "drafter"
+    for run in (tmp_path / "first", tmp_path / "second"):
+        words = command(
+            tmp_path, tiny_folder("llama"), f"model.drafter={drafter}", f"run.dir={run}",
+            "method.control=false", "eval.timing_prompts=0",
+        )  # fmt: skip
+        words = [word for word in words if not word.startswith("method.draft")]
+        assert train.main(words) == 0
+        told = (
+            "its acceptance head was trained for the weights as they are" in capsys.readouterr().out
+        )
+        assert told == (run.name == "first")
+        drafter = run / "drafter"
+        assert not (drafter / SETTINGS).exists()
+        assert load_drafter(str(drafter), tiny_target("llama")).acceptance is None
+
+
 def test_the_export_carries_head_and_threshold(finished, tiny_target):
     run = finished / "run"
     tuned = json.loads((run / "drafter" / SETTINGS).read_text())["tuned"]["0"]
