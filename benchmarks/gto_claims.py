@@ -4,6 +4,7 @@
     python -m benchmarks.gto_claims ablate        # debiasing, group size, aggregation
     python -m benchmarks.gto_claims report        # only the statistics of what is there
     python -m benchmarks.gto_claims sweep         # learning rates, on held-out training prompts
+    python -m benchmarks.gto_claims rewards       # what each aggregation rewards, on the same
 
 For each seed an EAGLE-3 head is trained on all prompts, and every arm goes on from it: GTO, the
 token loss alone for as many steps on the same batches, and the token loss alone for as much
@@ -39,7 +40,9 @@ from drafters.tree import parse_tree
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.policies import tree_budget
 from eval.replay import TreeReplay
+from eval.tree_reward import AGGREGATIONS
 from recipes.gto import Config, Recipe
+from recipes.parts.tree_loss import advantages
 from recipes.phases.dev import split_dev
 from trainer.config import TrainerConfig
 from trainer.loop import fit, make_accelerator
@@ -260,6 +263,31 @@ def sweep() -> None:
         print(f"{name}: {value:.4f}, {seconds:.2f} s a step", flush=True)
 
 
+def rewards() -> None:
+    """Advantages of a base that was trained on for STEPS, against the base: how those of every
+    aggregation go with the expected tokens' and with the number of leaves'."""
+    bench = Bench("default tree")
+    base = bench.base(0)
+    trained, _ = bench.arm(base, "as many steps", 100)
+    recipe = bench.recipe({})
+    found: dict[str, list[torch.Tensor]] = {}
+    for trace in bench.dev:
+        ids = trace.prompt_ids + trace.response_ids
+        if starts := recipe._groups(ids, len(trace.prompt_ids)):
+            both = recipe.scorer(ids, recipe._lengths(starts), [trained, base])
+            values = {name: [one.reward(name) for one in both] for name in AGGREGATIONS}
+            values["log leaves"] = [one.leaves.sum(-1).float().log() for one in both]
+            for name, (own, other) in values.items():
+                groups = (own - other).view(-1, recipe.config.group_size)
+                found.setdefault(name, []).append(advantages(groups, 1e-6)[0].flatten())
+    names = list(found)
+    table = torch.corrcoef(torch.stack([torch.cat(found[name]) for name in names]))
+    print(f"correlation of advantages, {len(torch.cat(found['lse']))} positions")
+    for name, row in zip(names, table, strict=True):
+        pair = (float(row[names.index(other)]) for other in ("node_sum", "log leaves"))
+        print("{}: {:+.2f} with node_sum, {:+.2f} with log leaves".format(name, *pair), flush=True)
+
+
 def load(setting: str, arm: str, seed: int, temperature: str) -> list[PromptCounters]:
     stored = json.loads(place(setting, arm, seed).read_text())
     return [PromptCounters(**row) for row in stored[temperature]]
@@ -335,8 +363,8 @@ def report() -> None:
 
 if __name__ == "__main__":
     action = sys.argv[1] if len(sys.argv) > 1 else "run"
-    if action == "sweep":
-        sweep()
+    if action in ("sweep", "rewards"):
+        {"sweep": sweep, "rewards": rewards}[action]()
     elif action == "report":
         report()
     else:

@@ -312,11 +312,12 @@ class Bench:
         config = self.config
         summary = summarise(counters, draws=config.bootstrap_draws, seed=config.seed)
         tokens, rounds = summary["tokens_per_round"], summary["num_rounds"]
-        known = tokens is not None
         K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
         share = (drafted or K) / K if tree is None else 1.0
+        # replay does not know how far a stop rule drafts past a rejection, and so not its cost
+        known = tokens is not None and not (budget.stop is not None and drafted == 0)
         typical = self._typical(budget) is not None and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
