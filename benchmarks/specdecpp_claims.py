@@ -57,6 +57,7 @@ NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 240, 96
 K_MAX, STARTS, DRAWS = 14, 16, 10_000
 COSTS = (0.02, 0.05, 0.1, 0.2)
 UNSEEN = "math"
+LONGEST = (5, 6, 8, 10, 12)  # 1 - h = 10 to the minus these: the head's curve as far as K_MAX
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")
 # cell -> (settings of the recipe, domain left out of its training)
 ONE = {"num_layers": 1}
@@ -164,6 +165,9 @@ def budgets() -> dict[str, Any]:
     for family in FAMILIES[1:]:
         for policy in rollouts.grid(family):
             found[policy] = make_budget(policy, K_MAX, Config.K_min)
+    for zeros in LONGEST:
+        policy = f"head:{1 - 10.0**-zeros:.12g}"
+        found[policy] = make_budget(policy, K_MAX, Config.K_min)
     return found
 
 
