@@ -317,7 +317,8 @@ class Bench:
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
         share = (drafted or K) / K if tree is None else 1.0
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost
-        known = tokens is not None and not (budget.stop is not None and drafted == 0)
+        paid = None if budget.stop is not None and drafted == 0 else tokens
+        known = paid is not None
         typical = self._typical(budget) is not None and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
@@ -337,17 +338,17 @@ class Bench:
             "measured_by": measured_by,
             "cost_ratio": cost.round_time / K,
             "verify_cost": cost.verify,
-            "modelled_speedup": modelled_speedup(tokens, share, cost.round_time, cost.verify)
+            "modelled_speedup": modelled_speedup(paid, share, cost.round_time, cost.verify)
             if known
             else None,
             # memory-bound: one drafted step costs so much, verification nothing more
             "modelled_speedup_at": {
-                str(ratio): modelled_speedup(tokens, share * K, ratio) for ratio in COST_RATIOS
+                str(ratio): modelled_speedup(paid, share * K, ratio) for ratio in COST_RATIOS
             }
-            if known
+            if paid is not None
             else None,
-            "mbsu": mbsu(tokens, share, cost.round_bytes) if known else None,
-            "mbsu_params": mbsu(tokens, share, cost.round_parameters) if known else None,
+            "mbsu": mbsu(paid, share, cost.round_bytes) if known else None,
+            "mbsu_params": mbsu(paid, share, cost.round_parameters) if known else None,
             "tokens_per_round_iid": expected_tokens_iid(summary["alpha_hat"], K)
             if summary["alpha_hat"] is not None and tree is None
             else None,

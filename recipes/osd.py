@@ -179,7 +179,7 @@ class Recipe:
     def begin(self, stage: Stage, max_new_tokens: int) -> None:
         self.online = stage.name == "online"
         self.version = self.requests = 0  # of updates, of requests
-        self._told, self.folder = False, Path()  # that a log is over; the run's
+        self.folder = Path()  # of the run
         self.step, self.updated = -1, False  # the step under way, whether it has an update
         self.tally, self.clock = Tally(), Clock()
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
@@ -235,8 +235,7 @@ class Recipe:
             for line in foreign:
                 assert log is not None
                 log.skip("the response cannot be this target's under its sampling", line)
-        if log is not None:
-            self._look_at_end(log, step)
+        self.stream.close_log(step, last=step == self.max_steps - 1)
         self.clock.start()
         return batch
 
@@ -249,15 +248,6 @@ class Recipe:
         laws = [self.stream.laws[row.number] for row in fresh]
         laws += target_laws(self.target, old) if old else []
         return online_batch([*fresh, *old], laws, index)
-
-    def _look_at_end(self, log: RequestLog, step: int) -> None:
-        """Of a log that is over, or of the run: however short, too much of it is too much."""
-        last = step == self.max_steps - 1
-        if self.stream.over or last:
-            log.check()
-        if self.processes.is_main_process and ((self.stream.over and not self._told) or last):
-            print(log.summary() if last else f"method.log={log.path} is over at step {step + 1}")
-            self._told = True
 
     def _publish(self, folder: Path) -> None:
         if self.processes.is_main_process:

@@ -55,7 +55,7 @@ class Stream:
         self.laws: dict[int, torch.Tensor] = {}
         self.foreign: list[int] = []
         self.log: RequestLog | None = None
-        self.over = False
+        self.over = self._told = False
         if config.log is not None:
             self.log = RequestLog(config.log, target, context)
 
@@ -132,6 +132,16 @@ class Stream:
             if waits <= 0:
                 self.over = True
                 return found
+
+    def close_log(self, step: int, last: bool) -> None:
+        """Of a log that is over, or of the run: however short, too much of it is too much."""
+        if self.log is None or not (self.over or last):
+            return
+        self.log.check()
+        if self.processes.is_main_process and (last or not self._told):
+            over = f"method.log={self.log.path} is over at step {step + 1}"
+            print(self.log.summary() if last else over)
+            self._told = True
 
     def _weigh(
         self, network: Any, read: list[tuple[Served, LoggedRequest]], sums: Sums

@@ -80,7 +80,7 @@ def check_model_pair(config: Config) -> None:
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
     """Several machines see the same run.dir and data.cache_dir: the first process leaves a mark
     that all must find. Raises UserError in all of them."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
     if here == accelerator.num_processes:
         return
     (name,) = broadcast_object_list([uuid.uuid4().hex])
