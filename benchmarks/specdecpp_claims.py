@@ -203,9 +203,7 @@ def sweep() -> None:
 
 
 def remedies() -> None:
-    """As `sweep`, both judged on the same texts. Before, on other texts, 6000 and 4 * STEPS took
-    the head from +2.0 % and +2.1 % above fixed K (c = 0.05, 0.1) to +2.8 % and +2.8 %, three blocks
-    on top of that to +2.9 % and +2.8 %."""
+    """As `sweep`, both judged on the same texts."""
     bench = Bench(MORE_PROMPTS)
     every = bench.train
     for name, texts, steps in (("as it is", NUM_PROMPTS, STEPS), (MORE, MORE_PROMPTS, MORE_STEPS)):

@@ -203,34 +203,42 @@ def seen_to_be(target: Target, rows: Iterator[Continuation], count: int) -> Iter
 
 @torch.inference_mode()
 def check_law(target: Target, rows: Sequence[Continuation]) -> None:
-    """Greedy tokens must be the target's, drawn ones as likely as its entropy says (a difference of
-    numbers is allowed for: the server computes in another order, maybe in another precision)."""
+    """Raises UserError where a server's answers are not the target's."""
+    if said := unlike(target, rows):
+        raise UserError(
+            f"data.engine: the answers are not those of {target.name} ({said}): "
+            "serve this very model, with its own tokenizer and without penalties"
+        )
+
+
+def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
+    """In what the answers differ from the target's law. Greedy tokens must be its own, drawn ones
+    as likely as its entropy says (a difference of numbers is allowed for: the server computes in
+    another order, maybe in another precision)."""
     if not rows:
-        return
+        return None
     prompts, responses = zip(*[(r.request.prompt_ids, r.response_ids) for r in rows], strict=True)
     batch = collate(list(prompts), list(responses), ["target"] * len(rows), 0)
     ids = batch.input_ids.to(target.device)
     logits = target.outputs(ids, batch.position_ids.to(target.device)).logits
     assert logits is not None
-    unlike, surprise = list[float](), list[float]()
+    differing, surprise = list[float](), list[float]()
     for i, row in enumerate(rows):
         first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
         own = logits[i, first : first + count, : target.vocab_size].float()
         tokens = ids[i, first + 1 : first + 1 + count, None]
         temperature = row.request.sampling.temperature
         if temperature == 0:
-            unlike += (own.argmax(-1, keepdim=True) != tokens).float().flatten().tolist()
+            differing += (own.argmax(-1, keepdim=True) != tokens).float().flatten().tolist()
         else:
             log_p = (own / temperature).log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
             surprise += (-log_p.gather(-1, tokens)[:, 0] - entropy).tolist()
     for values, limit, what in (
-        (unlike, UNLIKE, "of the greedy tokens differ"),
+        (differing, UNLIKE, "of the greedy tokens differ"),
         (surprise, SURPRISE, "nats beyond its entropy is what the drawn tokens cost"),
     ):
         mean = sum(values) / max(1, len(values))
         if mean > limit:
-            raise UserError(
-                f"data.engine: the answers are not those of {target.name} ({mean:.2f} {what}): "
-                "serve this very model, with its own tokenizer and without penalties"
-            )
+            return f"{mean:.2f} {what}"
+    return None

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.completions import CHECKED, unlike
+from data.decode import Continuation
 from data.sampling import Sampling
 from data.target import Target
 from data.traces import Trace
@@ -203,10 +205,14 @@ def engine_row(
     cost: Cost,
     about: dict[str, Any],
 ) -> Measurement:
-    """Greedy answers are compared with `plain`. What takes the drafter's law (alpha) or a clock
-    stays null."""
-    differing = list[dict[str, Any]]()
+    """Greedy answers are compared with `plain`, of drawn ones the first few with the target's law.
+    What takes the drafter's law (alpha) or a clock stays null."""
+    differing, strange = list[dict[str, Any]](), None
     greedy = bench.sampling.temperature == 0
+    if not greedy:
+        drawn = zip(bench.requests(), answers, strict=True)
+        told = [Continuation(request, tokens, "") for request, tokens in drawn]
+        strange = unlike(bench.target, told[:CHECKED])
     if greedy:
         for i, (one, request) in enumerate(zip(counters, bench.requests(), strict=True)):
             trace = bench.traces[i]
@@ -220,6 +226,11 @@ def engine_row(
     if greedy:
         row |= {"num_compared": len(counters), "differing_prompts": differing}
         row["lossless"] = all(one["near_tie"] for one in differing)
+    elif strange:
+        row |= {
+            "lossless": False,
+            "note": f"the engine does not sample the target's law ({strange})",
+        }
     return Measurement(row, counters)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import http.server
 import json
@@ -27,6 +28,7 @@ from eval.served import (
     Counters,
     Served,
     Speculation,
+    engine_row,
     from_metrics,
     prompt_counters,
     scrape,
@@ -349,3 +351,15 @@ def test_an_answer_that_differs_from_plain_decoding_is_listed(measured):
     assert differing["prompt_hash"] == bench.traces[0].prompt_hash
     assert differing["position"] == len(told.tokens[0]) - 1
     assert not row["lossless"]
+
+
+def test_an_engine_that_samples_another_law_is_marked(measured):
+    """A sharp law, of which the greedy tokens are likely and others are not."""
+    bench, ours, told = measured
+    sharp, cost = copy.copy(bench), Cost(0.1, 1.0, 0.1, 0.1)
+    sharp.sampling = Sampling(0.01)
+    for shift, lossless in ((0, True), (1, False)):
+        answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
+        found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row
+        assert found["lossless"] == lossless
+        assert ("does not sample the target's law" in (found.get("note") or "")) != lossless
