@@ -24,7 +24,7 @@ import torch
 
 from data.batches import collate
 from data.decode import Continuation, Request
-from data.sampling import Sampling
+from data.sampling import Sampling, warp
 from data.target import Target
 from trainer.config import RunFault, UserError
 
@@ -34,6 +34,7 @@ PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 CHECKED = 8  # answers held back until they are seen to be the target's
+LEAST = 1e-5  # probability, of a token that a cut law does not have
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
 
 
@@ -227,12 +228,12 @@ def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
         first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
         own = logits[i, first : first + count, : target.vocab_size].float()
         tokens = ids[i, first + 1 : first + 1 + count, None]
-        temperature = row.request.sampling.temperature
-        if temperature == 0:
+        if row.request.sampling.temperature == 0:
             differing += (own.argmax(-1, keepdim=True) != tokens).float().flatten().tolist()
         else:
-            log_p = (own / temperature).log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
+            p = warp(own, row.request.sampling)
+            log_p = p.clamp(min=LEAST).log()
+            entropy = -(p * log_p).sum(-1)
             surprise += (-log_p.gather(-1, tokens)[:, 0] - entropy).tolist()
     for values, limit, what in (
         (differing, UNLIKE, "of the greedy tokens differ"),

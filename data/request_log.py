@@ -213,7 +213,7 @@ class RequestLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.offset, self.lines = state["offset"], state["lines"]
         self.num_bad, self.named = state["num_bad"], list(state["named"])
-        length, digest = state["last"]
+        length, digest = state.get("last", (0, ""))
         self.last = length, digest
 
 

@@ -272,19 +272,21 @@ def shrunk_config(
                 found[name] = each if isinstance(width, list) else each[0]
         return found
 
-    # the last layers, since families that mix kinds end with one that sees the whole text; but of
-    # the first ones the feed-forward, which is dense there where later ones have experts
-    kept = [depth - 1 - (num_layers - 1 - i) % depth for i in range(num_layers)]
+    exceptions = {int(i): values for i, values in (own.get("per_layer_config") or {}).items()}
+    # the first layers: where later ones know no positions (SmolLM3, Cohere2) or have experts, those
+    # do and are dense; but Gemma 4 wants its last kind, which has heads of its own, at the end
+    kept = [i % depth for i in range(num_layers)]
+    if exceptions:
+        kept[-1] = depth - 1
     per_layer = {
-        name: [value[i % depth if name.startswith("mlp") else old] for i, old in enumerate(kept)]
+        name: [value[i] for i in kept]
         for name, value in own.items()
         if isinstance(value, list) and len(value) == depth and not name.endswith("token_id")
     }
     changed = per_layer | shrunk(shape | per_layer)
     changed |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size,
                 "num_attention_heads": heads}  # fmt: skip
-    if exceptions := own.get("per_layer_config"):
-        exceptions = {int(i): values for i, values in exceptions.items()}
+    if exceptions:
         changed["per_layer_config"] = {
             new: exceptions[old] | shrunk(exceptions[old])
             for new, old in enumerate(kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import time
@@ -26,6 +27,7 @@ from data.cache import CachedModel
 from data.decode import Request
 from data.sampling import Sampling, row_key, warp
 from data.target import Target
+from drafters.base import weights_hash
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.offline import rejections
 from eval.policies import make_budget
@@ -242,11 +244,15 @@ def _is_foreign(law: torch.Tensor, p_drawn: torch.Tensor) -> bool:
     possible = p_drawn > 0
     if float((~possible).double().mean()) > FOREIGN_SHARE:
         return True
-    cost = -torch.where(law > 0, law, 1.0).double().log()
-    entropy = (law * cost).sum(-1)
-    variance = (law * cost.square()).sum(-1) - entropy.square()
-    beyond = (-p_drawn[possible].log() - entropy[possible]).sum()
-    return bool(beyond > FOREIGN_NATS * len(p_drawn) + 3 * variance.sum().clamp(min=0).sqrt())
+    beyond = variance = 0.0
+    for place in range(len(law)):  # a row at a time: there may be thousands, of all tokens
+        p = law[place].double()
+        cost = -torch.where(p > 0, p, 1.0).log()
+        entropy = float(p @ cost)
+        variance += max(0.0, float(p @ cost.square()) - entropy**2)
+        if possible[place]:
+            beyond -= math.log(float(p_drawn[place])) + entropy
+    return beyond > FOREIGN_NATS * len(law) + 3 * variance**0.5
 
 
 # --- what outlives a step ------------------------------------------------------------------------
@@ -312,9 +318,13 @@ def publish(drafter: Any, folder: Path, version: int, requests: int) -> Path:
     """Write the drafter for a server to load: whole or not at all, the newest named by
     `latest.json`, the older ones removed. Weights that are not finite are never published, and what
     `latest.json` names is never written again: a server may be loading it."""
-    place, latest = folder / f"version-{version:06d}", folder / "latest.json"
-    if place.is_dir() and latest.exists() and json.loads(latest.read_text())["version"] == version:
-        return place
+    latest, weights = folder / "latest.json", weights_hash(drafter)
+    named = _named(latest)
+    place = folder / f"version-{version:06d}"
+    if named.get("folder") == place.name and place.is_dir():
+        if named.get("weights") == weights:
+            return place
+        place = folder / f"version-{version:06d}-{weights}"
     if not all(bool(torch.isfinite(p).all()) for p in drafter.parameters()):
         raise RunFault(
             f"version {version} of the drafter holds weights that are not finite: it is not "
@@ -326,7 +336,8 @@ def publish(drafter: Any, folder: Path, version: int, requests: int) -> Path:
         drafter.save_pretrained(partial)
         shutil.rmtree(place, ignore_errors=True)
         partial.rename(place)
-        about = {"version": version, "requests": requests, "folder": place.name}
+        about = {"version": version, "requests": requests, "folder": place.name,
+                 "weights": weights}  # fmt: skip
         (folder / ".tmp-latest.json").write_text(json.dumps(about) + "\n")
         os.replace(folder / ".tmp-latest.json", latest)
     except (OSError, RuntimeError, SafetensorError) as error:  # safetensors wraps a full disk
@@ -339,6 +350,14 @@ def publish(drafter: Any, folder: Path, version: int, requests: int) -> Path:
     for other in set(found) - set(kept):  # older ones, and newer ones of a run that was killed
         shutil.rmtree(other, ignore_errors=True)
     return place
+
+
+def _named(latest: Path) -> dict[str, Any]:
+    """What `latest.json` says, nothing where it is not there or damaged."""
+    try:
+        return dict(json.loads(latest.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 class Clock:

@@ -83,14 +83,21 @@ def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
     if here == accelerator.num_processes:
         return
-    (name,) = broadcast_object_list([uuid.uuid4().hex])
     folders = {"run.dir": config.run_dir, "data.cache_dir": Path(config.data.cache_dir)}
-    marks = {key: folder.with_name(f".{folder.name}-{name}") for key, folder in folders.items()}
+    told: list[Any] = [f".seen-{uuid.uuid4().hex}", None]
+    made = []
     if accelerator.is_main_process:
-        for mark in marks.values():
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-    accelerator.wait_for_everyone()
+        for key, folder in folders.items():
+            try:
+                made += [] if folder.exists() else [folder]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / told[0]).touch()
+            except OSError as error:
+                told[1] = f"{key}={folder} cannot be written ({error.strerror})"
+    name, fault = broadcast_object_list(told)
+    if fault:
+        raise UserError(fault)
+    marks = {key: folder / name for key, folder in folders.items()}
     until = time.monotonic() + SHARED_FOLDER_WAIT_S
     while not all(mark.exists() for mark in marks.values()) and time.monotonic() < until:
         time.sleep(0.5)
@@ -98,6 +105,8 @@ def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         for mark in marks.values():
             mark.unlink()
+        for folder in made:
+            folder.rmdir()
     if unseen:
         key = sorted(unseen)[-1]
         raise UserError(

@@ -118,7 +118,8 @@ def test_a_drafter_of_gemma_4_has_what_each_kind_of_layer_has_there(num_layers, 
         layer_types=["sliding_attention", "full_attention"] * 3,
     )  # fmt: skip
     drafter = CausalLMDrafter.from_target(target, num_layers=num_layers, hidden_size=16)
-    text = target.model.config.layer_types[-num_layers:]
+    text = {1: [], 2: ["sliding_attention"], 3: ["sliding_attention", "full_attention"]}[num_layers]
+    text = [*text, "full_attention"]
     assert drafter.model.config.layer_types == text
     widths = [layer.self_attn.head_dim for layer in drafter.model.model.layers]
     assert widths == [16 if kind == "full_attention" else 8 for kind in text]
@@ -127,6 +128,30 @@ def test_a_drafter_of_gemma_4_has_what_each_kind_of_layer_has_there(num_layers, 
     with torch.inference_mode():
         tree = started(drafter, texts).propose(state_of(texts), Budget(3))
     assert tree.tokens[1].tolist() == plain_drafts(drafter, texts[1], 3)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape"),
+    [
+        ("smollm3", {"num_key_value_heads": 2, "intermediate_size": 64}),
+        ("cohere2", {"num_key_value_heads": 2, "intermediate_size": 64, "sliding_window": 16}),
+    ],
+)
+def test_a_drafter_of_one_layer_knows_the_order_of_its_text(model_type, shape, tmp_path):
+    """Every fourth layer of these families does not."""
+    target = other_target(
+        tmp_path, model_type, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=CONTEXT, **shape,
+    )  # fmt: skip
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter *= 20
+        one, other = (
+            drafter.draft_logits(torch.tensor([t]))[0, -1] for t in ([5, 9, 7], [9, 5, 7])
+        )
+    assert float((one - other).abs().max()) > 1e-3
 
 
 def test_every_width_of_a_target_shrinks(tmp_path):

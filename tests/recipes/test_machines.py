@@ -12,8 +12,8 @@ from train import resolve
 from trainer.config import UserError
 
 
-def machine(first, wait=lambda: None):
-    return SimpleNamespace(num_processes=2, is_main_process=first, wait_for_everyone=wait)
+def machine(first):
+    return SimpleNamespace(num_processes=2, is_main_process=first)
 
 
 @pytest.fixture
@@ -31,10 +31,11 @@ def test_the_first_machine_leaves_nothing_behind(config, tmp_path):
 
 @pytest.mark.parametrize("missing", ["run.dir", "data.cache_dir"])
 def test_a_folder_that_a_machine_does_not_see_is_named(config, tmp_path, missing, monkeypatch):
-    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark"])
-    for key, name in (("run.dir", ".run-mark"), ("data.cache_dir", ".cache-mark")):
+    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark", None])
+    for key, name in (("run.dir", "run"), ("data.cache_dir", "cache")):
+        (tmp_path / name).mkdir()
         if key != missing:
-            (tmp_path / name).touch()
+            (tmp_path / name / "mark").touch()
     with pytest.raises(UserError, match=rf"^{missing} must lie on a disk that all machines see"):
         run.check_shared_folders(config, machine(False))
 
@@ -47,17 +48,24 @@ def test_what_another_machine_does_not_see_stops_this_one(config, monkeypatch):
 
 def test_a_slow_disk_is_waited_for(config, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "SHARED_FOLDER_WAIT_S", 5.0)
-    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark"])
+    monkeypatch.setattr(run, "broadcast_object_list", lambda _: ["mark", None])
 
     def appear(seconds):
-        for name in (".run-mark", ".cache-mark"):
-            (tmp_path / name).touch()
+        for name in ("run", "cache"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mark").touch()
 
     monkeypatch.setattr(run.time, "sleep", appear)
     run.check_shared_folders(config, machine(False))
 
 
+def test_a_folder_that_cannot_be_written_is_named(config, tmp_path):
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match=r"^data\.cache_dir=.* cannot be written \(File exists"):
+        run.check_shared_folders(config, machine(True))
+
+
 def test_one_machine_is_not_asked(config, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run.check_shared_folders(config, machine(True))
-    assert not list(tmp_path.glob(".*"))
+    assert not (tmp_path / "cache").exists()

@@ -491,6 +491,7 @@ def test_versions_are_published_whole_and_the_newest_is_named(
         update(recipe, batch, optimizer)
     folder = tmp_path / "published"
     about = json.loads((folder / "latest.json").read_text())
+    weights = about.pop("weights")
     assert about == {"version": 6, "requests": 24, "folder": "version-000006"}
     assert sorted(p.name for p in folder.iterdir()) == [
         "latest.json", "version-000004", "version-000006",
@@ -498,8 +499,18 @@ def test_versions_are_published_whole_and_the_newest_is_named(
     loaded = load_drafter(str(folder / about["folder"]), target).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in published.items())
     names = sorted(p.stat().st_ino for p in (folder / about["folder"]).iterdir())
-    publish(recipe.drafter, folder, 6, 24)  # a server may be loading it
+    again = copy.deepcopy(recipe.drafter)
+    again.load_state_dict(published)
+    publish(again, folder, 6, 24)  # a server may be loading it
     assert sorted(p.stat().st_ino for p in (folder / about["folder"]).iterdir()) == names
+    other = publish(recipe.drafter, folder, 6, 25)  # of another trajectory
+    told = json.loads((folder / "latest.json").read_text())
+    assert (told["folder"], told["requests"]) == (other.name, 25)
+    assert told["weights"] != weights
+    assert (folder / about["folder"]).is_dir()
+    (folder / "latest.json").write_text("{")
+    publish(again, folder, 6, 24)
+    about = json.loads((folder / "latest.json").read_text())
     monkeypatch.setattr(recipe.drafter, "save_pretrained", full_disk)
     with pytest.raises(RunFault, match=r"version 7 .* cannot be published .*No space left"):
         publish(recipe.drafter, folder, 7, 28)
