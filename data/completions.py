@@ -33,6 +33,7 @@ TIMEOUT_S = 600
 PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+BROKEN_OFF = ("abort", "error")  # why vLLM ended an answer early, as when it is shut down
 CHECKED = 8  # answers held back until they are seen to be the target's
 LEAST = 1e-5  # probability, of a token that a cut law does not have
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
@@ -92,9 +93,12 @@ def continuation(
         content["stop"] = list(stop_strings)
     answer = ask(f"{root}/v1/completions", content)
     try:
-        tokens = answer["choices"][0].get("token_ids")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        tokens = None
+        choice = dict(answer["choices"][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        choice = {}
+    if choice.get("finish_reason") in BROKEN_OFF:
+        raise ServerError(root, f"it broke an answer off, {choice['finish_reason']}", True)
+    tokens = choice.get("token_ids")
     if not tokens:
         said = "no token ids in the answer: vLLM 0.11 and a recent SGLang give them"
         raise ServerError(root, said, False)

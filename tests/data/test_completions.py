@@ -59,7 +59,8 @@ def known(target, tmp_path_factory):
 
 @pytest.fixture
 def server(known):
-    """Answers as `known` tells. `faults`: what the next requests get instead, a status or "drop";
+    """Answers as `known` tells. `faults`: what the next requests get instead, a status, "drop" or
+    "abort";
     `down`: every request is dropped; `change`: of an answer's tokens."""
     state = types.SimpleNamespace(
         faults=[], down=False, asked=[], headers=[], change=lambda ids: ids, most=0, now=0, delay=0
@@ -90,6 +91,8 @@ def server(known):
                 state.now -= 1
             if fault == "drop":
                 return None
+            if fault == "abort":
+                return self.reply({"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
             if fault:
                 return self.reply({"message": "no"}, fault)
             tokens = known[tuple(content["prompt"])].response_ids
@@ -162,7 +165,7 @@ def test_what_the_model_would_bring_along_is_overruled(known, server, monkeypatc
 
 
 def test_faults_that_pass_cost_no_row(known, server):
-    server.faults = [503, "drop", 429, 500, "drop", 408]
+    server.faults = [503, "drop", 429, "abort", 500, "drop", 408]
     found = asked_of(known, server)
     assert {ids: row.response_ids for ids, row in found.items()} == {
         ids: trace.response_ids for ids, trace in known.items()
@@ -170,7 +173,7 @@ def test_faults_that_pass_cost_no_row(known, server):
     assert {row.finish_reason for row in found.values()} == {
         trace.finish_reason for trace in known.values()
     }
-    assert len(server.asked) == len(known) + 6
+    assert len(server.asked) == len(known) + 7
 
 
 def test_of_two_servers_one_may_die(known, server):
