@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -105,8 +106,9 @@ def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         for mark in marks.values():
             mark.unlink()
-        for folder in made:
-            folder.rmdir()
+        for folder in reversed(made):  # one may lie in the other
+            with contextlib.suppress(OSError):  # somebody uses it already
+                folder.rmdir()
     if unseen:
         key = sorted(unseen)[-1]
         raise UserError(

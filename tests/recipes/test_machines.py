@@ -23,7 +23,9 @@ def config(tmp_path, monkeypatch):
     return resolve(command(tmp_path, "target"))[0]
 
 
-def test_the_first_machine_leaves_nothing_behind(config, tmp_path):
+@pytest.mark.parametrize("cache", ["cache", "run/cache", "."])
+def test_the_first_machine_leaves_nothing_behind(cache, config, tmp_path):
+    config.data.cache_dir = str(tmp_path / cache)
     before = sorted(tmp_path.rglob("*"))
     run.check_shared_folders(config, machine(True))
     assert sorted(tmp_path.rglob("*")) == before
