@@ -24,7 +24,7 @@ import torch
 
 from data.batches import collate
 from data.decode import Continuation, Request
-from data.sampling import Sampling, warp
+from data.sampling import Sampling, surprise, warp
 from data.target import Target
 from trainer.config import RunFault, UserError
 
@@ -35,7 +35,6 @@ DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 BROKEN_OFF = ("abort", "error")  # why vLLM ended an answer early, as when it is shut down
 CHECKED = 8  # answers held back until they are seen to be the target's
-LEAST = 1e-5  # probability, of a token that a cut law does not have
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
 
 
@@ -206,7 +205,6 @@ def seen_to_be(target: Target, rows: Iterator[Continuation], count: int) -> Iter
     yield from rows
 
 
-@torch.inference_mode()
 def check_law(target: Target, rows: Sequence[Continuation]) -> None:
     """Raises UserError where a server's answers are not the target's."""
     if said := unlike(target, rows):
@@ -216,6 +214,7 @@ def check_law(target: Target, rows: Sequence[Continuation]) -> None:
         )
 
 
+@torch.inference_mode()
 def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
     """In what the answers differ from the target's law. Greedy tokens must be its own, drawn ones
     as likely as its entropy says (a difference of numbers is allowed for: the server computes in
@@ -227,7 +226,7 @@ def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
     ids = batch.input_ids.to(target.device)
     logits = target.outputs(ids, batch.position_ids.to(target.device)).logits
     assert logits is not None
-    differing, surprise = list[float](), list[float]()
+    differing, beyond = list[float](), list[float]()
     for i, row in enumerate(rows):
         first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
         own = logits[i, first : first + count, : target.vocab_size].float()
@@ -235,13 +234,11 @@ def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
         if row.request.sampling.temperature == 0:
             differing += (own.argmax(-1, keepdim=True) != tokens).float().flatten().tolist()
         else:
-            p = warp(own, row.request.sampling)
-            log_p = p.clamp(min=LEAST).log()
-            entropy = -(p * log_p).sum(-1)
-            surprise += (-log_p.gather(-1, tokens)[:, 0] - entropy).tolist()
+            law = warp(own, row.request.sampling)
+            beyond += surprise(law, tokens[:, 0])[0].tolist()
     for values, limit, what in (
         (differing, UNLIKE, "of the greedy tokens differ"),
-        (surprise, SURPRISE, "nats beyond its entropy is what the drawn tokens cost"),
+        (beyond, SURPRISE, "nats beyond its entropy is what the drawn tokens cost"),
     ):
         mean = sum(values) / max(1, len(values))
         if mean > limit:

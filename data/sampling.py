@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+LEAST = 1e-5  # probability of what a cut law lacks, as its cost is counted
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -77,6 +79,20 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # rounding can put the draw past the last token that has mass
     last = probs.shape[-1] - 1 - probs.flip(-1).gt(0).int().argmax(-1, keepdim=True)
     return torch.minimum(drawn, last).squeeze(-1)
+
+
+def surprise(law: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """law [n, V], tokens [n] -> float64 [n] each: what a token costs beyond the law's entropy, in
+    nats, with mean 0 where the law drew it; and the variance of that. What the law lacks costs as
+    much as probability LEAST. A row at a time: there may be thousands, of a whole vocabulary."""
+    beyond, variance = law.new_zeros(2, len(law), dtype=torch.float64)
+    for i, row in enumerate(law):
+        p = row.double()
+        cost = -p.clamp(min=LEAST).log()
+        mean = p @ cost
+        beyond[i] = cost[tokens[i]] - mean
+        variance[i] = (p @ cost.square() - mean.square()).clamp(min=0)
+    return beyond, variance
 
 
 class KeyedRandom:

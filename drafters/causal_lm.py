@@ -232,7 +232,7 @@ def parameters_read(model: Any) -> list[torch.nn.Parameter]:
 def shrunk_config(
     target: Target, num_layers: int, hidden_size: int, tie_embeddings: bool | None = None
 ) -> Any:
-    """Of the target's own architecture, `num_layers` deep, and `hidden_size` wide; widths of
+    """Of the target's own architecture, `num_layers` deep and `hidden_size` wide; widths of
     attention and feed-forward shrink in proportion. `tie_embeddings`: one matrix for looking tokens
     up and for scoring them; None: as the target. Raises UserError where the family has no such
     shape."""

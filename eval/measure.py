@@ -318,7 +318,6 @@ class Bench:
         share = (drafted or K) / K if tree is None else 1.0
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost
         paid = None if budget.stop is not None and drafted == 0 else tokens
-        known = paid is not None
         typical = self._typical(budget) is not None and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
@@ -339,7 +338,7 @@ class Bench:
             "cost_ratio": cost.round_time / K,
             "verify_cost": cost.verify,
             "modelled_speedup": modelled_speedup(paid, share, cost.round_time, cost.verify)
-            if known
+            if paid is not None
             else None,
             # memory-bound: one drafted step costs so much, verification nothing more
             "modelled_speedup_at": {
@@ -347,8 +346,8 @@ class Bench:
             }
             if paid is not None
             else None,
-            "mbsu": mbsu(paid, share, cost.round_bytes) if known else None,
-            "mbsu_params": mbsu(paid, share, cost.round_parameters) if known else None,
+            "mbsu": mbsu(paid, share, cost.round_bytes) if paid is not None else None,
+            "mbsu_params": mbsu(paid, share, cost.round_parameters) if paid is not None else None,
             "tokens_per_round_iid": expected_tokens_iid(summary["alpha_hat"], K)
             if summary["alpha_hat"] is not None and tree is None
             else None,

@@ -227,10 +227,8 @@ def engine_row(
         row |= {"num_compared": len(counters), "differing_prompts": differing}
         row["lossless"] = all(one["near_tie"] for one in differing)
     elif strange:
-        row |= {
-            "lossless": False,
-            "note": f"the engine does not sample the target's law ({strange})",
-        }
+        note = f"the engine does not sample the target's law ({strange})"
+        row |= {"lossless": False, "note": "; ".join(filter(None, [row.get("note"), note]))}
     return Measurement(row, counters)
 
 

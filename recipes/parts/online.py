@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import time
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from data.batches import Batch, collate
 from data.cache import CachedModel
 from data.decode import Request
-from data.sampling import Sampling, row_key, warp
+from data.sampling import Sampling, row_key, surprise, warp
 from data.target import Target
 from drafters.base import weights_hash
 from eval.engine import Speculated, SpeculativeDecoder
@@ -235,23 +234,15 @@ def expected_rounds(row: Served, p: torch.Tensor, q: torch.Tensor, K: int) -> Ex
         accept.nan_to_num(0.0).cpu().numpy(), len(row.response_ids), K
     )
     counts = float(tested.sum() - rejected.sum()), float(rejected.sum())
-    return Expected(rejected.tolist(), *counts, rounds, _is_foreign(law, p_drawn))
+    return Expected(rejected.tolist(), *counts, rounds, _is_foreign(law, p_drawn, ids[:, 0]))
 
 
-def _is_foreign(law: torch.Tensor, p_drawn: torch.Tensor) -> bool:
-    """law [n, V], p_drawn [n]: what the drawn tokens cost, less the entropy, is a sum with mean 0
-    and a known variance where the law drew them."""
+def _is_foreign(law: torch.Tensor, p_drawn: torch.Tensor, ids: torch.Tensor) -> bool:
+    """law [n, V]; p_drawn, ids [n]"""
     possible = p_drawn > 0
     if float((~possible).double().mean()) > FOREIGN_SHARE:
         return True
-    beyond = variance = 0.0
-    for place in range(len(law)):  # a row at a time: there may be thousands, of all tokens
-        p = law[place].double()
-        cost = -torch.where(p > 0, p, 1.0).log()
-        entropy = float(p @ cost)
-        variance += max(0.0, float(p @ cost.square()) - entropy**2)
-        if possible[place]:
-            beyond -= math.log(float(p_drawn[place])) + entropy
+    beyond, variance = (float(one.sum()) for one in surprise(law[possible], ids[possible]))
     return beyond > FOREIGN_NATS * len(law) + 3 * variance**0.5
 
 
