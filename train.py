@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import Any
 
 import yaml
@@ -79,10 +78,10 @@ def main(arguments: list[str]) -> int:
             print(f"report: {written.resolve().with_suffix('.html')}")
     except (UserError, RunFault) as error:
         return run.fail(error)
-    finally:
-        run.leave()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from recipes.phases.run import end
+
+    end(main)

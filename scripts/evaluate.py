@@ -10,7 +10,6 @@ holds the drafter, the same shape untrained, prompt lookup and the target as its
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +72,8 @@ def main(arguments: list[str]) -> int:
         this.target.meet()
     except (UserError, RunFault) as error:
         return run.fail(error)
-    finally:
-        run.leave()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run.end(main)

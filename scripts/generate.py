@@ -7,8 +7,6 @@ Several processes share the work under `accelerate launch -m scripts.generate ..
 
 from __future__ import annotations
 
-import sys
-
 from recipes.base import NoMethod
 from recipes.phases import generate, run
 from trainer.config import RunFault, UserError, compose
@@ -32,10 +30,8 @@ def main(arguments: list[str]) -> int:
             )
     except (UserError, RunFault) as error:
         return run.fail(error)
-    finally:
-        run.leave()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run.end(main)

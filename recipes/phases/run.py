@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -13,9 +14,10 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -185,16 +187,37 @@ def provenance(command: list[str]) -> dict[str, Any]:
     }
 
 
-def leave() -> None:
-    """Leave the process group, if there is one: a rank that just exits takes the others with it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _left.append(torch.distributed.group.WORLD)
-        torch.distributed.destroy_process_group()
+def end(command: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command as the whole of this process, with its words, and exit with what it returns.
+
+    A process of a group leaves it first: one that just exits takes the others with it. Then it ends
+    without finalising Python. A thread of gloo takes Python's lock to free a tensor after a
+    collective: DDP's reducer, where it is the last to hold the group, waits for that thread with
+    the lock, for ever; and finalisation unwinds the thread, which aborts the process
+    (pytorch/pytorch issue 190489).
+    """
+    try:
+        code = command(sys.argv[1:])
+    except BaseException as fault:
+        if not _in_group():
+            raise
+        if isinstance(fault, SystemExit) and isinstance(fault.code, int):
+            code = fault.code
+        else:
+            sys.excepthook(type(fault), fault, fault.__traceback__)
+            code = 1
+    if not _in_group():
+        sys.exit(code)
+    group = torch.distributed.group.WORLD  # held from here on
+    torch.distributed.destroy_process_group(group)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-# Groups stay until Python ends, which lets them go without its lock. DDP's reducer, where it is the
-# last to hold one, keeps that lock, and a thread of gloo that frees a tensor waits for it for ever.
-_left: list[Any] = []
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def stop_softly() -> None:

@@ -1,33 +1,56 @@
-"""Leaving the process group at the end of a command."""
+"""How a process of several ends: of its own accord, with the code of its command."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 from tests.commands import ROOT
 
-# Python's lock is given away only where somebody waits: what hung once in many runs always does
 CODE = """
-import sys, torch, torch.distributed as dist
-from recipes.phases import run
+import atexit, sys, torch, torch.distributed as dist
+from recipes.phases.run import end
 
-def command():
+def command(words):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    atexit.register(print, "left")
+    {}
+
+end(command)
+"""
+# What is a race otherwise, made certain. Python's lock is given away only where somebody waits:
+SELFISH = """sys.setswitchinterval(1000)
     for _ in range(3):
         dist.all_gather([torch.zeros(1)], torch.ones(1))
-    run.leave()
-
-sys.setswitchinterval(1000)
-for _ in range(30):
-    command()
-print("left")
-"""
+    return 5"""
+# and there is always a tensor to be freed.
+BUSY = """for _ in range(1000):
+        dist.all_gather([torch.zeros(1)], torch.ones(1), async_op=True)
+    return 5"""
 
 
-def test_a_model_that_outlives_its_group_does_not_hang():
+def ended(code: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout == "left\n", done.stderr[-2000:]
+        [sys.executable, "-c", CODE.format(code)],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("code", [SELFISH, BUSY])
+def test_threads_of_a_collective_do_not_hold_up_or_abort_the_end(code):
+    returned, out, err = ended(code)
+    assert (returned, out) == (5, "left\n"), err[-2000:]
+
+
+def test_the_code_of_whoever_stops_the_command_is_that_of_the_process():
+    assert ended("raise SystemExit(75)")[:2] == (75, "left\n")
+
+
+def test_a_fault_is_shown():
+    returned, out, err = ended("raise KeyError('such')")
+    assert (returned, out) == (1, "left\n")
+    assert err.rstrip().endswith("KeyError: 'such'")
