@@ -108,13 +108,18 @@ def load_prompts(
         distinct.setdefault(prompt.hash, prompt)
     if not distinct:
         raise UserError(f"{source} holds no prompt that is not empty; name another file or column")
-    taken = set(sorted(distinct, key=lambda identity: _key(seed, identity))[:count])
-    chosen = [prompt for identity, prompt in distinct.items() if identity in taken]
+    chosen = take(list(distinct.values()), count, seed)
     _log.info(
         "%s: %d prompts taken of %d; %d duplicates and %d empty ones dropped",
         source, len(chosen), len(distinct), len(prompts) - len(distinct), num_empty,
     )  # fmt: skip
     return chosen
+
+
+def take(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """`count` of these, in their order, chosen by a hash keyed with `seed`."""
+    taken = set(sorted((p.hash for p in prompts), key=lambda one: _key(seed, one))[:count])
+    return [prompt for prompt in prompts if prompt.hash in taken]
 
 
 def _key(seed: int, identity: str) -> str:
@@ -315,10 +320,13 @@ def _row_prompts(
         response = _response(where, row, answer_column, required=response_column is not None)
         if not plain and response_column is None and content[-1]["role"] == "assistant":
             response = content[-1]["content"]
-        domains = [row[name] for name in _DOMAIN_COLUMNS if isinstance(row.get(name), str)]
+        domains = [
+            _text(where, repr(name), row[name])
+            for name in _DOMAIN_COLUMNS if isinstance(row.get(name), str)
+        ]  # fmt: skip
         conversation_id = _shown_hash(content)
         if row.get("conversation_id") is not None:
-            conversation_id = str(row["conversation_id"])
+            conversation_id = _text(where, "'conversation_id'", str(row["conversation_id"]))
         prompts.append(
             Prompt(
                 text=content if plain else None,
@@ -361,7 +369,7 @@ def _messages(where: str, items: list[dict[str, Any]]) -> list[Message]:
         role_key, text_key = ("from", "value") if "from" in item else ("role", "content")
         name = item.get(role_key)
         here = f"{where}: message {number}"
-        if name not in _ROLES:
+        if not isinstance(name, str) or name not in _ROLES:
             known = ", ".join(_ROLES)
             raise UserError(f"{here} has the unknown {role_key} {name!r}; known: {known}")
         role, text = _ROLES[name], _text(here, repr(text_key), item.get(text_key))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,7 @@ from eval.metrics import (
     summarise,
 )
 from eval.offline import OfflineEvaluator
-from eval.policies import budget_for
+from eval.policies import Recorder, budget_for
 from eval.replay import TreeReplay
 from eval.report import COUNTING
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
@@ -137,7 +139,9 @@ def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
         counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
         read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
     whole = read_per_step(target.model)
-    ratio = draft_seconds(drafter, target, budget) / step
+    # of all that a round may draft: a stop rule ends it where it likes, on text that says nothing
+    stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
+    ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
     return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
 
 
@@ -272,7 +276,7 @@ class Bench:
         budget: Budget,
     ) -> list[dict[str, Any]]:
         """Alternate plain and speculative decoding prompt by prompt, after one warm-up of each."""
-        chosen = list(range(min(self.config.timing_prompts, len(self.traces))))
+        chosen = spread([t.domain for t in self.traces], self.config.timing_prompts)
         decoder = self._decoder(cached, drafter, 1, budget, timed=False)
         requests = self.requests()
         differing = []
@@ -359,6 +363,17 @@ class Bench:
         }
 
 
+def spread(domains: Sequence[str], count: int) -> list[int]:
+    """Places of the first `count` of these, taken from every domain in turn: prompts often come in
+    order of their domain."""
+    seen = Counter[str]()
+    turns = list[tuple[int, int]]()
+    for place, domain in enumerate(domains):
+        turns.append((seen[domain], place))
+        seen[domain] += 1
+    return sorted(place for _, place in sorted(turns)[:count])
+
+
 def timed(call: Any, target: Target) -> tuple[Any, float]:
     began = time.perf_counter()
     result = call()
@@ -393,7 +408,7 @@ def plain_generate(
     options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
     options["no_repeat_ngram_size"] = 0
     if sampling.temperature > 0:
-        options = {
+        options |= {
             "do_sample": True,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
@@ -427,6 +442,6 @@ def difference(
     ids = torch.tensor([prompt_ids + plain[:where]], device=target.device)
     logits = target.outputs(ids).logits
     assert logits is not None
-    best = logits[0, -1].float().topk(2).values
+    best = logits[0, -1, : target.vocab_size].float().topk(2).values
     gap = float(best[0] - best[1])
     return {"position": where, "logit_gap": gap, "near_tie": gap < NEAR_TIE}

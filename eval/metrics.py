@@ -170,7 +170,8 @@ def summarise(
     total = {name: float(sums[i]) for i, name in enumerate(_COLUMNS)}
     reach, tested, engine = (_sum_positions(counters, name) for name in _LISTS)
     identical = [c.identical for c in counters if c.identical is not None]
-    per_prompt = [c.emitted / c.rounds for c in counters if c.rounds]
+    emitted, rounds = (table[:, _COLUMNS.index(name)] for name in ("emitted", "rounds"))
+    per_prompt = emitted[rounds > 0] / rounds[rounds > 0]
     row: dict[str, Any] = {"num_prompts": len(table), "num_rounds": _whole(total["rounds"])}
     for name in HEADLINE:
         draws_of = _bootstrap(table, name, draws, seed)
@@ -178,14 +179,17 @@ def summarise(
         row[f"{name}_ci95"] = _interval(draws_of)
     drafts = total["engine_drafts"]
     row |= {
-        "tokens_per_round_prompt_mean": float(np.mean(per_prompt)) if per_prompt else None,
+        "tokens_per_round_prompt_mean": float(per_prompt.mean()) if len(per_prompt) else None,
         "truncated_rounds": _whole(total["truncated_rounds"]),
         "alpha_pos": [_divide(r, t) for r, t in zip(reach, tested, strict=True)],
         "reach_pos": [_divide(r, total["rounds"]) for r in reach],
         "discard_rate": _divide(total["submitted"] - total["accepted"], total["submitted"]),
         "verification_rate": _divide(total["rounds"], total["emitted"]),
         "engine_drafts": _whole(drafts),
-        "engine_drafted": _whole(total["engine_drafted"]),
+        # replay does not know what a stop rule drafts past a rejection
+        "engine_drafted": _whole(total["engine_drafted"])
+        if total["engine_drafted"] or not drafts
+        else None,
         "engine_accepted": _whole(total["engine_accepted"]),
         "engine_accepted_per_position": [_whole(value) for value in engine],
         "engine_tokens_per_round": 1 + total["engine_accepted"] / drafts if drafts else None,
@@ -311,13 +315,18 @@ def holm(pvalues: Sequence[float]) -> list[float]:
 
 
 def _by_prompt(counters: Sequence[PromptCounters]) -> np.ndarray:
-    """[prompts, columns] float64, sorted by hash; a prompt measured twice is one unit."""
-    order = {name: i for i, name in enumerate(sorted({c.prompt_hash for c in counters}))}
+    """[prompts, columns] float64, sorted by hash; a prompt measured twice is one unit, and so are
+    the turns of a conversation: the later ones answer to the text of those before."""
+    order = {name: i for i, name in enumerate(sorted({_first_turn(c) for c in counters}))}
     table = np.zeros((len(order), len(_COLUMNS)))
     for c in counters:
         values = [getattr(c, name) for name in _SCALARS]
-        table[order[c.prompt_hash]] += [*values, c.accepted + c.rejections]
+        table[order[_first_turn(c)]] += [*values, c.accepted + c.rejections]
     return table
+
+
+def _first_turn(counters: PromptCounters) -> str:
+    return counters.prompt_hash.partition("-")[0]  # turn n of a prompt is <hash>-<n>
 
 
 def _sum_positions(counters: Sequence[PromptCounters], name: str) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from drafters.base import Budget, Signals, StopRule
+from drafters.lookup import PromptLookup
 from drafters.tree import TreeShape
 
 FIRST_K = 5  # of a heuristic answer
@@ -112,6 +113,20 @@ class Heuristic(StopRule):
         return self.lengths <= depth
 
 
+class Recorder(StopRule):
+    """Never stops and notes what a rule would have seen."""
+
+    name = "recorded"
+
+    def __init__(self, uses_head: bool = False):
+        self.uses_head = uses_head
+        self.seen: list[Signals] = []
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        self.seen.append(signals)
+        return torch.zeros_like(signals.confidence, dtype=torch.bool)
+
+
 def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
     """`eval.policy` for chains of at most K: `fixed`; `confidence:<t>`, of the newest token's law;
     `product:<t>`, of all drafted tokens; `heuristic`; `head:<h>`, of an acceptance head, with
@@ -131,8 +146,10 @@ def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
 
 
 def budget_for(drafter: object, policy: str, K: int) -> Budget:
-    """`make_budget` for this drafter. One without an acceptance head drafts chains of fixed length
-    where the policy asks for one: baselines have none."""
+    """`make_budget` for this drafter. Chains of fixed length where it has not what the policy asks
+    for: baselines have no acceptance head, and what is copied from the prompt has no law."""
+    if isinstance(drafter, PromptLookup):
+        return Budget(K)
     if not policy.startswith("head"):
         return make_budget(policy, K)
     head = getattr(drafter, "acceptance", None)

@@ -18,7 +18,7 @@ from typing import Any
 from eval.metrics import HEADLINE
 from eval.render import to_html, to_markdown, write_atomic
 from eval.report_page import report_blocks, report_title
-from eval.report_rows import ORDER, Row
+from eval.report_rows import ORDER, Row, asked
 from eval.report_tables import main_tables
 from trainer.config import UserError
 
@@ -150,7 +150,7 @@ def headline_numbers(report: dict[str, Any]) -> dict[str, Any]:
     tracker."""
     return {
         f"{row['drafter']}/T={row['temperature']:g}/{name}": row[name]
-        for row in report["results"] if not row.get("tree") and row["policy"] == "fixed"
+        for row in asked(report["results"]) if not row.get("tree") and row["policy"] == "fixed"
         for name in HEADLINE
     }  # fmt: skip
 

@@ -55,6 +55,16 @@ def once(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["measured_by"] == "offline" or key(row) not in offline]
 
 
+def asked(rows: Sequence[Row]) -> list[Row]:
+    """Without the chains that a drafter was only decoded with, or served, where it has others: to
+    their length a policy was tuned, and no comparison is with them."""
+    replayed = {r["drafter"] for r in rows if r["measured_by"] == "offline" and not r.get("tree")}
+    return [
+        row for row in rows
+        if row.get("tree") or row["measured_by"] == "offline" or row["drafter"] not in replayed
+    ]  # fmt: skip
+
+
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows that may stand in one table, by its heading."""
     found: dict[str, list[Row]] = {}
@@ -71,7 +81,7 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def focus(rows: Sequence[Row]) -> Row | None:
     """The row the headline speaks about: the best lossless shape of the trained drafter."""
-    own = [row for row in rows if row["drafter"] not in ("plain", "target")]
+    own = [row for row in asked(rows) if row["drafter"] not in ("plain", "target")]
     own = [row for row in own if row["tokens_per_round"] is not None]
     own = [row for row in own if is_trained(row)] or own
     own = [row for row in own if row["lossless"]] or own
@@ -88,7 +98,7 @@ def focus_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_chain(rows: Sequence[Row], drafter: str) -> Row | None:
-    chains = [row for row in rows if row["drafter"] == drafter and row.get("tree") is None]
+    chains = [row for row in asked(rows) if row["drafter"] == drafter and not row.get("tree")]
     chains = [row for row in chains if row["tokens_per_round"] is not None and row.get("K")]
     chains = [row for row in chains if row["policy"] == "fixed"] or chains
     return max(chains, key=lambda row: (row["lossless"], row["tokens_per_round"]), default=None)

@@ -104,7 +104,13 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
             )
         if not row["lossless"]:
-            found.append(f"{name}: lossy, the output law is not the target's.")
+            parted = any(not one["near_tie"] for one in row.get("differing_prompts") or [])
+            found.append(
+                f"{name}: not lossless, its greedy text parts from the target's where the two best "
+                "logits are not close."
+                if parted
+                else f"{name}: lossy, the output law is not the target's."
+            )
         measured, modelled = row["speedup"], row["modelled_speedup"]
         if row["drafter"] != "plain" and measured and modelled and modelled > 1.15 * measured:
             slower.append(name)

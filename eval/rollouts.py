@@ -22,11 +22,12 @@ import torch
 from data.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
 from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import Budget, DraftState, Signals, StopRule
+from drafters.base import Budget, DraftState, Signals
 from drafters.draft import Stops
 from drafters.tree import TokenTree
 from eval.metrics import PromptCounters
 from eval.offline import OfflineEvaluator
+from eval.policies import Recorder
 from eval.speed_model import modelled_speedup
 from trainer.config import UserError
 
@@ -39,20 +40,6 @@ THRESHOLDS = {"confidence": MIDDLE, "product": LOW + MIDDLE, "head": MIDDLE + HI
 REFERENCE_K = 5
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")
 STARTS = 8  # rounds per prompt
-
-
-class Recorder(StopRule):
-    """Never stops and notes what a rule would have seen."""
-
-    name = "recorded"
-
-    def __init__(self, uses_head: bool = False):
-        self.uses_head = uses_head
-        self.seen: list[Signals] = []
-
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
-        self.seen.append(signals)
-        return torch.zeros_like(signals.confidence, dtype=torch.bool)
 
 
 @dataclass

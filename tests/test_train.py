@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from recipes import base
+from recipes.phases import run as run_phase
+from recipes.phases.generate import choose_prompts
 from tests.commands import (
     TWO,
     command,
@@ -194,6 +198,44 @@ def test_evaluation_prompts_are_held_out_by_hash_where_none_are_named(tmp_path, 
     assert measured
     assert not trained & measured
     assert report["results"][0]["prompts"]["name"] == f"held out from {prompts}"
+
+
+def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):
+    prompts = write_jsonl(tmp_path / "x.jsonl", [{"prompt": f"Number {i}: "} for i in range(400)])
+
+    def chosen(*words):
+        given = command(tmp_path, "x", f"data.prompts={prompts}", "eval.prompts=null", *words)
+        return choose_prompts(train.resolve(given)[0])
+
+    for share in (0.1, 0.5):
+        counts = (f"data.eval_share={share}", "data.num_prompts=100", "eval.num_prompts=30")
+        trained, held_out = chosen(*counts)
+        assert (len(trained), len(held_out)) == (100, 30)
+        assert not {p.hash for p in trained} & {p.hash for p in held_out}
+        places = [int(p.text.split()[1][:-1]) for p in trained]
+        assert min(places) < 50  # not the file's first ones, or last
+        assert max(places) > 350
+    assert "data.eval_share=0.5 holds out" in capsys.readouterr().out
+
+
+def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, capsys):
+    words = command(tmp_path, tiny_folder("llama"))
+    run(*words)
+    (tmp_path / "run" / "report.json").unlink()
+    run_phase._locks.pop().close()  # as if that run had been another process
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; file = open(sys.argv[1], 'a'); "
+         "fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
+         tmp_path / "run" / ".lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout.readline() == b"held\n"
+    before = sorted((tmp_path / "run").rglob("*"))
+    assert train.main(words) == 2
+    assert "is being worked on by another process" in capsys.readouterr().err
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    holder.communicate()
+    run(*words)
 
 
 def test_conversations_train_a_chat_target(tmp_path, tiny_folder):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from accelerate.utils import broadcast_object_list
 
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
-from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, user_turns
+from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
 from data.target import Target
 from data.traces import Trace, estimate_bytes
 from data.vllm import vllm_server
 from drafters.base import weights_hash
 from drafters.tree import parse_tree
+from eval.replay import MAX_RANKS
 from recipes.phases.run import Run, check_model_pair
 from trainer.config import Config, EvalConfig, UserError
 
@@ -35,10 +37,9 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     }
     own = evaluation.prompts is not None
     toy = data.prompts == "toy" or data.prompts.startswith("toy:")
-    count = data.num_prompts if own or toy else data.num_prompts + evaluation.num_prompts
     train = load_prompts(
         data.prompts,
-        count=count,
+        count=data.num_prompts if own or toy else sys.maxsize,  # both sides want theirs
         response_column=data.response_column,
         seed=config.run.seed,
         **common,
@@ -52,7 +53,9 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         )  # fmt: skip
     else:
         train, held_out = split_by_hash(train, data.eval_share)
-        train, held_out = train[: data.num_prompts], held_out[: evaluation.num_prompts]
+        print(f"data.eval_share={data.eval_share} holds out {len(held_out)}, leaves {len(train)}")
+        train = take(train, data.num_prompts, config.run.seed)
+        held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
     refuse_overlap(train, held_out)
     return train, held_out
 
@@ -158,7 +161,16 @@ def evaluation_traces(
 
 def tree_depth(config: EvalConfig) -> int:
     """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
-    if config.tree is None or config.tree.startswith("calibrated:"):
+    if config.tree is None:
+        return 0
+    kind, _, nodes = config.tree.partition(":")
+    if kind == "calibrated":
+        most = sum(MAX_RANKS**depth for depth in range(1, config.K + 1))
+        if not nodes.isdecimal() or not 1 <= int(nodes) <= most:
+            raise UserError(
+                f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={config.K},"
+                f" got {config.tree!r}: for example calibrated:{min(25, most)}"
+            )
         return 0
     return parse_tree(config.tree).depth
 

@@ -17,7 +17,7 @@ from eval import rollouts
 from eval.measure import Bench, cost_of
 from eval.metrics import PromptCounters, paired_difference
 from eval.policies import Drafted, make_budget
-from eval.rollouts import FAMILIES, Recorder, Rollouts
+from eval.rollouts import FAMILIES, Rollouts
 from eval.speed_model import COST_RATIOS
 from recipes.phases.generate import evaluation_traces
 from recipes.phases.run import Run
@@ -59,9 +59,7 @@ def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Tr
         bench = Bench(run.target, traces, sampling, config, name_and_hash)
         decoded = {}
         for family, budget in chosen.items():
-            never = Budget(budget.max_tokens, Recorder(uses_head=family == "head"))
-            cost = cost_of(drafter, run.target, never)  # of a token, not of where a rule stops
-            real = bench.decoded("after", drafter, cost, budget)
+            real = bench.decoded("after", drafter, cost_of(drafter, run.target, budget), budget)
             if family == "head" and (note := _note(own, sampling)):
                 real.row["note"] = "; ".join(filter(None, [real.row.get("note"), note]))
             decoded[family] = real.counters

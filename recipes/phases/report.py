@@ -73,6 +73,12 @@ def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = Fa
     asked = max(config.K, tree_depth(config))
     context = drafter.shared.target.context if drafter.target_layers else asked + 1
     require(asked < context, "eval.K", f"be below the target's context {context}", asked)
+    grown = config.tree is not None and config.tree.startswith("calibrated:")
+    if grown and not drafter.target_layers and drafter.rank_accuracy is None:
+        raise UserError(
+            f"eval.tree={config.tree}: the accuracies of ranks that it grows from are measured of "
+            "heads that read the target's states, not of a language model: name another tree"
+        )
     if most is not None and asked > most:
         raise UserError(
             f"eval.K={config.K}, eval.tree={config.tree}: this drafter has {most} heads, so it "
@@ -88,17 +94,12 @@ def tree_of(drafter: Any, config: EvalConfig) -> TreeShape | None:
     if kind != "calibrated":
         shape = parse_tree(config.tree)
     else:
-        if not nodes.isdecimal():
-            raise UserError(
-                f"eval.tree must be calibrated:<nodes>, got {config.tree!r}: for example "
-                "calibrated:25"
-            )
         if drafter.rank_accuracy is None:
             raise UserError(
                 f"eval.tree={config.tree}: the drafter holds no accuracies of its ranks; train it "
                 "with this project, or name a tree"
             )
-        shape = calibrated_tree(drafter.rank_accuracy, int(nodes))
+        shape = calibrated_tree(drafter.rank_accuracy[: config.K], int(nodes))
     require(
         shape.width <= drafter.draft_vocab_size,
         "eval.tree",
@@ -164,7 +165,8 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
             for r in real.rounds
         ]
         # sampled children and lossy acceptance are known from decoding only
-        if real.row["lossless"] and not (tree.sample_children and temperature > 0):
+        sampled = temperature > 0 and (tree.sample_children or config.verifier == "typical")
+        if not sampled:
             replayed = bench.replayed_tree(decoded, drafters[decoded], tree_cost, tree)
             _merge(replayed, real, temperature, config)
             out.rows.append(replayed.row)

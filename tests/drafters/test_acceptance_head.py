@@ -21,7 +21,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle import EagleDrafter, EagleSettings
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from eval.rollouts import Recorder
+from eval.policies import Recorder
 from recipes.specdecpp import weighted_loss
 from tests.heads import outputs_of, padded, prefilled, randomised, state_of
 from tests.tiny import perturbed, prompts_of

@@ -327,3 +327,19 @@ def test_best_K_falls_with_the_batch_and_reaches_zero():
     found = [best_K_at([0.6] * 20, 0.05, batch)[0] for batch in (1, 64, 100, 400)]
     assert found == sorted(found, reverse=True)
     assert (found[0], found[-1]) == (4, 0)
+
+
+def test_the_turns_of_a_conversation_are_one_unit():
+    rng = np.random.default_rng(0)
+
+    def of(name, accepted):
+        return PromptCounters(name, "chat", 4, rounds=10, emitted=10 + accepted, submitted=40)
+
+    counts = rng.integers(0, 40, 30)
+    first = [of(f"{i:04x}", n) for i, n in enumerate(counts)]
+    same = [of(f"{i:04x}-1", n) for i, n in enumerate(counts)]  # a turn that is like the first
+    alone, both = (summarise(rows, draws=500) for rows in (first, first + same))
+    assert both["num_prompts"] == alone["num_prompts"] == 30
+    assert both["tokens_per_round_ci95"] == pytest.approx(alone["tokens_per_round_ci95"])
+    zero = [of(c.prompt_hash, 0) for c in first + same]
+    assert paired_difference(first + same, zero, "tokens_per_round")["num_prompts"] == 30

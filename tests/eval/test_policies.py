@@ -10,6 +10,7 @@ import torch
 from drafters.acceptance_head import AcceptanceHead, AcceptanceSettings
 from drafters.base import Budget, Signals
 from drafters.causal_lm import CausalLMDrafter
+from drafters.lookup import PromptLookup
 from eval.metrics import counters_from_rounds
 from eval.policies import budget_for, make_budget
 from tests.drafters.test_acceptance_head import judged
@@ -84,6 +85,7 @@ def test_the_heuristic_follows_each_row_through_refills():
 def test_without_a_head_a_drafter_drafts_chains_of_fixed_length():
     assert budget_for(object(), "head:0.5", 6) == Budget(6)
     assert budget_for(object(), "confidence:0.5", 6).policy == "confidence:0.5"
+    assert budget_for(PromptLookup(), "confidence:0.5", 6) == Budget(6)  # a copy has no law
     assert Budget(3).policy == "fixed"
 
 

@@ -2,7 +2,7 @@
 
 from eval.metrics import per_domain
 from eval.render import to_markdown
-from eval.report import build_report, markdown_table, write_report
+from eval.report import build_report, headline_numbers, markdown_table, write_report
 from eval.report_page import headline, report_blocks
 from eval.speed_model import goodput
 from tests.report_rows import TREE, measured, report_with_tree, result_row, shaped
@@ -28,6 +28,28 @@ def test_headline_names_the_best_lossless_shape_and_its_gain_over_the_chain():
     lossy = headline(report_with_tree(1.0, lossless=False, verifier="typical"))
     assert f"gives {chain['tokens_per_round']:.2f} [" in lossy
     assert "tree" not in lossy
+
+
+def test_a_policys_tuned_length_is_not_the_headline():
+    """Its chain was only decoded, and every difference is of chains of eval.K."""
+    report = report_with_tree()
+    tuned = shaped(result_row("after", measured(0.95, K=6), measured_by="decoding"))
+    served = shaped(result_row("after", measured(0.9), measured_by="vllm")) | {"alpha": None}
+    more = build_report(
+        report["run"], report["target"], report["drafter"],
+        [*report["results"], tuned, served], report["comparisons"], [],
+    )  # fmt: skip
+    assert headline(more) == headline(report)
+    assert headline_numbers(more) == headline_numbers(report)
+    assert headline_numbers(more)["after/T=0/alpha"] is not None
+
+
+def test_text_that_parts_where_numbers_are_coarse_is_not_called_another_law():
+    gap = {"prompt_hash": "hash1", "position": 3, "logit_gap": 0.01, "near_tie": False}
+    changes = {"lossless": False, "num_compared": 6, "differing_prompts": [gap]}
+    text = to_markdown(report_blocks(report_with_tree(**changes)))
+    assert "not lossless, its greedy text parts from the target's" in text
+    assert "the output law is not the target's" not in text
 
 
 def test_twins_are_told_apart_by_drafter_and_shape():

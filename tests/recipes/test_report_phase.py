@@ -9,6 +9,7 @@ from drafters.eagle import EagleDrafter, EagleSettings
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.lookup import PromptLookup
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from recipes.phases.generate import tree_depth
 from recipes.phases.report import check_drafter, facts, tree_of
 from tests.tiny import CONTEXT
 from trainer.config import EvalConfig, UserError
@@ -60,9 +61,20 @@ def test_a_calibrated_tree_needs_accuracies(medusa):
         tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"))
     medusa.rank_accuracy = TABLE
     assert tree_of(medusa, EvalConfig(K=2, tree="calibrated:3")).num_nodes == 3
-    for text in ("calibrated:", "calibrated:x"):
-        with pytest.raises(UserError, match=r"must be calibrated:<nodes>"):
-            tree_of(medusa, EvalConfig(K=2, tree=text))
+    assert tree_of(medusa, EvalConfig(K=1, tree="calibrated:3")).depth == 1  # as eval.K asks
+
+
+@pytest.mark.parametrize(("text", "K"), [("", 4), ("x", 4), ("0", 4), ("11", 1), ("11111", 4)])
+def test_a_calibrated_tree_that_cannot_be_is_refused_before_a_model_is_loaded(text, K):
+    with pytest.raises(UserError, match=r"must be calibrated:<nodes> with 1 to \d+ nodes at eval"):
+        tree_depth(EvalConfig(K=K, tree=f"calibrated:{text}"))
+    assert tree_depth(EvalConfig(K=1, tree="calibrated:10")) == 0
+
+
+def test_a_calibrated_tree_is_not_asked_of_a_language_model(target):
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    with pytest.raises(UserError, match="not of a language model: name another tree"):
+        check_drafter(drafter, EvalConfig(tree="calibrated:3"))
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
