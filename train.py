@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import Config, RunFault, UserError, compose
+from trainer.config import Config, UserError, compose
 
 
 def resolve(arguments: list[str]) -> tuple[Config, Any]:
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         if written.exists() and os.environ.get("RANK", "0") == "0":
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")
-    except (UserError, RunFault) as error:
+    except Exception as error:
         return run.fail(error)
     return 0
 

@@ -8,6 +8,7 @@ request: a repetition penalty there would change the law.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -58,14 +59,21 @@ def ask(address: str, content: dict[str, Any] | None = None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
-        said = f"{error} {error.read().decode(errors='replace')[:300]}".rstrip()
+        content_read = b""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it may die meanwhile
+            content_read = error.read()
+        said = f"{error} {content_read.decode(errors='replace')[:300]}".rstrip()
         raise ServerError(address, said, error.code in TRANSIENT) from error
     except (OSError, ValueError, http.client.HTTPException) as error:  # refused, cut short, no JSON
         raise ServerError(address, f"{error or type(error).__name__}", True) from error
 
 
 def served_model(root: str) -> str:
-    return ask(f"{root}/v1/models")["data"][0]["id"]
+    answer = ask(f"{root}/v1/models")
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:  # a router whose servers are not there yet
+        raise ServerError(root, "its /v1/models names no model", True) from error
 
 
 def continuation(
@@ -125,7 +133,7 @@ def complete(
         places.put(root)
     names: dict[str, str] = {}
     todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Continuation | ServerError] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Continuation | Exception] = queue.SimpleQueue()
     stopped, answered = threading.Event(), [time.monotonic()]
 
     def answer(request: Request) -> Continuation | ServerError:
@@ -150,7 +158,10 @@ def complete(
 
     def work() -> None:
         while (request := todo.get()) is not None:
-            done.put(answer(request))
+            try:
+                done.put(answer(request))
+            except Exception as error:  # else its request would be waited for, for ever
+                done.put(error)
 
     # daemons: a process that is told to end does not wait for their answers
     threads = [threading.Thread(target=work, daemon=True) for _ in range(len(roots) * concurrency)]
@@ -166,6 +177,8 @@ def complete(
             flying -= 1
             if isinstance(found, ServerError):
                 raise RunFault(f"{found}; finished rows are kept, the same command goes on")
+            if isinstance(found, Exception):
+                raise found
             yield found
     finally:
         stopped.set()

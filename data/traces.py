@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class Trace:
             whole = set(sizes) in ({None}, {num})
             require(whole, "teacher block", f"have all parts, {num} positions each", sizes)
 
+
+FLUSH_S = 120.0  # a kill loses no more than what was generated since
 
 _REALS = pa.list_(pa.float32())
 _ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
@@ -182,8 +185,8 @@ class TraceStore:
 
     @contextlib.contextmanager
     def writer(self, rank: int = 0, rows_per_shard: int = 256) -> Iterator[TraceWriter]:
-        """For the rows of one rank. A shard is written whenever `rows_per_shard` rows wait and when
-        the block ends well; rows that wait when it ends by an exception are not written."""
+        """For the rows of one rank. A shard is written whenever `rows_per_shard` rows wait, or some
+        since FLUSH_S seconds, and when the block ends, unless by a fault of the program."""
         with open(self.folder / f".writer-r{rank}.lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
@@ -193,7 +196,12 @@ class TraceStore:
                     " wait for it or use another data.traces"
                 ) from error
             writer = TraceWriter(self, rank, rows_per_shard)
-            yield writer
+            try:
+                yield writer
+            except (RunFault, SystemExit, KeyboardInterrupt):  # what is finished is kept
+                with contextlib.suppress(RunFault):
+                    writer.flush()
+                raise
             writer.flush()
 
     def load(self) -> list[Trace]:
@@ -276,6 +284,7 @@ class TraceWriter:
         self.store, self.rank, self.rows_per_shard = store, rank, rows_per_shard
         self.num_doubled = 0  # rows refused because the store has their key
         self._waiting: list[Trace] = []
+        self._flushed = time.monotonic()
         for pattern in (f"shard-r{rank}-*.tmp", f"manifest-r{rank}.json.*.tmp"):
             for path in store.folder.glob(pattern):
                 path.unlink()
@@ -297,15 +306,18 @@ class TraceWriter:
             return False
         self._keys.add(key)
         self._waiting.append(trace)
-        if len(self._waiting) >= self.rows_per_shard:
+        late = time.monotonic() - self._flushed > FLUSH_S
+        if late or len(self._waiting) >= self.rows_per_shard:
             self.flush()
         return True
 
     def flush(self) -> None:
         """Write the rows that wait as one shard."""
-        if not self._waiting:
+        self._flushed = time.monotonic()
+        rows, self._waiting = self._waiting, []  # whatever ends this, no row is written twice
+        if not rows:
             return
-        columns = {name: [getattr(row, name) for row in self._waiting] for name in _COLUMNS.names}
+        columns = {name: [getattr(row, name) for row in rows] for name in _COLUMNS.names}
         columns["spec_trace"] = [s if s is None else json.dumps(s) for s in columns["spec_trace"]]
         table = pa.table(columns, schema=_COLUMNS.with_metadata({_STORE: self.store.hash}))
         sink = pa.BufferOutputStream()
@@ -319,7 +331,6 @@ class TraceWriter:
             Shard(name, table.num_rows, hashlib.sha256(data).hexdigest(), len(data))
         )
         self._next += 1
-        self._waiting = []
         self._write_part()
 
     def _write_part(self) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from data.batches import SOURCES, Batch, collate
 from data.target import ProjectedLogits, Target, TargetOutputs
@@ -219,12 +221,13 @@ class Recipe:
         return fresh
 
     def state_dict(self) -> dict[str, Any]:
-        """The pool of draft text, when it outlives a step."""
+        """The pools of draft text, one for each process, when they outlive a step."""
         kept = self._pool if self.config.refresh_every > 1 else []
-        return {"pool": [[b.prompts, b.responses, b.sources, b.index] for b in kept]}
+        mine = [[b.prompts, b.responses, b.sources, b.index] for b in kept]
+        return {"pools": gather_object([mine])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pool = [collate(*row) for row in state["pool"]]
+        self._pool = [collate(*row) for row in state["pools"][PartialState().process_index]]
 
     # --- loss ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from drafters.load import load_drafter
 from eval.report import build_report, write_report
 from recipes import base
 from recipes.phases import generate, report, run
-from trainer.config import Config, RunFault, UserError, compose, load_yaml
+from trainer.config import Config, UserError, compose, load_yaml
 
 
 def resolve(arguments: list[str]) -> Config:
@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
         if config.dry_run:
             generate.describe(config)
             return 0
+        run.stop_softly()
         this = run.Run.open(config)
         drafter = load_drafter(str(config.eval.drafter), this.target, key="eval.drafter")
         report.check_drafter(drafter, config.eval)
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         if this.accelerator.is_main_process:
             measure(this, drafter, prompts, folder, arguments)
         this.target.meet()
-    except (UserError, RunFault) as error:
+    except Exception as error:
         return run.fail(error)
     return 0
 

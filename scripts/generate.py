@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from recipes.base import NoMethod
 from recipes.phases import generate, run
-from trainer.config import RunFault, UserError, compose
+from trainer.config import compose
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +18,7 @@ def main(arguments: list[str]) -> int:
         if config.dry_run:
             generate.describe(config)
             return 0
+        run.stop_softly()
         this = run.Run.open(config)
         prompts, _ = generate.choose_prompts(config)
         traces = generate.training_traces(this, prompts)
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
                 f"{len(traces)} traces, {tokens} tokens, {ended:.0%} ended by themselves: "
                 f"{generate.training_folder(this, prompts)}"
             )
-    except (UserError, RunFault) as error:
+    except Exception as error:
         return run.fail(error)
     return 0
 

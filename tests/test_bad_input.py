@@ -3,15 +3,19 @@ nothing half-written where it can be known before. Faults while running: exit co
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import train
+from recipes.phases import report
 from scripts import evaluate, generate
 from tests.commands import command, only, training_stores, write_jsonl
 from tests.tiny import save_tiny
@@ -377,3 +381,29 @@ def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path):
     saved = load_file(next((tmp_path / "run").rglob("nan_batch.safetensors")))
     assert saved["input_ids"].shape == saved["loss_mask"].shape
     assert saved["loss_mask"].any()
+
+
+# faults of the disk
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
+        OSError(errno.EACCES, os.strerror(errno.EACCES), "runs/x"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_is_full_or_closed_is_one_line(refused, monkeypatch, fault):
+    def write(*_):
+        raise fault
+
+    monkeypatch.setattr(report, "write_report", write)
+    refused("recipe=distillspec", says="mend that and run the same command again", code=3,
+            written=True)  # fmt: skip
+
+
+def test_a_fault_of_ours_is_not_hidden(tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.setattr(report, "write_report", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.main(command(tmp_path, tiny_folder("llama")))

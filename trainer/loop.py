@@ -23,6 +23,7 @@ denominators once per step. Precision, devices and sharding are the accelerator'
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 from collections.abc import Callable
@@ -43,12 +44,17 @@ from trainer.losses import LossOutput
 from trainer.replicated import Replicated
 from trainer.tracking import Progress, StepRecord, Tracker, Window
 
+# of processes with one that tokenises a corpus or starts a server; who launched them sees one die
+PATIENCE = datetime.timedelta(days=1)
+
 
 def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
     """`cpu`: stay on the CPU although there is a GPU."""
     fsdp2.take_over()
     # naming a backend makes accelerate expect a process group, which one process does not have
-    gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and (cpu or not torch.cuda.is_available())
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    gloo = several and (cpu or not torch.cuda.is_available())
+    group: dict[str, Any] = {"timeout": PATIENCE} | ({"backend": "gloo"} if gloo else {})
     # Apple's GPUs have no float64, which exact sampling needs
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
     # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is
@@ -56,7 +62,7 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",
         cpu=(bool(cpu) or gloo or apple) and not deepspeed,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
+        kwargs_handlers=[InitProcessGroupKwargs(**group)] if several else None,
     )
     if deepspeed:
         zero.load_whole()
@@ -202,7 +208,7 @@ class Fit:
             skipped += 1
             if not self.alone:  # ranks go through a step together
                 empty = torch.zeros_like(raw.loss_mask)
-                batches.append(dataclasses.replace(raw, loss_mask=empty))
+                batches.append(dataclasses.replace(raw, loss_mask=empty, num_supervised=0))
         announced = [[float(value) for value in announce(batch, step)] for batch in batches]
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
         sums = [sum(column) for column in zip(*announced, strict=True)]

@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -17,7 +19,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +28,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from data.target import Target
 from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
 from trainer.loop import make_accelerator, placement
+
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 @dataclass
@@ -148,6 +152,9 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     """Write config.yaml and run.json, or find that the folder was begun with the same `contents`:
     hashes of the target, the text and the starting drafter, which a path alone does not fix."""
     stored, facts = run.folder / "config.yaml", run.folder / "run.json"
+    if run.accelerator.is_main_process:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        _lock(run.folder)
     if stored.exists():
         before = json.loads(facts.read_text())["contents"]
         changed = [name for name in contents if before.get(name) != contents[name]]
@@ -157,7 +164,6 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
                 "name: choose another run.dir or delete it"
             )
     elif run.accelerator.is_main_process:
-        run.folder.mkdir(parents=True, exist_ok=True)
         processes = {
             "distributed": placement(run.accelerator, run.config.trainer).name,
             "num_processes": run.accelerator.num_processes,
@@ -167,6 +173,28 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
         save_yaml(run.config, run.folder / "config.yaml.part")
         os.replace(run.folder / "config.yaml.part", stored)
     run.barrier()
+
+
+def _lock(folder: Path) -> None:
+    """For as long as this process lives: two runs in one folder would remove each other's
+    checkpoints."""
+    while _locks:
+        _locks.pop().close()  # of the run before in this process
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
+    except BlockingIOError as error:
+        raise UserError(
+            f"run.dir={folder} is being worked on by another process: wait for it, or choose "
+            "another run.dir"
+        ) from error
+    except OSError:  # a file system without locks
+        file.close()
+        return
+    _locks.append(file)
+
+
+_locks: list[IO[str]] = []
 
 
 def provenance(command: list[str]) -> dict[str, Any]:
@@ -236,9 +264,16 @@ def stop_softly() -> None:
 _told_to_stop = False  # a library may take the exception that ends us for a fault of its own
 
 
-def fail(error: UserError | RunFault) -> int:
-    """One line; 2 for a user's mistake, 3 for a fault while running."""
+def fail(error: Exception) -> int:
+    """One line; 2 for a user's mistake, 3 for a fault while running, such as a disk that is full
+    or may not be written. Any other error is one of ours, and raised."""
     if _told_to_stop:
         return 75
+    if not isinstance(error, UserError | RunFault):
+        # safetensors and torch wrap it
+        full = os.strerror(errno.ENOSPC) in str(error)
+        if not full and not (isinstance(error, OSError) and error.errno in DISK_FAULTS):
+            raise error
+        error = RunFault(f"{error}; mend that and run the same command again")
     print(f"error: {error}", file=sys.stderr)
     return 2 if isinstance(error, UserError) else 3

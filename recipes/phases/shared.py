@@ -21,6 +21,7 @@ from recipes.phases.generate import contents
 from recipes.phases.run import Run
 from trainer.checkpoint import best_dir, step_dir
 from trainer.config import FREE_SETTINGS, TrainerConfig
+from trainer.loop import placement
 
 FINISHED = "finished.json"
 
@@ -36,6 +37,7 @@ def place(
         "method": made_by, "trainer": kept, "seed": config.run.seed, "depth": config.eval.K,
         "features": [config.data.features, config.data.features_dtype],
         "processes": run.accelerator.num_processes,
+        "distributed": placement(run.accelerator, settings).name,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
     return Path(config.data.cache_dir) / "stages" / digest
@@ -50,9 +52,12 @@ def take(run: Run, found: Path, folder: Path) -> None:
 
 
 def leave(run: Run, folder: Path, kept: Path) -> None:
-    """Keep what a finished stage consists of."""
+    """Keep what a finished stage consists of, if there is room: the run needs it not."""
     if run.accelerator.is_main_process and not kept.exists():
-        _copy(folder, kept)
+        try:
+            _copy(folder, kept)
+        except OSError as error:
+            print(f"{folder.name}: not kept for other runs in {kept} ({error})")
     run.barrier()
 
 
@@ -63,8 +68,12 @@ def _copy(source: Path, destination: Path) -> None:
     weights = step_dir(source, result["step"]) if best is None else best_dir(source, best)
     partial = destination.with_name(f".tmp-{os.getpid()}-{destination.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(weights, partial / weights.relative_to(source))
-    shutil.copy(source / FINISHED, partial / FINISHED)
+    try:
+        shutil.copytree(weights, partial / weights.relative_to(source))
+        shutil.copy(source / FINISHED, partial / FINISHED)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     try:
         os.replace(partial, destination)
     except OSError:  # another run was first

@@ -59,11 +59,19 @@ def known(target, tmp_path_factory):
 
 @pytest.fixture
 def server(known):
-    """Answers as `known` tells. `faults`: what the next requests get instead, a status, "drop" or
-    "abort";
+    """Answers as `known` tells. `faults`: what the next requests get instead, a status, "drop",
+    "half" or "abort"; `models`: what it says of itself, the last first;
     `down`: every request is dropped; `change`: of an answer's tokens."""
     state = types.SimpleNamespace(
-        faults=[], down=False, asked=[], headers=[], change=lambda ids: ids, most=0, now=0, delay=0
+        faults=[],
+        down=False,
+        models=[MODELS],
+        asked=[],
+        headers=[],
+        change=lambda ids: ids,
+        most=0,
+        now=0,
+        delay=0,
     )
     lock = threading.Lock()
 
@@ -76,7 +84,7 @@ def server(known):
         def do_GET(self):
             if state.down:
                 return self.close_connection
-            return self.reply(MODELS)
+            return self.reply(state.models.pop() if len(state.models) > 1 else state.models[0])
 
         def do_POST(self):
             content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -91,6 +99,11 @@ def server(known):
                 state.now -= 1
             if fault == "drop":
                 return None
+            if fault == "half":
+                self.send_response(500)
+                self.send_header("Content-Length", "99")
+                self.end_headers()
+                return self.wfile.write(b"half of wh")
             if fault == "abort":
                 return self.reply({"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
             if fault:
@@ -165,7 +178,7 @@ def test_what_the_model_would_bring_along_is_overruled(known, server, monkeypatc
 
 
 def test_faults_that_pass_cost_no_row(known, server):
-    server.faults = [503, "drop", 429, "abort", 500, "drop", 408]
+    server.faults = [503, "drop", 429, "abort", "half", 500, "drop"]
     found = asked_of(known, server)
     assert {ids: row.response_ids for ids, row in found.items()} == {
         ids: trace.response_ids for ids, trace in known.items()
@@ -221,6 +234,21 @@ def test_what_cannot_be_helped_stops_at_once(known, server, status, change, says
     with pytest.raises(RunFault, match=says):
         asked_of(known, server)
     assert len(server.asked) <= 4
+
+
+def test_a_router_whose_servers_are_not_there_yet_is_waited_for(known, server, monkeypatch):
+    server.models = [MODELS, {"object": "list", "data": []}, {"status": "ok"}]
+    assert len(asked_of(known, server)) == len(known)
+    server.models = [{"status": "ok"}]
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    with pytest.raises(RunFault, match="its /v1/models names no model"):
+        asked_of(known, server)
+
+
+def test_a_fault_of_our_own_is_not_waited_for(known, server, monkeypatch):
+    monkeypatch.setattr(module, "continuation", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asked_of(known, server)
 
 
 def test_an_answer_is_cut_behind_its_first_eos(known, server):

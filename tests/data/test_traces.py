@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import traces as traces_module
 from data.traces import Trace, TraceIdentity, TraceStore, check_budget, estimate_bytes, trace_key
 from trainer.config import RunFault, UserError
 
@@ -589,3 +590,28 @@ def test_five_thousand_rows_load_quickly(tmp_path):
     start = time.perf_counter()
     assert len(store.load()) == 5000
     assert time.perf_counter() - start < 3  # 0.2 s measured on one core; room for slow machines
+
+
+@pytest.mark.parametrize("fault", [RunFault("a server is gone"), SystemExit(75)])
+def test_what_was_finished_is_kept_when_the_work_is_stopped(tmp_path, fault):
+    store = TraceStore.open(tmp_path, IDENTITY)
+
+    def work():
+        with store.writer(0) as writer:
+            writer.add(make(0))
+            writer.add(make(1))
+            raise fault
+
+    with pytest.raises(type(fault)):
+        work()
+    assert stored(tmp_path) == [0, 1]
+    assert write(tmp_path, range(4)) == 2
+    assert stored(tmp_path) == [0, 1, 2, 3]
+
+
+def test_what_was_finished_long_ago_is_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces_module, "FLUSH_S", 0.0)
+    store = TraceStore.open(tmp_path, IDENTITY)
+    with store.writer(0) as writer:
+        writer.add(make(0))
+        assert stored(tmp_path) == [0]

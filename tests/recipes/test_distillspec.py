@@ -7,12 +7,14 @@ import json
 
 import pytest
 import torch
+from accelerate import PartialState
 
 import train
 from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter
+from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
 from recipes.phases.train import sample_drafter
@@ -513,7 +515,18 @@ def test_the_pool_is_part_of_the_state(target, traces):
     for index in (4, 5):
         one, two = drawn(recipe, traces, index), drawn(other, traces, index)
         assert (one.prompts, one.responses, one.index) == (two.prompts, two.responses, two.index)
-    assert make(target).state_dict() == {"pool": []}
+    assert make(target).state_dict() == {"pools": [[]]}
+
+
+def test_every_process_goes_on_with_its_own_pool(target, traces, monkeypatch):
+    pools = [[[[[5, 6]], [[number]], ["draft"], 0]] for number in (7, 8)]
+    monkeypatch.setattr(distillspec, "gather_object", lambda _: pools)
+    state = make(target, refresh_every=4).state_dict()
+    for rank, number in enumerate((7, 8)):
+        monkeypatch.setattr(PartialState(), "process_index", rank)
+        again = make(target, refresh_every=4)
+        again.load_state_dict(state)
+        assert [batch.responses for batch in again._pool] == [[[number]]]
 
 
 def test_a_stage_begins_without_a_pool(target, traces):

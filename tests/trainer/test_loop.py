@@ -40,13 +40,12 @@ REPOSITORY = Path(__file__).parents[2]
 class Batch:
     input_ids: Tensor  # [B, L] long
     loss_mask: Tensor  # [B, L] bool
-
-    @property
-    def num_supervised(self) -> int:
-        return int(self.loss_mask.sum())
+    num_supervised: int
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return replace(
+            self, input_ids=self.input_ids.to(device), loss_mask=self.loss_mask.to(device)
+        )
 
 
 @dataclass
@@ -62,7 +61,8 @@ class Batches:
         first = (index * self.world + self.rank) * self.batch_size
         rows = [self.sequence(n) for n in range(first, first + self.batch_size)]
         ids, masks = zip(*rows, strict=True)
-        return Batch(torch.stack(ids), torch.stack(masks))
+        mask = torch.stack(masks)
+        return Batch(torch.stack(ids), mask, int(mask.sum()))
 
     def sequence(self, n: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(n)
@@ -619,6 +619,7 @@ def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
 
 
 JOINT = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_every": 4, "dropout": 0.0}
+ENDING = {**JOINT, "weight_decay": 0.5, "context": lambda step, batch: batch}
 # step s reads the sequences 8 s to 8 s + 7, rank 1 every other two of them. Rank 1 has nothing in
 # step 1, nobody has in step 2, rank 0 lacks one of two batches in step 3
 EMPTY = frozenset({10, 11, 14, 15, *range(16, 24), 24, 25})
@@ -676,6 +677,17 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
     assert two["best_step"] == one.best_step
 
 
+def test_two_processes_take_no_step_where_there_is_nothing_to_train_on(tmp_path):
+    """Their batches have text, of which a recipe that learns from a stream wants none any more."""
+    _, drafter, rows = train(tmp_path / "a", Ending(), batches=Batches(4), **ENDING)
+    start_two(tmp_path / "b", "ending", 0)
+    assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
+    assert [row["loss"] for row in rows if "loss" in row][2:] == [None] * 6
+    weights = load_file(tmp_path / "b/result.safetensors")
+    for name, value in drafter.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path):
     start_two(tmp_path / "a", "join", 0)
@@ -717,12 +729,19 @@ class SignalledBatches(Batches):
         return super().at(index)
 
 
-def join(folder: Path, kind: type[Batches] = Batches) -> None:
+class Ending(Recipe):
+    def refresh(self, step: int, context: Batch) -> Batch | None:
+        return context if step < 2 else None
+
+
+def join(folder: Path, kind: type[Batches] = Batches, ending: bool = False) -> None:
     rank = int(os.environ["RANK"])
     meeting = f"file://{os.environ['MEETING']}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
-        result, drafter, _ = train(folder, Recipe(), batches=kind(2, rank, 2, EMPTY), **JOINT)
+        batches = Batches(2, rank, 2) if ending else kind(2, rank, 2, EMPTY)
+        recipe, settings = (Ending(), ENDING) if ending else (Recipe(), JOINT)
+        result, drafter, _ = train(folder, recipe, batches=batches, **settings)
         if rank == 0:
             save_file(drafter.state_dict(), folder / "result.safetensors")
             (folder / "result.json").write_text(json.dumps(vars(result)))
@@ -736,4 +755,4 @@ if __name__ == "__main__":
     if mode == "crash":
         crash(folder)
     else:
-        join(folder, SignalledBatches if mode == "signal" else Batches)
+        join(folder, SignalledBatches if mode == "signal" else Batches, mode == "ending")
