@@ -17,7 +17,6 @@ stays the same.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -26,7 +25,6 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from tqdm import tqdm
 from data import toy
 from data.target import Target
 from trainer.config import RunFault, UserError, suggest
+from trainer.lock import lock
 
 COLUMNS = ("text", "content", "code")
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -264,7 +263,8 @@ def tokenised(
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "source.json").write_text(text + "\n")
-        with _locked(folder):
+        said = f"corpus {folder} is being written by another process; wait for it or use another"
+        with lock(folder / ".lock", f"{said} data.cache_dir"):
             _extend(folder, source, target, num_tokens)
     barrier()
     return TokenFile(folder, source.name, num_tokens)
@@ -274,19 +274,6 @@ def _eos(target: Target) -> int | None:
     """What ends a document: the tokenizer's EOS, else the first that ends an answer."""
     own = target.tokenizer.eos_token_id
     return own if own is not None else next(iter(target.eos_ids), None)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
-        except BlockingIOError as error:
-            raise UserError(
-                f"corpus {folder} is being written by another process; wait for it or use another "
-                "data.cache_dir"
-            ) from error
-        yield
 
 
 def read_blocks(folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ first read: a store of terabytes opens at once, and nobody reads more of it than
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import os
@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from data.generate import _Meter
 from data.target import LayerId, Target, TargetOutputs, check_layers
 from data.traces import Trace, _damaged, _differences, _read_json, _size, _write
 from trainer.config import RunFault, UserError, require
+from trainer.lock import lock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 MANIFEST = "manifest.json"
@@ -247,9 +248,10 @@ def write_features(
         _check_budget(folder, identity, remaining, label if rank == 0 else None)
         _write(path, fresh)
         scratch = folder / ".writing"  # for half-written shards of all ranks
-        with open(folder / ".lock", "w") as lock:
+        said = f"data.features: the store {folder} is being written by another command; wait or use"
+        with contextlib.ExitStack() as held:
             if rank == 0:
-                _lock(lock, folder)
+                held.enter_context(lock(folder / ".lock", f"{said} another data.cache_dir"))
                 shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
             barrier()  # until here nobody writes: all have seen the same
@@ -388,12 +390,3 @@ def _require_same(folder: Path, stored: Any, wanted: dict[str, Any]) -> None:
     if stored != wanted:
         what = f"the store {folder} was made with {'; '.join(_differences(stored, wanted))}"
         raise UserError(f"data.features: {what}; delete it or use another data.cache_dir")
-
-
-def _lock(lock: IO[str], folder: Path) -> None:
-    """One command writes a store at a time; the system frees the lock on death."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        what = f"the store {folder} is being written by another command"
-        raise UserError(f"data.features: {what}; wait or use another data.cache_dir") from error

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.config import RunFault, UserError, require
+from trainer.lock import lock
 
 
 def trace_key(
@@ -187,14 +187,11 @@ class TraceStore:
     def writer(self, rank: int = 0, rows_per_shard: int = 256) -> Iterator[TraceWriter]:
         """For the rows of one rank. A shard is written whenever `rows_per_shard` rows wait, or some
         since FLUSH_S seconds, and when the block ends, unless by a fault of the program."""
-        with open(self.folder / f".writer-r{rank}.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
-            except BlockingIOError as error:
-                raise UserError(
-                    f"rank {rank} of trace store {self.folder} is being written by another process;"
-                    " wait for it or use another data.traces"
-                ) from error
+        said = (
+            f"rank {rank} of trace store {self.folder} is being written by another process; wait "
+            "for it or use another data.traces"
+        )
+        with lock(self.folder / f".writer-r{rank}.lock", said):
             writer = TraceWriter(self, rank, rows_per_shard)
             try:
                 yield writer

@@ -225,7 +225,7 @@ def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, caps
     run_phase._locks.pop().close()  # as if that run had been another process
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys; file = open(sys.argv[1], 'a'); "
-         "fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
+         "fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
          tmp_path / "run" / ".lock"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

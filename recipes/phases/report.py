@@ -151,7 +151,8 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         real = bench.decoded(decoded, drafters[decoded], costs[decoded])
         mine = measured[decoded]
         _merge(mine, real, temperature, config)
-        out.rows += [plain_row(mine.row), real.row, *(one.row for one in measured.values())]
+        timed = {"plain_tokens_per_s": real.row["plain_tokens_per_s"]}
+        out.rows += [plain_row(mine.row | timed), real.row, *(one.row for one in measured.values())]
         out.rounds += [{"temperature": temperature, **dataclasses.asdict(r)} for r in real.rounds]
         out.comparisons += _compare(decoded, measured, temperature, run)
         if config.engine != "own":

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from data.target import Target
 from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
+from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
 
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -154,7 +154,10 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     stored, facts = run.folder / "config.yaml", run.folder / "run.json"
     if run.accelerator.is_main_process:
         run.folder.mkdir(parents=True, exist_ok=True)
-        _lock(run.folder)
+        while _locks:
+            _locks.pop().close()  # of the run before in this process
+        said = f"run.dir={run.folder} is being worked on by another process: wait for it, or choose"
+        _locks.append(lock(run.folder / ".lock", f"{said} another run.dir"))
     if stored.exists():
         before = json.loads(facts.read_text())["contents"]
         changed = [name for name in contents if before.get(name) != contents[name]]
@@ -175,26 +178,7 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     run.barrier()
 
 
-def _lock(folder: Path) -> None:
-    """For as long as this process lives: two runs in one folder would remove each other's
-    checkpoints."""
-    while _locks:
-        _locks.pop().close()  # of the run before in this process
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it on death
-    except BlockingIOError as error:
-        raise UserError(
-            f"run.dir={folder} is being worked on by another process: wait for it, or choose "
-            "another run.dir"
-        ) from error
-    except OSError:  # a file system without locks
-        file.close()
-        return
-    _locks.append(file)
-
-
-_locks: list[IO[str]] = []
+_locks: list[IO[str]] = []  # as long as this process works on it
 
 
 def provenance(command: list[str]) -> dict[str, Any]:

@@ -382,6 +382,8 @@ def test_the_policy_of_a_finished_drafter_is_a_setting(policy, finished, tmp_pat
         assert own["offline"]["tokens_per_round"] == own["decoding"]["tokens_per_round"]
     else:
         assert own["offline"]["speedup"] is None
+    (plain,) = [row for row in rows if row["drafter"] == "plain"]
+    assert plain["plain_tokens_per_s"] == own["decoding"]["plain_tokens_per_s"] > 0
 
 
 def test_stopped_in_the_second_stage_it_goes_on_with_the_same_draws(
