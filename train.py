@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
             print(written.with_suffix(".md").read_text())
             print(f"report: {written.resolve().with_suffix('.html')}")
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     return 0
 
 

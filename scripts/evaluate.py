@@ -16,9 +16,11 @@ from typing import Any
 from data.prompts import Prompt
 from drafters.load import load_drafter
 from eval.report import build_report, write_report
+from eval.report_rows import ORDER, REFERENCES
 from recipes import base
 from recipes.phases import generate, report, run
 from trainer.config import Config, UserError, compose, load_yaml
+from trainer.redaction import shown
 
 
 def resolve(arguments: list[str]) -> Config:
@@ -36,7 +38,9 @@ def resolve(arguments: list[str]) -> Config:
 def measure(
     this: run.Run, drafter: Any, prompts: list[Prompt], folder: Path, arguments: list[str]
 ) -> None:
-    name = str(this.config.eval.drafter)
+    name = shown(str(this.config.eval.drafter))
+    if name in (*ORDER, *REFERENCES):  # a folder called like another row
+        name = f"./{name}"
     drafters = {name: drafter, **report.baselines(this, drafter)}
     measured = report.measure(this, drafters, prompts, name)
     content = build_report(
@@ -72,7 +76,7 @@ def main(arguments: list[str]) -> int:
             measure(this, drafter, prompts, folder, arguments)
         this.target.meet()
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     return 0
 
 

@@ -35,6 +35,7 @@ from trainer.config import (
     parse_overrides,
     require,
 )
+from trainer.redaction import hide
 
 SERVED_BY = {
     KIND: ("transformers", "vllm"),
@@ -173,7 +174,7 @@ def main(arguments: list[str]) -> int:
             given.get("eval.K"),
         )
     except (UserError, RunFault) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
     print(f"exported: {out}")
     return 0

@@ -15,6 +15,7 @@ from data.request_proxy import RequestProxy
 from recipes.base import NoMethod
 from recipes.phases import run
 from trainer.config import UserError, compose, require
+from trainer.redaction import redacted
 
 
 def main(arguments: list[str]) -> int:
@@ -29,10 +30,11 @@ def main(arguments: list[str]) -> int:
         require(isinstance(ids, bool), "script.token_ids", "be true or false", ids)
         with RequestProxy(given["server"], port, given["log"], ids) as proxy:
             address = f"http://127.0.0.1:{proxy.server_port}"
-            print(f"{address} answers for {proxy.upstream}; answers go to {proxy.log}", flush=True)
+            said = f"{address} answers for {proxy.upstream}; answers go to {proxy.log}"
+            print(redacted(said), flush=True)
             proxy.serve_forever()
     except UserError as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     except KeyboardInterrupt:
         return 0
     return 0

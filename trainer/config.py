@@ -22,6 +22,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.redaction import MARK, redacted
+
 
 class UserError(ValueError):
     """A user's mistake: one readable line with key, value, rule and remedy. Exit code 2."""
@@ -334,10 +336,12 @@ class Config:
     script: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """To be stored, shown and compared: without its secrets."""
+        return redacted(dataclasses.asdict(self))
 
     def identity(self) -> dict[str, Any]:
-        """All that can change a number: not where the run lies, nor how often it saves."""
+        """All that can change a number: not where the run lies, how often it saves, or what a
+        secret is."""
         kept = json.loads(json.dumps(self.to_dict()))
         for key in ("dry_run", "script"):
             kept.pop(key)
@@ -476,6 +480,13 @@ def compose(
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
         plain[section][name] = mapping
+    for section in (*_SECTIONS, "method"):
+        for name, value in plain[section].items():
+            if MARK in str(value):
+                raise UserError(
+                    f"{section}.{name} holds a secret, which a stored configuration leaves out: "
+                    f"pass it again on the command line as {section}.{name}=..."
+                )
     sections = {
         name: section(**plain[name]) for name, section in {**_SECTIONS, "method": method}.items()
     }
@@ -505,7 +516,8 @@ def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def save_yaml(config: Config, path: Path) -> None:
-    """Write the resolved configuration; `compose` reads it back to the same configuration."""
+    """Write the resolved configuration; `compose` reads it back to the same configuration, once
+    the command line gives the secrets again."""
     tree = config.to_dict()
     for key in ("dry_run", "script"):
         tree.pop(key)

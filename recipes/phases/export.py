@@ -14,6 +14,7 @@ from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table
 from recipes.phases.run import Run
 from trainer.config import ModelConfig
+from trainer.redaction import shown
 
 
 def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
@@ -29,6 +30,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         drafter, out = drafter.merged(out / "target"), out / "drafter"
         name = drafter.shared.target.name
         print(f"export: the target that these heads serve on is {name}")
+        name = shown(name, run.folder)
     head = not isinstance(drafter, CausalLMDrafter)
     card = hf.model_card(
         report,

@@ -33,6 +33,7 @@ from recipes.phases.run import Run
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import FitResult, fit
+from trainer.redaction import redacted
 from trainer.tracking import Tracker
 
 
@@ -319,7 +320,7 @@ def _fit_stage(
                 recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate, outputs=outputs,
                 config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
                 tracker=tracker, context=context, meet=target.meet,
-                describe=lambda batch: preview(batch, target.tokenizer),
+                describe=lambda batch: redacted(preview(batch, target.tokenizer)),
             )  # fmt: skip
     finally:
         tracker.finish()
