@@ -131,7 +131,7 @@ def _text(path: Path) -> str:
             return path.read_text(encoding="utf-8")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return file.read(size).decode()
+            return file.read(min(size, path.stat().st_size)).decode()
     except UnicodeDecodeError:
         return ""
 
