@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from shutil import copy2, copytree
+from shutil import copy2, copytree, ignore_patterns
 from typing import Any
 
 from huggingface_hub import HfApi, get_token
@@ -27,6 +27,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from trainer.config import UserError, parse_overrides
+from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
 
 # in a run's folder, first come first served; the last is no engine's but our own
@@ -59,7 +60,7 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
     target = run / TARGET
     with tempfile.TemporaryDirectory() as scratch:
         staged = Path(scratch) / "drafter"
-        copytree(folder, staged, copy_function=_copy)
+        _stage(folder, staged)
         for name in REPORTS:
             copy2(run / name, staged / name)
         for path in (run / "drafter").glob("acceptance_head.*"):  # a head that no engine reads
@@ -67,7 +68,7 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
         uploads = {repo: staged}
         if target.exists():
             uploads[f"{repo}-target"] = Path(scratch) / "target"
-            copytree(target, uploads[f"{repo}-target"], copy_function=_copy)
+            _stage(target, uploads[f"{repo}-target"])
             card = staged / "README.md"
             if card.exists():  # it names a folder of this machine
                 text = card.read_text(encoding="utf-8").replace(str(target), f"{repo}-target")
@@ -85,6 +86,11 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
                 repo_id=name, folder_path=content, commit_message="Upload drafter and report"
             )
     return addresses
+
+
+def _stage(folder: Path, staged: Path) -> None:
+    """Without the marker, which knows the card as it was written."""
+    copytree(folder, staged, copy_function=_copy, ignore=ignore_patterns(MARKER))
 
 
 def _copy(source: str, destination: str) -> None:

@@ -21,7 +21,7 @@ from data.target import load_causal_lm
 from scripts import evaluate
 from tests.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import UserError, compose, save_yaml
+from trainer.config import UserError, compose, to_yaml
 from trainer.redaction import MARK, shown_command
 
 SECRETS = {"HF_TOKEN": "hf_secretsecretsecret", "OPENAI_API_KEY": "sk-secretsecret",
@@ -251,7 +251,7 @@ def test_no_secret_of_a_configuration_is_shown_stored_or_part_of_its_identity(wo
     code, shown = said(train.main, [*first, "dry_run=true"])
     assert code == 0, shown
     config = train.resolve(first)[0]
-    save_yaml(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
     written = (tmp_path / "config.yaml").read_text()
     command_line = shown_command(first)
     for text in (shown, written, command_line, json.dumps(config.identity())):

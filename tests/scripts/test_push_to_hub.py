@@ -78,6 +78,7 @@ def run(tmp_path):
     for name in ("config.json", "README.md"):
         (export / name).write_text(f"export {name}")
     weights(export / "model.safetensors")
+    (export / ".draftsmith.json").write_text("{}")
     for name in ("report.md", "report.json", "report.html", "metrics.jsonl"):
         (run / name).write_text(f"run {name}")
     return run
