@@ -450,7 +450,7 @@ def compose(
     OmegaConf.set_struct(tree, True)
     layers = []
     if recipe_yaml is not None:
-        layers.append((str(recipe_yaml), _flatten(load_yaml(recipe_yaml))))
+        layers.append((str(recipe_yaml), _flatten(load_yaml(recipe_yaml), known)))
     layers.append(
         (
             "command line",
@@ -521,12 +521,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(nested: dict[str, Any], known: list[str], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in MAPPINGS:
-            flat |= _flatten(value, f"{name}.")
+        if isinstance(value, dict) and name not in known:
+            flat |= _flatten(value, known, f"{name}.")
         else:
             flat[name] = value
     return flat

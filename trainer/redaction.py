@@ -25,6 +25,7 @@ _NAME = (
     rf"|(?<=[a-z0-9])(?:{'|'.join(word.capitalize() for word in _WORDS)}))"
 )
 _SECRET_KEY = re.compile(_NAME + r"\Z")
+_USER = re.compile(r"""(?<=\w:)[^\s/@:"',]+(?=@\w)""")  # me:password@host
 _VALUE = (
     r"""(?![\[({\s]*<redacted|(?:value|null|None)\b|\.\.\.)"""
     r"""(?:"[^"]*"|'[^']*'|(?:(?:Bearer|Basic)\s+)?[^\s,;&}\])"']+)"""
@@ -98,7 +99,7 @@ def hide(text: str, words: Sequence[str] = (), pairs: bool = True) -> str:
         known |= set(_secrets(_parsed(value), is_secret_key(key)))
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, MARK)
-    text = _without_tokens(text)
+    text = _USER.sub(MARK, _without_tokens(text))
     return _PAIR.sub(lambda found: found[1] + MARK, text) if pairs else text
 
 

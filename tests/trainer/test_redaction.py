@@ -100,6 +100,7 @@ def test_of_an_address_the_rest_stays(text, clean):
         ("vllm --api-key opaque --port 1", f"vllm --api-key {MARK} --port 1"),
         ("401 for token=opaque, again", f"401 for token={MARK}, again"),
         ("Authorization: Basic opaque", f"Authorization: {MARK}"),
+        ("got ['me:opaque@host:8000']", f"got ['me:{MARK}@host:8000']"),
         ("arguments have the form key=value, got 'x'",) * 2,
         ("script.token must be given: script.token=...",) * 2,
         ("unknown key 'data.tokn'; did you mean",) * 2,
