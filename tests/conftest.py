@@ -1,13 +1,19 @@
-"""Fixtures for all tests: tiny models saved once a session. Everything runs offline."""
+"""Fixtures for all tests: tiny models saved once a session. Everything runs offline: what would
+leave this machine fails, here and in the processes that tests start."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (str(Path(__file__).parent / "offline"), os.environ.get("PYTHONPATH")) if path
+)
 
 import pytest
 
+import tests.offline.sitecustomize  # noqa: F401
 from tests.tiny import save_tiny
 
 

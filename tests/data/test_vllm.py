@@ -61,7 +61,7 @@ def starts(tmp_path, monkeypatch):
     package = tmp_path / "modules" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv(module.PYTHON_VARIABLE, sys.executable)
     return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]

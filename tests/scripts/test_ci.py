@@ -1,4 +1,4 @@
-"""What continuous integration and the test script make of steps that fail, played by small scripts."""
+"""What CI and the test script make of steps that fail; small scripts play the steps."""
 
 import os
 import re

@@ -9,7 +9,6 @@ import os
 import pty
 import struct
 import termios
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 import train
 from tests.commands import command
+from trainer import tracking
 from trainer.config import RunFault, TrainerConfig
 from trainer.losses import LossOutput
 from trainer.tracking import Progress, StepRecord, Tracker, Window
@@ -82,10 +82,11 @@ def report(progress, step):
     progress.report({"step": step, "loss": 1.5, "lr": 0.001, "tokens_per_s": 1234.4})
 
 
-def test_piped_progress_is_plain_lines_with_rate_and_time_left():
+def test_piped_progress_is_plain_lines_with_rate_and_time_left(monkeypatch):
     stream = io.StringIO()
+    clock = iter([50.0, 150.0])  # ten steps took 100 s
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(clock))
     progress = Progress(total=300, start=10, stream=stream)
-    progress._began = time.perf_counter() - 100  # ten steps took 100 s
     progress.advance()
     report(progress, 20)
     progress.close()
