@@ -15,6 +15,8 @@ import torch
 
 from trainer.config import UserError, require
 
+MAX_RANKS = 10  # children of one node that a calibrated tree may have
+
 
 @dataclass
 class TokenTree:
@@ -193,6 +195,21 @@ def parse_tree(text: str) -> TreeShape:
 
 def static_tree(paths: Sequence[Sequence[int]], name: str = "static") -> StaticTree:
     return StaticTree(tuple(tuple(int(rank) for rank in path) for path in paths), name)
+
+
+def calibrated_nodes(text: str | None, depth: int) -> int | None:
+    """Nodes of `eval.tree` calibrated:<nodes>, as many as that deep there can be; None for any
+    other."""
+    kind, _, nodes = (text or "").partition(":")
+    if kind != "calibrated":
+        return None
+    most = sum(MAX_RANKS**level for level in range(1, depth + 1))
+    if not nodes.isdecimal() or not 1 <= int(nodes) <= most:
+        raise UserError(
+            f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={depth}, got "
+            f"{text!r}: for example calibrated:{min(25, most)}"
+        )
+    return int(nodes)
 
 
 def calibrated_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:

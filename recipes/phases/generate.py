@@ -20,8 +20,7 @@ from data.target import Target
 from data.traces import Trace, estimate_bytes
 from data.vllm import vllm_server
 from drafters.base import weights_hash
-from drafters.tree import parse_tree
-from eval.replay import MAX_RANKS
+from drafters.tree import calibrated_nodes, parse_tree
 from recipes.phases.run import Run, check_model_pair
 from trainer.config import Config, EvalConfig, UserError
 
@@ -161,16 +160,7 @@ def evaluation_traces(
 
 def tree_depth(config: EvalConfig) -> int:
     """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
-    if config.tree is None:
-        return 0
-    kind, _, nodes = config.tree.partition(":")
-    if kind == "calibrated":
-        most = sum(MAX_RANKS**depth for depth in range(1, config.K + 1))
-        if not nodes.isdecimal() or not 1 <= int(nodes) <= most:
-            raise UserError(
-                f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={config.K},"
-                f" got {config.tree!r}: for example calibrated:{min(25, most)}"
-            )
+    if config.tree is None or calibrated_nodes(config.tree, config.K):
         return 0
     return parse_tree(config.tree).depth
 

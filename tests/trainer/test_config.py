@@ -19,7 +19,7 @@ from trainer.config import (
     compose,
     known_keys,
     parse_overrides,
-    save_yaml,
+    to_yaml,
 )
 
 
@@ -194,7 +194,7 @@ def test_config_yaml_composes_to_the_same_configuration(tmp_path, name):
         "data.chat_template_kwargs={a: {b: 1}}", "run.dir=x", "eval.policy=confidence:0.5",
     ]  # fmt: skip
     config = compose(name, module.Config, path, words)
-    save_yaml(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = compose(name, module.Config, tmp_path / "config.yaml", [])
     assert again == config
     assert again.hash() == config.hash()
