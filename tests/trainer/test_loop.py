@@ -568,6 +568,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert not list((tmp_path / "b/checkpoints").glob(".tmp-*"))
 
 
+def test_the_end_of_a_training_is_on_the_disk_before_it_is_believed(tmp_path, syncs):
+    train(tmp_path, max_steps=2)
+    file = tmp_path / "finished.json"
+    found = [sync for sync in syncs if sync.inode == file.stat().st_ino]
+    assert [(one.path != file, one.size) for one in found] == [(True, file.stat().st_size)]
+    assert syncs[-1].path == tmp_path
+    saved = [sync.path for sync in syncs].index(tmp_path / "checkpoints")
+    assert saved < syncs.index(found[0])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path, number):
     straight, expected, rows = train(tmp_path / "a")
