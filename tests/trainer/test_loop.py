@@ -7,6 +7,7 @@ it, or twice to join two processes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from io import BufferedReader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
+from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.loop import fit, learning_rate, make_accelerator
 from trainer.losses import LossOutput
@@ -566,6 +569,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert (result, resumed_rows) == (straight, rows)
     assert same_weights(drafter, expected)
     assert not list((tmp_path / "b/checkpoints").glob(".tmp-*"))
+
+
+def test_tokens_per_second_of_a_resumed_run_are_its_own(tmp_path, monkeypatch):
+    batches = StoppingBatches(2)
+    batches.stop_at = 6
+    with pytest.raises(Stopped):
+        train(tmp_path, batches=batches, eval_every=100)
+    clock = itertools.count()  # a second from one look to the next
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    train(tmp_path, eval_every=100)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    before, first = (row for row in map(json.loads, lines) if row["step"] in (4, 5))
+    assert first["tokens_per_s"] == first["num_tokens"] - before["num_tokens"]
 
 
 def test_the_end_of_a_training_is_on_the_disk_before_it_is_believed(tmp_path, syncs):
