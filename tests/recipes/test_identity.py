@@ -16,6 +16,7 @@ from recipes.phases.generate import contents
 from recipes.phases.run import Run, claim
 from tests.commands import command
 from train import resolve
+from trainer import checkpoint, files
 from trainer.config import UserError
 from trainer.loop import make_accelerator
 
@@ -105,3 +106,25 @@ def test_a_folder_is_not_gone_on_in_with_other_contents(given, tiny_folder, name
     with pytest.raises(UserError, match=f"was begun with another {named} under the same name"):
         claim(given[0], ["train.py"], contents(given[0], *given[3:]))
     assert {path: path.read_bytes() for path in given[0].folder.iterdir()} == before
+
+
+def test_a_shared_stage_that_is_damaged_is_named_and_not_taken(given, tmp_path, capsys):
+    run, drafter = given[0], given[3]
+    kept = shared.place(*given)
+    weights = checkpoint.step_dir(kept, 2)
+    checkpoint.write(weights, drafter.state_dict(), {"step": 2, "best_step": None})
+    files.write_json(kept / shared.FINISHED, {"step": 2, "best_step": None})
+    shared.take(run, kept, tmp_path / "whole")
+    assert checkpoint.is_whole(checkpoint.step_dir(tmp_path / "whole", 2))
+    path = weights / checkpoint.WEIGHTS
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    capsys.readouterr()
+    shared.take(run, kept, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+    assert f"checkpoint {weights} is damaged" in capsys.readouterr().out
+    for text in ("", "[]", "{}"):
+        (kept / shared.FINISHED).write_text(text)
+        shared.take(run, kept, tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
+        assert f"{kept}" in capsys.readouterr().out
