@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import fcntl
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -55,6 +56,25 @@ def test_every_document_is_the_targets_own_tokens_and_ends_in_eos(target, raw, t
 def test_an_eos_of_the_tokenizers_own_is_not_doubled(target, tmp_path):
     raw = write_jsonl(tmp_path / "raw.jsonl", [{"text": "Done.<|endoftext|>"}])
     assert all_of(str(raw), target, tmp_path).tokens.tolist().count(EOS) == 1
+
+
+def test_a_block_is_on_the_disk_before_its_line_says_so(target, raw, tmp_path, syncs):
+    file = all_of(raw, target, tmp_path)
+    (folder,) = (tmp_path / "corpus").iterdir()
+    blocks = read_blocks(folder)[1:]
+    assert len(blocks) == 8
+    sizes = {"tokens.bin": 0, "ends.bin": 0}
+    seen = []
+    for sync in syncs:
+        if sync.path.name in sizes:
+            sizes[sync.path.name] = sync.size
+        elif sync.path == folder / "blocks.jsonl":
+            seen.append((sync.size, sizes["tokens.bin"] // 4, sizes["ends.bin"] // 8))
+    lines = (folder / "blocks.jsonl").read_text().splitlines(keepends=True)
+    ends = itertools.accumulate(map(len, lines))
+    expected = [(e, b["tokens"], b["kept"]) for e, b in zip(ends, blocks, strict=True)]
+    assert seen == expected
+    assert seen[-1][1] == file.num_tokens
 
 
 @pytest.mark.parametrize("kind", ["txt", "json", "csv", "parquet", "jsonl.gz"])
