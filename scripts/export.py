@@ -11,6 +11,7 @@ names the target where the drafter's folder does not lie in a run; for heads it 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from drafters.export.hf import model_card
 from drafters.load import load_drafter, stored
 from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table, read_report
+from trainer.checks import require_files, require_folder
 from trainer.config import (
     EvalConfig,
     ModelConfig,
@@ -52,8 +54,10 @@ def export_drafter(
     drafter: Path, engine: str, out: Path, target: str | None = None, K: int | None = None
 ) -> Path:
     """Export the drafter folder `drafter` to `out`; what is not given comes from its run."""
-    if not (drafter / "drafter.json").exists():
+    if not os.path.exists(drafter / "drafter.json"):
         raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
+    require_files("script.drafter", drafter)
+    require_folder("script.out", out)
     about = stored(drafter, "script.drafter")
     _check_engine(about, engine)
     causal_lm = _causal_lm_settings(drafter, about) if about["kind"] == KIND else None
@@ -161,7 +165,7 @@ def _causal_lm_settings(drafter: Path, about: dict[str, Any]) -> tuple[int, list
 
 def main(arguments: list[str]) -> int:
     try:
-        given = parse_overrides(arguments, KEYS)
+        given = parse_overrides(arguments, KEYS, [key for key in KEYS if key != "eval.K"])
         for key in ("script.drafter", "script.engine", "script.out"):
             if not given.get(key):
                 raise UserError(f"{key} must be given: {key}=...")

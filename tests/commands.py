@@ -73,9 +73,10 @@ def own_words(recipe: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def only(words: list[str], *sections: str) -> list[str]:
-    """The words of `sections`, for a command that takes no recipe."""
-    return [word for word in words if word.partition(".")[0] in sections]
+def only(words: list[str], *reads: str) -> list[str]:
+    """The words of these keys and sections, for a command that reads no others."""
+    keys = [word.partition("=")[0] for word in words]
+    return [w for w, k in zip(words, keys, strict=True) if {k, k.partition(".")[0]} & {*reads}]
 
 
 # `accelerate launch --cpu --num_processes 2` starts one process only (accelerate 1.15)

@@ -25,12 +25,14 @@ from trainer.config import UserError
 @pytest.fixture
 def refused(tmp_path, tiny_folder, capsys):
     """refused(*words, target=..., says=[...]): the command line, given on top of a tiny one, ends
-    with the exit code and one line that says all of this."""
+    with the exit code and one line that says all of this. `script`: of that module, not train."""
 
-    def call(*words, says, target=None, code=2, written=False, main=train.main, sections=None):
+    def call(*words, says, target=None, code=2, written=False, script=None):
         arguments = command(tmp_path, target or tiny_folder("llama"), *words)
+        if script is not None:
+            arguments = [w for w in arguments if w in words or w in only(arguments, *script.READS)]
         capsys.readouterr()
-        assert main(only(arguments, *sections) if sections else arguments) == code
+        assert (script or train).main(arguments) == code
         err = capsys.readouterr().err.splitlines()
         assert [line for line in err if line.startswith("error:")] == err[-1:], err
         for text in [says] if isinstance(says, str) else says:
@@ -279,7 +281,7 @@ def test_layer_ids_out_of_range_or_twice(tiny_target, layers, says):
 def test_a_trace_store_of_another_target_or_sampling(refused, tmp_path, tiny_folder):
     words = (f"data.traces={tmp_path / 'own'}", "eval.prompts=toy")
     arguments = command(tmp_path, tiny_folder("llama"), *words)
-    assert generate.main(only(arguments, "model", "data", "eval")) == 0
+    assert generate.main(only(arguments, *generate.READS)) == 0
     says = ["made with", "use another data.traces or delete it"]
     refused(*words, says=[*says, "target.weights"], target=tiny_folder("llama", seed=1))
     refused(*words, "data.temperature=0.7", says=[*says, "temperatures [1.0] (wanted: [0.7])"])
@@ -336,26 +338,17 @@ def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
 # the other commands
 
 
-@pytest.mark.parametrize("main", [generate.main, evaluate.main])
-def test_the_scripts_complain_in_the_same_way(refused, main):
-    sections = ("model", "data", "eval")
-    extra = ("eval.drafter=nowhere",)
-    refused(*extra, "data.num_prompt=3", main=main, sections=sections,
+@pytest.mark.parametrize("module", [generate, evaluate])
+def test_the_scripts_complain_in_the_same_way(refused, module):
+    extra = ("eval.drafter=nowhere",) if module is evaluate else ()
+    refused(*extra, "data.num_prompt=3", script=module,
             says=["'data.num_prompt'", "did you mean 'data.num_prompts'?"])  # fmt: skip
-    refused(*extra, "model.target=nowhere", main=main, sections=sections,
-            says=["model.target", "'nowhere'"])  # fmt: skip
+    refused(*extra, "model.target=nowhere", script=module, says=["model.target", "'nowhere'"])
 
 
 def test_evaluate_needs_a_drafter_that_loads(refused):
-    sections = ("model", "data", "eval")
-    refused(main=evaluate.main, sections=sections, says="eval.drafter must name a drafter")
-    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections, says="'nowhere'")
-
-
-def test_evaluate_names_its_own_key(refused):
-    sections = ("model", "data", "eval")
-    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections,
-            says=["eval.drafter", "'nowhere'"])  # fmt: skip
+    refused(script=evaluate, says="eval.drafter must name a drafter")
+    refused("eval.drafter=nowhere", script=evaluate, says=["eval.drafter", "'nowhere'"])
 
 
 # faults while running

@@ -513,7 +513,7 @@ def words_of(folder, target, *given):
     settings = (
         "recipe=gto", "method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
         "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
-        "method.base_batch_size=4",
+        "method.base_batch_size=4", "trainer.lr_warmup_steps=0",
         "trainer.max_steps=6", "trainer.log_every=1", "trainer.save_every=2",
         "trainer.eval_every=3", "trainer.lr=1e-2", "eval.tree=dynamic:8:3:3", "data.num_prompts=8",
         "data.max_new_tokens=12", "eval.temperatures=0", "eval.timing_prompts=0",
