@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def only(words: list[str], *reads: str) -> list[str]:
     """The words of these keys and sections, for a command that reads no others."""
     keys = [word.partition("=")[0] for word in words]
     return [w for w, k in zip(words, keys, strict=True) if {k, k.partition(".")[0]} & {*reads}]
+
+
+def pipe(path: Path) -> Path:
+    """A named pipe, at whose other end somebody waits with nothing to say."""
+    os.mkfifo(path)
+    threading.Thread(target=lambda: path.open("wb").close(), daemon=True).start()
+    return path
 
 
 # `accelerate launch --cpu --num_processes 2` starts one process only (accelerate 1.15)

@@ -68,7 +68,7 @@ def check_values(key: str, value: Any) -> None:
         for inner in value:
             check_values(key, inner)
     elif isinstance(value, float):
-        rule = f"be 0 or a number of {SMALLEST} to {LARGEST} (float32)"
+        rule = f"be a number of float32: 0, or of magnitude {SMALLEST} to {LARGEST}"
         require(value == 0 or SMALLEST <= abs(value) <= LARGEST, key, rule, value)
         if key.endswith(("temperature", "temperatures")):
             rule = f"be 0 or >= {GREEDY_BELOW:g}: logits divided by less overflow"
@@ -99,20 +99,19 @@ def is_address(text: object) -> bool:
 
 def require_address(key: str, address: str) -> None:
     """`address` of a server can be asked: what is wrong with it no further try would mend."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname or "", parts.port
-        host.encode("idna")  # an empty or overlong part between two dots
-    except ValueError:
-        parts, host, port = None, "", None
-    if parts is not None and "@" in parts.netloc:  # not shown: it may be a password
+    if "@" in address:  # not shown: a password may stand before it
         raise UserError(
             f"{key} must hold no user name or password: name http://host:port alone, and put the "
             "key of the service into OPENAI_API_KEY"
         )
-    good = parts is not None and is_address(address) and host and port != 0
-    good = good and not parts.query and not parts.fragment and re.fullmatch(r"[!-~]+", address)
-    require(bool(good), key, "be http://host:port or https://host:port", address)
+    try:
+        parts = urlsplit(address)
+        (parts.hostname or "").encode("idna")  # of parts that are not empty and not too long
+        good = bool(parts.hostname) and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:
+        good = False
+    good = good and is_address(address) and re.fullmatch(r"[!-~]+", address) is not None
+    require(good, key, "be http://host:port or https://host:port", address)
 
 
 NAME_BYTES, PATH_BYTES = 255, 4096 - 512  # of one name; of a path, less what is put below it
