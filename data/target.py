@@ -305,9 +305,13 @@ def load_causal_lm(
             name, config=config, dtype=chosen, **common, **(spread or {})
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())
+        remedy = ""
+        if "trust_remote_code" in reason:
+            remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
         raise UserError(
-            f"{key}: cannot load {name!r} as a causal language model with its tokenizer ({reason})"
+            f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
+            f"({reason[:300]}){remedy}"
         ) from error
     return (model if spread else model.to(device)).eval(), tokenizer
 

@@ -17,6 +17,8 @@ import torch
 from trainer.checks import excerpt, is_file
 from trainer.config import UserError, require
 
+MAX_RANKS = 10  # children of one node that a calibrated tree may have
+
 
 @dataclass
 class TokenTree:
@@ -201,6 +203,22 @@ def static_tree(paths: Sequence[Sequence[int]], name: str = "static") -> StaticT
 def _rank(given: Any) -> int:
     require(type(given) is int, "eval.tree: a rank", "be a whole number", given)
     return given
+
+
+def calibrated_nodes(text: str | None, depth: int) -> int | None:
+    """Nodes of `eval.tree` calibrated:<nodes>, as many as that deep there can be; None for any
+    other."""
+    kind, _, nodes = (text or "").partition(":")
+    if kind != "calibrated":
+        return None
+    # of more than five levels there are more than anybody verifies in one pass
+    most = sum(MAX_RANKS**level for level in range(1, min(depth, 5) + 1))
+    if not nodes.isdecimal() or len(nodes) > 6 or not 1 <= int(nodes) <= most:
+        raise UserError(
+            f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={depth}, got "
+            f"{excerpt(text)}: for example calibrated:{min(25, most)}"
+        )
+    return int(nodes)
 
 
 def calibrated_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:

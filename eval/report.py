@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.metrics import HEADLINE
-from eval.render import to_html, to_markdown, write_atomic
+from eval.render import to_html, to_markdown
 from eval.report_page import report_blocks, report_title
 from eval.report_rows import ORDER, Row, asked
 from eval.report_tables import main_tables
 from trainer.checks import is_file
 from trainer.config import UserError
+from trainer.files import write_atomic
 
 SCHEMA = 1
 COUNTING = "emitted_per_target_forward"

@@ -492,11 +492,11 @@ def compose(
                 good = all(isinstance(item, str) for item in value)
                 require(good, key, "hold text alone, a number in quotes", value)
             try:
-                OmegaConf.update(tree, key, value)
+                OmegaConf.update(tree, key, _literal(value, "${", _DOLLAR))
             except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-                reason = excerpt(str(error).splitlines()[0]).strip("'\"")
+                reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
                 raise UserError(f"{key}: cannot take {excerpt(value)} ({reason})") from error
-    plain: Any = OmegaConf.to_container(tree, resolve=True)
+    plain: Any = _literal(OmegaConf.to_container(tree), _DOLLAR, "${")
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
         plain[section][name] = mapping
@@ -507,12 +507,32 @@ def compose(
     return Config(recipe=recipe, dry_run=plain["dry_run"], script=plain["script"], **sections)
 
 
+# in place of "${" while OmegaConf holds a value: it would look the rest up, in the environment too
+_DOLLAR = "\ue000{"
+
+
+def _literal(value: Any, old: str, new: str) -> Any:
+    """`value` with `old` replaced in all texts of it."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, list):
+        return [_literal(one, old, new) for one in value]
+    if isinstance(value, dict):
+        return {key: _literal(one, old, new) for key, one in value.items()}
+    return value
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except FileNotFoundError as error:
         raise UserError(f"configuration file {path} does not exist") from error
-    return _yaml_value(f"{path} is not YAML", text) or {}
+    except (OSError, ValueError) as error:  # no file, not UTF-8
+        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
+    loaded = _yaml_value(f"{path} is not YAML", text)
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} is damaged: it must hold a table of settings, got {loaded!r}")
+    return loaded
 
 
 def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -526,9 +546,9 @@ def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def save_yaml(config: Config, path: Path) -> None:
-    """Write the resolved configuration; `compose` reads it back to the same configuration."""
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; `compose` reads it back to the same one."""
     tree = config.to_dict()
     for key in ("dry_run", "script"):
         tree.pop(key)
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return yaml.safe_dump(tree, sort_keys=False)

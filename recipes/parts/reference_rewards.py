@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
+from trainer.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 
@@ -35,10 +36,7 @@ class ReferenceRewards:
         manifest = folder / MANIFEST
         check_rewards(folder, made_of, key)
         if not manifest.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f"{MANIFEST}.part-{os.getpid()}"
-            partial.write_text(json.dumps(made_of, indent=1) + "\n")
-            os.replace(partial, manifest)
+            write_json(manifest, made_of)
         self._file = folder / f"rewards-{os.environ.get('RANK', '0')}.jsonl"
         self._file.touch()
         for path in sorted(folder.glob("rewards-*.jsonl")):
@@ -80,10 +78,7 @@ def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) 
     manifest = Path(folder) / MANIFEST
     if not manifest.exists():
         return
-    try:
-        stored = dict(json.loads(manifest.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}: {manifest} is damaged: delete {folder}") from error
+    stored = read_json(manifest, f"{key}: delete {folder}, its rewards are computed anew")
     made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
     differing = [name for name in made_of if stored.get(name) != made_of[name]]
     if differing:

@@ -20,10 +20,9 @@ from data.target import Target
 from data.traces import Trace, estimate_bytes
 from data.vllm import vllm_server
 from drafters.base import weights_hash
-from drafters.tree import parse_tree
-from eval.replay import MAX_RANKS
+from drafters.tree import calibrated_nodes, parse_tree
 from recipes.phases.run import Run, check_model_pair, check_places
-from trainer.checks import excerpt, require
+from trainer.checks import require
 from trainer.config import Config, EvalConfig, UserError
 
 
@@ -175,17 +174,7 @@ def check_room(config: EvalConfig, context: int) -> None:
 
 def tree_depth(config: EvalConfig) -> int:
     """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
-    if config.tree is None:
-        return 0
-    kind, _, nodes = config.tree.partition(":")
-    if kind == "calibrated":
-        # of more than five depths there are more than anybody verifies in one pass
-        most = sum(MAX_RANKS**depth for depth in range(1, min(config.K, 5) + 1))
-        if not nodes.isdecimal() or len(nodes) > 6 or not 1 <= int(nodes) <= most:
-            raise UserError(
-                f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={config.K},"
-                f" got {excerpt(config.tree)}: for example calibrated:{min(25, most)}"
-            )
+    if config.tree is None or calibrated_nodes(config.tree, config.K):
         return 0
     return parse_tree(config.tree).depth
 
@@ -202,6 +191,5 @@ def describe(config: Config) -> None:
     size = estimate_bytes(
         rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
     )
-    print(f"run folder: {config.run_dir}")
     print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
     print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -32,6 +33,7 @@ from recipes.phases.dev import dev_evaluation, split_dev
 from recipes.phases.run import Run
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
+from trainer.lock import lock
 from trainer.loop import FitResult, fit
 from trainer.tracking import Tracker
 
@@ -157,7 +159,14 @@ def _search_size(
         return _fit_stage(there, recipe, stage, number, drafter, train, dev, found).series[-1]
 
     accelerator = run.accelerator
-    search.run(folder, trial, run.config.eval.K, accelerator.is_main_process, run.barrier)
+    said = (
+        f"sizes are being compared in {folder} by another process: wait for it, or use another "
+        "data.cache_dir"
+    )
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process and not search.is_done(folder):
+            held.enter_context(lock(folder / ".lock", said))
+        search.run(folder, trial, run.config.eval.K, accelerator.is_main_process, run.barrier)
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import json
 import shutil
@@ -23,6 +24,7 @@ from recipes import eagle, eagle3
 from recipes.gto import Config, Recipe, check_same_network
 from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
 from recipes.parts.tree_loss import Paths, advantages, tree_loss
+from recipes.phases import shared
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.heads import PROMPTS, fitted, plain_texts, randomised
 from tests.recipes.test_heads import outputs_of
@@ -581,6 +583,26 @@ def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys)
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *anew)) == 0
     assert len(losses(tmp_path / "anew", "base")) == 3
     assert len(list((tmp_path / "cache" / "stages").iterdir())) == 2
+
+
+def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
+    finished, tiny_folder, tmp_path, capsys, monkeypatch
+):
+    shutil.copytree(finished / "cache", tmp_path / "cache")
+    for name in ("train.jsonl", "eval.jsonl"):
+        shutil.copy(finished / name, tmp_path / name)
+    words = (f"data.prompts={finished / 'train.jsonl'}", f"eval.prompts={finished / 'eval.jsonl'}")
+    before = list((tmp_path / "cache" / "stages").iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared, "placement", lambda *_: SimpleNamespace(name="elsewhere"))
+    monkeypatch.setattr(shared.shutil, "copytree", full)
+    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words, "run.stage=base")) == 0
+    assert "base: not kept for other runs in" in capsys.readouterr().out
+    assert len(losses(tmp_path / "run", "base")) == 3
+    assert list((tmp_path / "cache" / "stages").iterdir()) == before
 
 
 def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_folder, tmp_path):
