@@ -271,6 +271,7 @@ def tokenised(
             write_atomic(folder / "source.json", text + "\n")
         said = f"corpus {folder} is being written by another process; wait for it or use another"
         with lock(folder / ".lock", f"{said} data.cache_dir"):
+            verify(folder)
             _extend(folder, source, target, num_tokens)
     barrier()
     return TokenFile(folder, source.name, num_tokens)

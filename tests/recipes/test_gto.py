@@ -432,7 +432,7 @@ def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_pa
     store = ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
     store.put(ids, [2], torch.tensor([0.1]))
     store.put(ids, [3], torch.tensor([0.3]))
-    path = folder / "rewards-0.jsonl"
+    (path,) = folder.glob("rewards-*.jsonl")
     content = path.read_bytes()
     path.write_bytes(content[:-9])
     again = ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
@@ -440,15 +440,15 @@ def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_pa
     assert torch.equal(again.get(ids, [2]), torch.tensor([0.1]))
     assert again.get(ids, [3]) is None
     again.put(ids, [3], torch.tensor([0.3]))
-    assert path.read_bytes() == content
+    assert len(ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")) == 2
     path.write_bytes(b"{}\n" + content)
     with pytest.raises(UserError, match=r"method\.reference_rewards must be a folder"):
         check_rewards(path, {"a": 1}, "method.reference_rewards")
     for manifest in ("{", "[1]", "3"):
         (tmp_path / "manifest.json").write_text(manifest)
-        with pytest.raises(UserError, match=r"manifest\.json is damaged: delete"):
+        with pytest.raises(UserError, match=r"manifest\.json is damaged .*: delete"):
             check_rewards(tmp_path, {"a": 1}, "method.reference_rewards")
-    with pytest.raises(UserError, match=r"rewards-0\.jsonl is damaged: delete this file"):
+    with pytest.raises(UserError, match=rf"{path.name} is damaged: delete this file"):
         ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
 
 
@@ -634,7 +634,8 @@ def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
     )  # fmt: skip
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *given)) == 0
     assert {r["stage"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")} == {"gto"}
-    assert len((tmp_path / "rewards" / "rewards-0.jsonl").read_text().splitlines()) == 7
+    (rewards,) = (tmp_path / "rewards").glob("rewards-*.jsonl")
+    assert len(rewards.read_text().splitlines()) == 7
     target = Target.load(str(tiny_folder("llama")))
     assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle"
     other = (*given, "method.eta=2", f"run.dir={tmp_path / 'other'}")

@@ -347,3 +347,23 @@ def test_how_often_a_run_saves_is_no_part_of_its_identity():
     free = ["trainer.save_every=7", "trainer.wandb=offline", "run.stage=x", "run.dir=y"]
     assert compose("distillspec", Method, None, free).hash() == one.hash()
     assert compose("distillspec", Method, None, ["trainer.lr=7"]).hash() != one.hash()
+
+
+@pytest.mark.parametrize(
+    "text", ["Price ${5}", "${oc.env:HOME}", "${run.seed}", "${", "$${a}", "\\${a}"]
+)
+def test_text_is_taken_literally_never_looked_up(tmp_path, text):
+    words = [f"data.system_prompt={text}", f"data.stop_strings={json.dumps([text])}",
+             f"data.chat_template_kwargs={json.dumps({'a': text})}"]  # fmt: skip
+    config = compose("none", Method, None, words)
+    assert config.data.system_prompt == text
+    assert config.data.stop_strings == [text]
+    assert config.data.chat_template_kwargs == {"a": text}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose("none", Method, tmp_path / "config.yaml", []).to_dict() == config.to_dict()
+
+
+def test_a_number_is_never_looked_up_in_the_environment(monkeypatch):
+    monkeypatch.setenv("SEED", "7")
+    with pytest.raises(UserError, match=r"run.seed: cannot take '\$\{oc.env:SEED\}'"):
+        compose("none", Method, None, ["run.seed=${oc.env:SEED}"])
