@@ -16,7 +16,7 @@ import pytest
 
 from data import corpus, toy
 from data.corpus import Source, TokenFile, read_blocks, tokenised
-from tests.commands import write_jsonl
+from tests.commands import pipe, write_jsonl
 from tests.tiny import EOS
 from trainer.config import RunFault, UserError
 
@@ -226,6 +226,7 @@ def test_a_row_knows_its_documents_and_positions(target, tmp_path):
         ("a/b#colum=text", "unknown option 'colum'; did you mean 'column'?"),
         ("nothing.jsonl", "corpus file nothing.jsonl does not exist"),
         ("no/such/folder", "corpus no/such/folder does not exist"),
+        ("a" * 300 + ".txt", "corpus file aaa.* does not exist"),
         ("{tmp}#split=train", "split does not apply"),
     ],
 )
@@ -247,6 +248,12 @@ def test_rows_that_are_no_text_are_named(content, option, says, target, tmp_path
     (tmp_path / "raw.jsonl").write_text(content)
     with pytest.raises((UserError, RunFault), match=says):
         all_of(f"{tmp_path / 'raw.jsonl'}{option}", target, tmp_path)
+
+
+def test_a_corpus_is_not_read_from_a_pipe(tmp_path):
+    name = str(pipe(tmp_path / "raw.txt"))
+    with pytest.raises(UserError, match=r"corpus file .* is a pipe: name a regular file"):
+        Source.parse(name).identity()
 
 
 def test_a_folder_without_text_or_with_several_kinds(target, tmp_path):

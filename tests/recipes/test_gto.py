@@ -515,7 +515,7 @@ def words_of(folder, target, *given):
     settings = (
         "recipe=gto", "method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
         "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
-        "method.base_batch_size=4",
+        "method.base_batch_size=4", "trainer.lr_warmup_steps=0",
         "trainer.max_steps=6", "trainer.log_every=1", "trainer.save_every=2",
         "trainer.eval_every=3", "trainer.lr=1e-2", "eval.tree=dynamic:8:3:3", "data.num_prompts=8",
         "data.max_new_tokens=12", "eval.temperatures=0", "eval.timing_prompts=0",
@@ -583,6 +583,15 @@ def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys)
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *anew)) == 0
     assert len(losses(tmp_path / "anew", "base")) == 3
     assert len(list((tmp_path / "cache" / "stages").iterdir())) == 2
+
+
+def test_a_stage_that_is_left_out_may_be_shorter_than_the_warm_up(
+    finished, tiny_folder, tmp_path, capsys
+):
+    given = f"model.drafter={finished / 'run' / 'drafter'}"
+    words = (given, "trainer.lr_warmup_steps=4", "data.max_new_tokens=256")
+    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 2
+    assert "max_new_tokens=256 leaves no room" in capsys.readouterr().err
 
 
 def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
@@ -684,13 +693,21 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.tree=dynamic:2:3:3", "method.tree must hold at least as many nodes as its depth"),
         ("method.tree=dynamic:9", "method.tree must be dynamic:<nodes>:<depth>"),
         ("method.tree=calibrated:9", "method.tree must be eagle, dynamic:"),
-        ("method.tree=assets", "method.tree must be eagle, dynamic:"),  # a folder
+        ("method.tree=assets", "method.tree file assets is a folder: name a regular file"),
+        (
+            "trainer.lr_warmup_steps=4",
+            [
+                "stage base of recipe=gto: trainer.lr_warmup_steps must lie",
+                "in 0..3 (trainer.max_steps), got 4",
+            ],
+        ),
         ("method.tree=dynamic:200:3:101", "method.tree must have at most 100 children"),
         ("method.reference=no/such", "method.reference"),
         ("model.drafter=no/such", "model.drafter"),
     ],
 )
 def test_bad_settings_end_in_one_line(word, says, tiny_folder, tmp_path, capsys):
+    """Before any text is generated."""
     assert train.main(words_of(tmp_path, tiny_folder("llama"), word)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     for text in [says] if isinstance(says, str) else says:
