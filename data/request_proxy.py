@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError, is_address
+from trainer.config import UserError, require_address
 
 LOGGED = ("/completions", "/chat/completions")
 OWN_HEADERS = ("host", "content-length", "accept-encoding", "connection", "transfer-encoding")
@@ -30,8 +30,7 @@ class RequestProxy(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, server: str, port: int, log: str | Path, token_ids: bool = True):
-        if not is_address(server):
-            raise UserError(f"script.server must begin with http:// or https://, got {server!r}")
+        require_address("script.server", server)
         self.upstream, self.log, self.token_ids = server.rstrip("/"), Path(log), token_ids
         self.lock = threading.Lock()
         try:

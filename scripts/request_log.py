@@ -21,6 +21,7 @@ from trainer.redaction import redacted
 def main(arguments: list[str]) -> int:
     try:
         keys = ("server", "port", "log", "token_ids")
+        run.check_words(arguments, ("script",), "scripts.request_log")
         given = compose("request_log", NoMethod, None, arguments, script_keys=keys).script
         for key in ("server", "log"):
             require(isinstance(given[key], str), f"script.{key}", "be given", given[key])

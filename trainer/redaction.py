@@ -7,6 +7,7 @@ configuration, a command or an error asks here, so that a new one cannot have ru
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ _SECRET_KEY = re.compile(_NAME + r"\Z")
 _USER = re.compile(r"""(?<=\w:)[^\s/@:"',]+(?=@\w)""")  # me:password@host
 _VALUE = (
     r"""(?![\[({\s]*<redacted|(?:value|null|None)\b|\.\.\.)"""
-    r"""(?:"[^"]*"|'[^']*'|(?:(?:Bearer|Basic)\s+)?[^\s,;&}\])"']+)"""
+    r"""(?:"[^"]*"?|'[^']*'?|(?:(?:Bearer|Basic)\s+)?[^\s,;&}\])"']+)"""
 )
 # `api_key: x`, `'api_key': ['x']`, `token=x`; `--api-key x`, as an engine's log has them
 _PAIR = re.compile(rf"""({_NAME}["']?\s*[:=]\s*[\[({{]?\s*|--[\w-]*{_NAME}\s+)({_VALUE})""")
@@ -117,8 +118,10 @@ def _secrets(value: Any, secret: bool) -> Iterator[str]:
 
 def _parsed(value: str) -> Any:
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
+        tree = yaml.safe_load(value)
+        json.dumps(tree, default=str)  # one that holds itself would be walked for ever
+        return tree
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return value
 
 

@@ -124,7 +124,7 @@ def test_a_stream_that_broke_off_is_no_answer():
     ("words", "says"),
     [
         ([], "script.server must be given"),
-        (["script.server=host", "script.log=x"], "script.server must begin with http"),
+        (["script.server=host", "script.log=x"], "script.server must be http:"),
         (["script.server=http://h"], "script.log must be given"),
         (["script.server=http://h", "script.log=x", "script.port=high"], "script.port must be"),
         (["script.server=http://h", "script.log=x", "script.port=99999"], "cannot be opened"),

@@ -74,7 +74,7 @@ def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, fi
 
 def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder):
     name = str(finished / "run" / "export" / "transformers")
-    words = only(command(finished, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(finished, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     trained = json.loads((finished / "run" / "report.json").read_text())
     for key in COUNTED:
@@ -85,14 +85,14 @@ def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder)
 def test_a_drafter_in_a_folder_called_target_keeps_a_row_of_its_own(tmp_path, tiny_folder):
     name = tmp_path / "target"
     shutil.copytree(tiny_folder("gpt2", layers=1, width=16), name)
-    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     assert row(report, "./target", 0.0)["alpha"] < row(report, "target", 0.0)["alpha"] == 1
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
     name = str(tiny_folder("gpt2", layers=1, width=16))
-    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words)
     assert row(report, "gpt2", 1.0)["alpha"] > 0
     decoded = row(report, "gpt2", 0.0, "decoding")

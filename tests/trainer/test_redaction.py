@@ -97,6 +97,7 @@ def test_of_an_address_the_rest_stays(text, clean):
     [
         ("args: {'api_key': ['opaque'], 'port': 1}", f"args: {{'api_key': [{MARK}], 'port': 1}}"),
         ("got {'hf_token': 'two words'}", f"got {{'hf_token': {MARK}}}"),
+        ("got {'hf_token': 'cut sho...: mend it", f"got {{'hf_token': {MARK}"),
         ("vllm --api-key opaque --port 1", f"vllm --api-key {MARK} --port 1"),
         ("401 for token=opaque, again", f"401 for token={MARK}, again"),
         ("Authorization: Basic opaque", f"Authorization: {MARK}"),
@@ -115,7 +116,8 @@ def test_a_line_for_the_terminal_hides_what_was_given_as_a_secret(monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_KEY", "value-of-the-environment")
     monkeypatch.setenv("OTHER_KEY", "short")
     assert ("OTHER_KEY", "short") not in environment_secrets()
-    words = ["data.engine_options={api_key: [opaque], port: 8000}", "method.token=bare", "x=y: {"]
+    words = ["data.engine_options={api_key: [opaque], port: 8000}", "method.token=bare", "x=y: {",
+             "z=&a [*a]", "d=2024-13-45"]  # fmt: skip
     said = "opaque is too old, bare too; value-of-the-environment, short; port 8000"
     assert hide(said, words) == f"{MARK} is too old, {MARK} too; {MARK}, short; port 8000"
     assert hide("token = tokenizer.eos", words, pairs=False) == "token = tokenizer.eos"
