@@ -20,8 +20,9 @@ from recipes.phases import run
 from scripts import evaluate
 from tests.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import UserError, compose, to_yaml
+from trainer.config import TrainerConfig, UserError, compose, to_yaml
 from trainer.redaction import MARK, shown_command
+from trainer.tracking import Tracker
 
 SECRETS = {"HF_TOKEN": "hf_secretsecretsecret", "OPENAI_API_KEY": "sk-secretsecret",
            "WANDB_API_KEY": "f" * 40}  # fmt: skip
@@ -191,6 +192,18 @@ def test_wandb_is_given_the_configuration_and_nothing_of_this_machine(hidden):
         if not path.name.startswith("debug"):  # W&B's own log stays here
             assert not [value for value in own if value.encode() in content], path
     assert not [path for path in found if path.name in ("output.log", "wandb-metadata.json")]
+
+
+def test_wandb_collects_nothing_by_itself(tmp_path):
+    """It does so seconds after the start, when a small run may be over."""
+    tracker = Tracker(TrainerConfig(wandb="offline"), tmp_path, "name", {})
+    settings = tracker._wandb.settings
+    tracker.finish()
+    assert settings.x_disable_machine_info  # the words of the command, programs, user, processor
+    assert settings.disable_git
+    assert settings.disable_code
+    assert settings.console == "off"
+    assert settings.host == ""
 
 
 def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):

@@ -142,10 +142,8 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
             console="off",
             disable_git=True,
             disable_code=True,
-            x_disable_meta=True,
             x_disable_machine_info=True,
             host="",
-            program="train.py",
         ),
     }
     try:

@@ -268,6 +268,25 @@ def test_model_card_of_a_local_target_names_no_base_model():
     assert "Not measured." in card
 
 
+def test_a_model_card_holds_no_secret_and_no_place_of_this_machine(monkeypatch):
+    """Also that of a report which was written before or elsewhere."""
+    monkeypatch.setenv("HOME", "/home/of-me")
+    command = "train.py run.dir=/home/of-me/run data.system_prompt=glpat-abcdefghij0123456789"
+    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
+           "temperature": 1.0, "K": 4, "num_prompts": 96,
+           "prompts": {"name": "/data/of-us/set.jsonl"}}  # fmt: skip
+    card = model_card(
+        {"run": {"command": command}, "results": [row]}, target="/home/of-me/models/m",
+        recipe="eagle", num_assistant_tokens=4,
+    )  # fmt: skip
+    for part in ("/home", "of-me", "of-us", "glpat"):
+        assert part not in card
+    assert "`train.py run.dir=~/run data.system_prompt=<redacted: pass it again>`" in card
+    assert "name: set.jsonl" in card
+    assert "vllm serve ~/models/m --spec" in card
+    assert 'from_pretrained("~/models/m")' in card
+
+
 def test_hub_ids():
     assert is_hub_id("Qwen/Qwen3-8B")
     for name in ("assets/toy/target", "/data/model", "model", "tests/drafters", "a b/c", ""):
