@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import Config, UserError, compose
+from trainer.config import Config, UserError, compose, require
 
 
 def resolve(arguments: list[str]) -> tuple[Config, Any]:
@@ -46,16 +46,19 @@ def main(arguments: list[str]) -> int:
 
     try:
         config, module = resolve(arguments)
+        rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
+        require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
+        run.check_folder(config)
         if config.dry_run:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))
             generate.describe(config)
+            print(f"run folder: {config.run_dir}")
             if hasattr(module, "describe"):
                 print(module.describe(config))
             return 0
         run.stop_softly()
-        run.check_folder(config)
-        written = config.run_dir / "report.json"  # written last
-        if not written.exists():
+        again = config.trainer.resume == "never"
+        if again or report.written(config.run_dir) is None:
             train_prompts, eval_prompts = generate.choose_prompts(config)
             this = run.Run.open(config)
             recipe = module.Recipe(config.method, this.target)
@@ -73,9 +76,8 @@ def main(arguments: list[str]) -> int:
                 about = recipe.about() if hasattr(recipe, "about") else {}
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
             this.target.meet()
-        if written.exists() and os.environ.get("RANK", "0") == "0":
-            print(written.with_suffix(".md").read_text())
-            print(f"report: {written.resolve().with_suffix('.html')}")
+        if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
+            report.show(finished, config.run_dir)
     except Exception as error:
         return run.fail(error)
     return 0

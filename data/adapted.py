@@ -31,6 +31,7 @@ from data.devices import decoder_of
 from data.target import Target, decoder_layers
 from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError, require
+from trainer.files import whole_folder
 
 NAME = "default"  # peft's own, of an adapter that is alone
 
@@ -160,14 +161,15 @@ class AdaptedTarget:
             fingerprint=self.target.fingerprint | {"weights": weights},
         )
 
-    def merged(self, folder: Path) -> Target:
+    def merged(self, folder: Path, ours: bool = False) -> Target:
         """Written to `folder` as an ordinary model, the adapter added into its weights; on the CPU,
-        where it needs the memory of a second target while this runs."""
+        where it needs the memory of a second target while this runs. `ours`: see `whole_folder`."""
         copied = _copied(self.peft, self.peft, lambda tensor: tensor.detach().to("cpu", copy=True))
         model = copied.merge_and_unload()
         try:
-            model.save_pretrained(folder)
-            self.target.tokenizer.save_pretrained(folder)
+            with whole_folder(folder, ours) as partial:
+                model.save_pretrained(partial)
+                self.target.tokenizer.save_pretrained(partial)
         except OSError as error:
             raise RunFault(f"cannot write the merged target to {folder}: {error}") from error
         weights = f"{self.as_target().fingerprint['weights']} merged"

@@ -36,13 +36,17 @@ from tqdm import tqdm
 
 from data import toy
 from data.target import Target
+from trainer.checks import is_file
 from trainer.config import RunFault, UserError, suggest
+from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
 
 COLUMNS = ("text", "content", "code")
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 OPTIONS = ("config", "split", "column", "revision")
 BLOCK_DOCUMENTS = 512
+BLOCK = {"documents": int, "kept": int, "tokens": int, "sha256": str, "last": bool}
+VERIFIED = "verified.json"  # the state of the files whose hashes were last compared
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Source:
             known = ", ".join(f"toy:{one}" for one in toy.DOMAINS)
             raise UserError(f"unknown corpus {text!r}; of the toy there are {known}")
         path = Path(name).expanduser()
-        allowed = () if kind == "toy" else ("column",) if path.exists() else OPTIONS
+        there = os.path.exists(path)
+        allowed = () if kind == "toy" else ("column",) if there else OPTIONS
         for key in options:
             if key not in allowed:
                 raise UserError(f"corpus {text!r}: {key} does not apply to {name}; leave it out")
@@ -89,7 +94,7 @@ class Source:
     def files(self) -> list[Path]:
         """The files of a local source, [] where it is none."""
         path = Path(self.name).expanduser()
-        if path.is_file():
+        if not os.path.isdir(path) and is_file("corpus file", path):
             return [path]
         found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in KINDS)
         if path.is_dir() and not found:
@@ -183,7 +188,7 @@ def _pinned(source: Source, folder: Path) -> Source:
                 f"corpus {source.name!r} is neither toy:<domain>, nor a file or folder, nor a data "
                 f"set that the Hub shows ({type(error).__name__}: {reason})"
             ) from error
-        path.write_text(commit)
+        write_atomic(path, commit)
     return replace(source, revision=path.read_text())
 
 
@@ -217,6 +222,7 @@ class TokenFile:
     def __init__(self, folder: Path, source: str, num_tokens: int):
         self.source = source
         blocks = read_blocks(folder)
+        check_sizes(folder, blocks[-1])
         used = next((b for b in blocks if b["tokens"] >= num_tokens), blocks[-1])
         self.num_tokens, self.num_documents = used["tokens"], used["documents"]
         self.fingerprint: str = used["sha256"]
@@ -261,10 +267,11 @@ def tokenised(
     text = json.dumps(identity, sort_keys=True)
     folder = Path(cache_dir) / "corpus" / hashlib.sha256(text.encode()).hexdigest()[:12]
     if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "source.json").write_text(text + "\n")
+        if not (folder / "source.json").exists():
+            write_atomic(folder / "source.json", text + "\n")
         said = f"corpus {folder} is being written by another process; wait for it or use another"
         with lock(folder / ".lock", f"{said} data.cache_dir"):
+            verify(folder)
             _extend(folder, source, target, num_tokens)
     barrier()
     return TokenFile(folder, source.name, num_tokens)
@@ -276,17 +283,81 @@ def _eos(target: Target) -> int | None:
     return own if own is not None else next(iter(target.eos_ids), None)
 
 
+def check_sizes(folder: Path, block: dict[str, Any]) -> None:
+    """Raise UserError where a file is shorter than its blocks say: it was cut, or half copied."""
+    for name, wanted in (("tokens.bin", 4 * block["tokens"]), ("ends.bin", 8 * block["kept"])):
+        path = folder / name
+        found = path.stat().st_size if path.exists() else 0
+        if found < wanted:
+            raise _damaged(folder, f"{name} has {found} bytes, {wanted} were written")
+
+
+def verify(folder: Path) -> None:
+    """Compare all that was written with the hashes of its blocks, once for each state of the files
+    (size and time of change). By the process that holds the lock. Raises UserError."""
+    blocks = read_blocks(folder)
+    check_sizes(folder, blocks[-1])
+    state = _state(folder)
+    if len(blocks) == 1 or _verified(folder) == state:
+        return
+    if 4 * blocks[-1]["tokens"] > 1e9:
+        print(f"corpus {folder}: comparing it with its checksums, once", flush=True)
+    tokens = _mapped(folder / "tokens.bin", np.uint32, blocks[-1]["tokens"])
+    ends = _mapped(folder / "ends.bin", np.uint64, blocks[-1]["kept"])
+    for number, (before, block) in enumerate(itertools.pairwise(blocks), start=1):
+        own = tokens[before["tokens"] : block["tokens"]], ends[before["kept"] : block["kept"]]
+        documents = block["documents"] - before["documents"]
+        whole = 0 <= documents <= BLOCK_DOCUMENTS and not before["last"]
+        whole = whole and block["last"] == (documents < BLOCK_DOCUMENTS)
+        if not whole or _chained(before["sha256"], *own) != block["sha256"]:
+            raise _damaged(folder, f"block {number} does not have the checksum written with it")
+    write_json(folder / VERIFIED, state)
+
+
+def _chained(before: str, tokens: np.ndarray, ends: np.ndarray) -> str:
+    """The running SHA-256 after a block: the one before it, its tokens and its ends."""
+    return hashlib.sha256(before.encode() + tokens.tobytes() + ends.tobytes()).hexdigest()
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Of the files of a corpus: size and time of change."""
+    found = {}
+    for name in ("tokens.bin", "ends.bin", "blocks.jsonl"):
+        if (folder / name).exists():
+            stat = (folder / name).stat()
+            found[name] = [stat.st_size, stat.st_mtime_ns]
+    return found
+
+
+def _verified(folder: Path) -> dict[str, Any] | None:
+    """The state that was last seen to be whole, None where nobody knows."""
+    try:
+        return read_json(folder / VERIFIED, "")
+    except UserError:
+        return None
+
+
+def _damaged(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"corpus {folder} is damaged ({what}): delete this folder and start the same command "
+        "again, its text is tokenised anew"
+    )
+
+
 def read_blocks(folder: Path) -> list[dict[str, Any]]:
     """Lines of blocks.jsonl; one torn by a kill is left out. The first stands for no text."""
     blocks: list[dict[str, Any]] = [
         {"documents": 0, "kept": 0, "tokens": 0, "sha256": "", "last": False}
     ]
     path = folder / "blocks.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            blocks.append(json.loads(line))
-        except json.JSONDecodeError:
+            block = json.loads(line)
+        except ValueError:
             break
+        if not isinstance(block, dict) or {k: type(v) for k, v in block.items()} != BLOCK:
+            raise _damaged(folder, f"line {len(blocks)} of {path.name} is no block")
+        blocks.append(block)
     return blocks
 
 
@@ -295,9 +366,7 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
     if blocks[-1]["tokens"] >= num_tokens or blocks[-1]["last"]:
         return
     _print_budget(folder, source, num_tokens - blocks[-1]["tokens"])
-    lines = "".join(json.dumps(block) + "\n" for block in blocks[1:])
-    (folder / "blocks.part").write_text(lines)
-    os.replace(folder / "blocks.part", folder / "blocks.jsonl")
+    write_atomic(folder / "blocks.jsonl", "".join(json.dumps(b) + "\n" for b in blocks[1:]))
     for name, size in (
         ("tokens.bin", 4 * blocks[-1]["tokens"]),
         ("ends.bin", 8 * blocks[-1]["kept"]),
@@ -334,10 +403,10 @@ def _append(
             f"target scores ids below {limit}"
         )
     ends = block["tokens"] + np.cumsum([len(row) for row in rows], dtype=np.uint64)
-    digest = hashlib.sha256(block["sha256"].encode() + tokens.tobytes() + ends.tobytes())
+    digest = _chained(block["sha256"], tokens, ends)
     block = {
         "documents": block["documents"] + len(found), "kept": block["kept"] + len(rows),
-        "tokens": block["tokens"] + len(tokens), "sha256": digest.hexdigest(),
+        "tokens": block["tokens"] + len(tokens), "sha256": digest,
         "last": len(found) < BLOCK_DOCUMENTS,
     }  # fmt: skip
     try:

@@ -32,8 +32,9 @@ from safetensors.torch import save_file
 from data.batches import Batch, collate
 from data.generate import _Meter
 from data.target import LayerId, Target, TargetOutputs, check_layers
-from data.traces import Trace, _damaged, _differences, _read_json, _size, _write
+from data.traces import REMEDY, Trace, _differences, _size
 from trainer.config import RunFault, UserError, require
+from trainer.files import damaged, read_json, sync, write_json
 from trainer.lock import lock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -177,7 +178,7 @@ class FeaturesStore:
         path = Path(folder) / MANIFEST
         if not path.exists():
             raise UserError(f"data.features: no store in {folder}: {path} is missing")
-        manifest = _read_json(path)
+        manifest = read_json(path, REMEDY)
         stored = manifest["identity"]
         plan = FeaturesPlan(tuple(layers), stored["dtype"], stored["tokens_per_shard"])
         wanted, shards = _parts(target_fingerprint, stored["hidden_size"], traces, plan)
@@ -187,7 +188,7 @@ class FeaturesStore:
             raise UserError(f"data.features: {what}; start the command that makes it again")
         store = cls(path.parent, stored, shards)
         if store.entries != manifest["shards"]:
-            raise _damaged(path, "it does not list the shards that are there")
+            raise damaged(path, "it does not list the shards that are there", REMEDY)
         return store
 
     def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs | None:
@@ -218,7 +219,8 @@ class FeaturesStore:
         if key in self._unchecked:
             if _sha256(row) != shard["sha256"][i].tobytes():
                 path = self.folder / self._unchecked[key]
-                raise _damaged(path, f"the states of its row {i} are not those that were written")
+                what = f"the states of its row {i} are not those that were written"
+                raise damaged(path, what, REMEDY)
             del self._unchecked[key]
         return row
 
@@ -241,17 +243,18 @@ def write_features(
     identity, shards = _parts(target.fingerprint, target.hidden_size, traces, plan)
     path = folder / MANIFEST
     fresh = {"identity": identity, "complete": False, "shards": []}
-    manifest = _read_json(path) if path.exists() else fresh
+    manifest = read_json(path, REMEDY) if path.exists() else fresh
     _require_same(folder, manifest.get("identity"), identity)
     remaining = [shard for shard in shards if _read_shard(folder, shard, identity) is None]
     if remaining or not manifest["complete"]:
         _check_budget(folder, identity, remaining, label if rank == 0 else None)
-        _write(path, fresh)
         scratch = folder / ".writing"  # for half-written shards of all ranks
         said = f"data.features: the store {folder} is being written by another command; wait or use"
         with contextlib.ExitStack() as held:
             if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(lock(folder / ".lock", f"{said} another data.cache_dir"))
+                write_json(path, fresh)
                 shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
             barrier()  # until here nobody writes: all have seen the same
@@ -264,7 +267,7 @@ def write_features(
             barrier()
             if rank == 0:
                 entries = FeaturesStore(folder, identity, shards).entries
-                _write(path, {"identity": identity, "complete": True, "shards": entries})
+                write_json(path, {"identity": identity, "complete": True, "shards": entries})
                 shutil.rmtree(scratch, ignore_errors=True)
         barrier()
     return FeaturesStore(folder, identity, shards)
@@ -356,9 +359,9 @@ def _publish(tensors: _Tensors, shard: _Shard, identity: dict[str, Any], scratch
     try:
         save_file(tensors, temporary, metadata={_HEADER: header})
         shutil.copymode(scratch.parent / MANIFEST, temporary)  # `save_file`: for its owner only
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         what = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         raise RunFault(f"{what}; remove the cause and start the same command again") from error
@@ -377,12 +380,12 @@ def _read_shard(
             header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
-        raise _damaged(path, f"not readable: {str(error).splitlines()[0]}") from error
+        raise damaged(path, f"not readable: {str(error).splitlines()[0]}", REMEDY) from error
     if header.get("identity") != identity:
         raise UserError(f"data.features: {path} belongs to another store; move or delete it")
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if layout != shard.layout(identity) or header != _header(shard, identity, tensors["sha256"]):
-        raise _damaged(path, "its header or checksums are not what was written")
+        raise damaged(path, "its header or checksums are not what was written", REMEDY)
     return header["shard"], {name: tensors[name].view(torch.uint8).numpy() for name in tensors}
 
 

@@ -189,11 +189,12 @@ def generate_traces(
     assert plan.served == (servers is not None)
     store = TraceStore.open(folder, plan.identity(target))
     if not store.is_complete(()):
-        with servers() if servers else contextlib.nullcontext(()) as addresses:
-            _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, addresses)
-        barrier()
-        if rank == 0:
-            store.finish()
+        with store.exclusive() if rank == 0 else contextlib.nullcontext():
+            with servers() if servers else contextlib.nullcontext(()) as found:
+                _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, found)
+            barrier()
+            if rank == 0:
+                store.finish()
         barrier()
     return store.load()
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.checks import is_file
 from trainer.config import UserError
 
 PRIVATE = 0o600
@@ -23,13 +24,10 @@ PRIVATE = 0o600
 
 def prepare(path: Path) -> None:
     """Make the file, and folders that are missing above it, for its owner alone."""
-    if path.is_dir():
-        raise UserError(f"script.log={path} is a folder: name a file, such as {path}/log.jsonl")
+    is_file("script.log", path)  # or nothing yet
     try:
         for folder in reversed([one for one in path.parents if not one.exists()]):
             folder.mkdir(mode=0o700, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise UserError(f"script.log={path} is a device or a pipe: name an ordinary file")
         handle = _open(path)
         try:
             os.fchmod(handle, PRIVATE)  # it may be older than this rule

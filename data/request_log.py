@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 from data.prompts import render
 from data.sampling import Sampling
 from data.target import Target
+from trainer.checks import GREEDY_BELOW, is_file
 from trainer.config import UserError
 
 MAX_BAD_SHARE = 0.1
@@ -50,7 +51,6 @@ ENDED = ("stop", "eos")
 # what strange content raises in here and in libraries: keys of another kind, halves of an emoji,
 # brackets without end
 UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
-GREEDY_BELOW = 1e-5  # vLLM's own bound of a temperature that is as good as 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RequestLog:
         self.defaults = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
         self.last = 0, ""  # length and hash of the line before `offset`
         self.named: list[str] = []  # the first few lines that were skipped, and why
-        if not self.path.is_file():
+        if not is_file("method.log file", self.path):
             raise UserError(f"method.log={path} does not exist: name the file the server writes")
 
     def read(

@@ -31,7 +31,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from data import request_file
-from trainer.config import UserError, is_address
+from trainer.config import UserError, require_address
 
 LOGGED = ("/completions", "/chat/completions")
 BROKEN_OFF = ("abort", "error")  # why vLLM ended an answer early, as when it is shut down
@@ -74,7 +74,7 @@ class RequestProxy:
         max_body_mb: float = 64,
         keep_days: float | None = None,
     ):
-        check_server(server)
+        require_address("script.server", server)
         self.upstream, self.port, self.log = server.rstrip("/"), port, Path(log)
         self.host, self.token_ids = host, token_ids
         self.allowed_hosts = {name.lower() for name in ("localhost", *allowed_hosts)}
@@ -247,23 +247,6 @@ class RequestProxy:
                 self._keep(asked, bytes(content))
         await response.write_eof()
         return response
-
-
-def check_server(server: str) -> None:
-    if not is_address(server):
-        raise UserError(f"script.server must begin with http:// or https://, got {server!r}")
-    try:
-        url = URL(server)
-        wrong = not url.host or url.port == 0 or url.query_string or url.fragment
-    except ValueError:
-        wrong, url = True, None
-    if wrong or url is None:
-        raise UserError(f"script.server must be an address like http://host:8000, got {server!r}")
-    if url.user is not None or url.password is not None:
-        raise UserError(
-            "script.server must hold no user or password: what clients send in their headers is "
-            "passed on"
-        )
 
 
 def _say(line: str) -> None:

@@ -8,7 +8,6 @@ Embedding, final norm and output head, which drafters and losses read, are whole
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 from data.devices import decoder_of
 from trainer.config import RunFault
+from trainer.loop import PATIENCE
 
 IDLE, PASS = 0, 1  # votes; PASS + 1 + i: layer i is to be read
-PATIENCE = datetime.timedelta(days=1)  # with who is slow; who ends closes the connection
 
 
 class Sharded:

@@ -17,19 +17,18 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.config import RunFault, UserError, require
+from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 
 
@@ -157,8 +156,8 @@ class TraceStore:
         if not path.exists():
             if wanted is None or not create:
                 raise UserError(f"no trace store in {folder}: {path} is missing")
-            _write(path, {"identity": wanted, "complete": False, "shards": []})
-        stored = _read_json(path)["identity"]
+            write_json(path, {"identity": wanted, "complete": False, "shards": []})
+        stored = read_json(path, REMEDY)["identity"]
         if wanted is not None and stored != wanted:
             raise UserError(
                 f"trace store {folder} was made with {'; '.join(_differences(stored, wanted))};"
@@ -182,6 +181,15 @@ class TraceStore:
     def done_keys(self) -> set[str]:
         """Keys (`trace_key`) of all finished rows, of all ranks. Checks every shard."""
         return {key for table in self._tables() for key in table["key"].to_pylist()}
+
+    def exclusive(self) -> IO[str]:
+        """Held by the first process of a command, from before the first row until the store is
+        marked complete: another command that found it half done would write beside it."""
+        said = (
+            f"trace store {self.folder} is being written by another process; wait for it or use "
+            "another data.traces"
+        )
+        return lock(self.folder / ".lock", said)
 
     @contextlib.contextmanager
     def writer(self, rank: int = 0, rows_per_shard: int = 256) -> Iterator[TraceWriter]:
@@ -218,7 +226,7 @@ class TraceStore:
 
     def is_complete(self, expected: Collection[str]) -> bool:
         """Whether `finish` has seen these very shards and each expected key has its row."""
-        manifest = _read_json(self.folder / "manifest.json")
+        manifest = read_json(self.folder / "manifest.json", REMEDY)
         finished = {shard["file"] for shard in manifest["shards"]}
         same = manifest["complete"] and finished == {shard.file for shard in self.shards()}
         return same and self.done_keys().issuperset(expected)
@@ -229,7 +237,7 @@ class TraceStore:
         totals = {"rows": sum(s.rows for s in shards), "bytes": sum(s.bytes for s in shards)}
         entries = [shard._asdict() for shard in shards]
         manifest = {"identity": self.identity, "complete": True, **totals, "shards": entries}
-        _write(self.folder / "manifest.json", manifest)
+        write_json(self.folder / "manifest.json", manifest)
         for path in (*self.folder.glob("manifest-r*.json"), *self.folder.glob("*.tmp")):
             path.unlink()
 
@@ -237,7 +245,7 @@ class TraceStore:
         """The shards named by the manifest and its parts, whether they are there or not."""
         listed = {}
         for path in (self.folder / "manifest.json", *sorted(self.folder.glob("manifest-r*.json"))):
-            part = _read_json(path)
+            part = read_json(path, REMEDY)
             if part.get("store", self.hash) != self.hash:
                 raise UserError(f"{path} belongs to another trace store; move or delete it")
             listed.update({entry["file"]: Shard(**entry) for entry in part["shards"]})
@@ -248,11 +256,11 @@ class TraceStore:
         data = path.read_bytes()
         found = (len(data), hashlib.sha256(data).hexdigest())
         if listed is not None and found != (listed.bytes, listed.sha256):
-            raise _damaged(path, "its size or checksum is not that of what was written")
+            raise damaged(path, "its size or checksum is not that of what was written", REMEDY)
         try:
             table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
-            raise _damaged(path, f"not readable: {str(error).splitlines()[0]}") from error
+            raise damaged(path, f"not readable: {str(error).splitlines()[0]}", REMEDY) from error
         if (table.schema.metadata or {}).get(_STORE) != self.hash.encode():
             raise UserError(f"{path} belongs to another trace store; move or delete it")
         return table, Shard(name, table.num_rows, found[1], found[0])
@@ -282,7 +290,7 @@ class TraceWriter:
         self.num_doubled = 0  # rows refused because the store has their key
         self._waiting: list[Trace] = []
         self._flushed = time.monotonic()
-        for pattern in (f"shard-r{rank}-*.tmp", f"manifest-r{rank}.json.*.tmp"):
+        for pattern in (f".shard-r{rank}-*.tmp", f".manifest-r{rank}.json.*.tmp"):
             for path in store.folder.glob(pattern):
                 path.unlink()
         self._keys = store.done_keys()
@@ -323,7 +331,7 @@ class TraceWriter:
         pq.write_table(table, sink, write_page_checksum=True, **layout)
         data = sink.getvalue().to_pybytes()
         name = f"shard-r{self.rank}-{self._next:05d}.parquet"
-        _write(self.store.folder / name, data)
+        write_atomic(self.store.folder / name, data)
         self._shards.append(
             Shard(name, table.num_rows, hashlib.sha256(data).hexdigest(), len(data))
         )
@@ -332,7 +340,7 @@ class TraceWriter:
 
     def _write_part(self) -> None:
         part = {"store": self.store.hash, "shards": [shard._asdict() for shard in self._shards]}
-        _write(self.store.folder / f"manifest-r{self.rank}.json", part)
+        write_json(self.store.folder / f"manifest-r{self.rank}.json", part)
 
 
 def estimate_bytes(
@@ -374,35 +382,4 @@ def _differences(stored: Any, wanted: Any, key: str = "") -> list[str]:
     return lines
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} is damaged ({what}); delete this file and start the same command again:"
-        " what it held is made anew"
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _write(path: Path, content: bytes | dict[str, Any]) -> None:
-    """All of the file or none of it, on the disk when this returns; a dict as JSON."""
-    data = content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise RunFault(
-            f"cannot write {path}: {error.strerror or error}; finished shards are kept: remove the"
-            " cause and start the same command again"
-        ) from error
+REMEDY = "delete this file and start the same command again: what it held is made anew"

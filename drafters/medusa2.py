@@ -72,9 +72,10 @@ class Medusa2Drafter(MedusaDrafter):
         own = self.named_parameters()
         return [p for name, p in own if not name.startswith(f"{ADAPTER}.")]
 
-    def merged(self, folder: Path) -> MedusaDrafter:
-        """The heads as plain Medusa's on the merged target, which is written to `folder`."""
-        drafter = MedusaDrafter(self.settings, self.adapted.merged(folder))
+    def merged(self, folder: Path, ours: bool = False) -> MedusaDrafter:
+        """The heads as plain Medusa's on the merged target, which is written to `folder` (`ours`:
+        see `whole_folder`)."""
+        drafter = MedusaDrafter(self.settings, self.adapted.merged(folder, ours))
         drafter.load_state_dict(self._heads())
         drafter.rank_accuracy = self.rank_accuracy
         return drafter.eval()

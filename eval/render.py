@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from trainer.config import UserError
 
 
 @dataclass
@@ -98,20 +94,6 @@ def to_html(title: str, blocks: list[Block]) -> str:
         f"<title>{html.escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): choose another folder") from error
-    finally:
-        if temporary.is_file():
-            temporary.unlink()
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> list[list[str]]:

@@ -19,11 +19,9 @@ from data.sampling import KeyedRandom, Sampling
 from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.base import Budget, DraftState
-from drafters.tree import TokenTree
+from drafters.tree import MAX_RANKS, TokenTree
 from eval.metrics import PromptCounters, Round, counters_from_rounds
 from trainer.config import UserError
-
-MAX_RANKS = 10  # children of one node that a calibrated tree may have
 
 
 class TreeReplay:

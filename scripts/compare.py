@@ -28,12 +28,12 @@ from eval.render import (
     to_html,
     to_markdown,
     with_interval,
-    write_atomic,
 )
 from eval.report import read_report
 from eval.report_rows import draft_shape, label, num_nodes
 from eval.report_tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from trainer.config import UserError, suggest
+from trainer.files import write_atomic
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
 OF_NO_RUN = ("prompt_lookup", "target")

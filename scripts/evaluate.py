@@ -4,12 +4,14 @@
     python -m scripts.evaluate eval.drafter=Qwen/Qwen3-0.6B model.target=Qwen/Qwen3-8B \\
         eval.prompts=mt_bench.jsonl script.out=reports/qwen
 
-A drafter inside a run folder brings that run's configuration: target, prompts and all. The report
+A drafter inside a run folder brings that run's configuration: target, prompts and all, but no leave
+to run code that comes with a model, and no server to send prompts to: name those again. The report
 holds the drafter, the same shape untrained, prompt lookup and the target as its own drafter.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from drafters.load import load_drafter
 from eval.report import build_report, write_report
 from recipes import base
 from recipes.phases import generate, report, run
-from trainer.config import Config, UserError, compose, load_yaml
+from trainer.checks import require_folder
+from trainer.config import Config, EvalConfig, UserError, compose, is_address, load_yaml
+
+# of data.* what decides the held-out prompts, and where and how the target's text is generated
+READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
+         "data.prompts", "data.prompts_config", "data.prompts_split", "data.prompts_column",
+         "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
+         "data.chat_template_kwargs", "data.max_prompt_tokens", "data.long_prompts",
+         "data.cache_dir", "data.batch_size", "data.rows_per_shard")  # fmt: skip
 
 
 def resolve(arguments: list[str]) -> Config:
@@ -26,11 +36,23 @@ def resolve(arguments: list[str]) -> Config:
     if not given:
         raise UserError("eval.drafter must name a drafter: a folder or a Hub id, got nothing")
     stored = Path(given[0]).parent / "config.yaml"
-    recipe, method, defaults = "evaluate", base.NoMethod, None
-    if (Path(given[0]) / "drafter.json").exists() and stored.exists():
-        recipe, defaults = load_yaml(stored)["recipe"], stored
-        method = base.load(recipe)[0].Config
-    return compose(recipe, method, defaults, arguments, script_keys=("out",))
+    if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
+        return compose("evaluate", base.NoMethod, None, arguments, script_keys=("out",))
+    recipe = load_yaml(stored).get("recipe")
+    if not isinstance(recipe, str):
+        raise UserError(f"{stored} names no recipe: it is damaged, or no configuration of a run")
+    method = base.load(recipe)[0].Config
+    config = compose(recipe, method, stored, arguments, script_keys=("out",))
+    asked = {word.partition("=")[0] for word in arguments}
+    # the folder may come from somebody else
+    if "model.trust_remote_code" not in asked:
+        config.model.trust_remote_code = False
+    if "eval.engine" not in asked and is_address(config.eval.engine):
+        print(f"eval.engine={config.eval.engine} of {stored} is not asked: name it again for that")
+        config.eval.engine = EvalConfig.engine
+    if "model.target" not in asked:
+        print(f"model.target={config.model.target}, from {stored}")
+    return config
 
 
 def measure(
@@ -57,7 +79,19 @@ def measure(
 def main(arguments: list[str]) -> int:
     try:
         config = resolve(arguments)
+        run.check_words(
+            arguments, READS, "scripts.evaluate",
+            run_dir="script.out names the folder of its report",
+            model_drafter="eval.drafter names what it measures",
+            data_temperature="eval.temperatures are what it measures at",
+            data_max_new_tokens="eval.max_new_tokens limits its answers",
+        )  # fmt: skip
         folder = Path(config.script["out"] or f"runs/evaluate-{config.hash()}")
+        require_folder("script.out", folder)
+        if (folder / "run.json").exists():
+            raise UserError(
+                f"script.out={folder} holds a run, whose report would be lost: name another folder"
+            )
         if config.dry_run:
             generate.describe(config)
             return 0

@@ -5,12 +5,14 @@
 `script.engine` is transformers, vllm, speculators or sglang, as far as it serves the drafter's
 kind; a causal-LM drafter has the same layout for the first two. The model card takes its table from
 the run's report.json where there is one. `eval.K` sets the drafted tokens a round, `model.target`
-names the target where the drafter's folder does not lie in a run; for heads it is loaded.
+names the target where the drafter's folder does not lie in a run; for heads it is loaded, and code
+that comes with it runs only with `model.trust_remote_code=true` here, whatever the run says.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,11 @@ from drafters.export.hf import model_card
 from drafters.load import load_drafter, stored
 from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table, read_report
+from recipes.phases import run
+from trainer.checks import require_files, require_folder
 from trainer.config import (
     EvalConfig,
     ModelConfig,
-    RunFault,
     UserError,
     load_yaml,
     parse_overrides,
@@ -45,28 +48,41 @@ SERVED_BY = {
     "hydra": (),
     "bank": (),
 }
-KEYS = ["script.drafter", "script.engine", "script.out", "model.target", "eval.K"]
+TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
+KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
 
 
 def export_drafter(
-    drafter: Path, engine: str, out: Path, target: str | None = None, K: int | None = None
+    drafter: Path,
+    engine: str,
+    out: Path,
+    target: str | None = None,
+    K: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Export the drafter folder `drafter` to `out`; what is not given comes from its run."""
-    if not (drafter / "drafter.json").exists():
+    if not os.path.exists(drafter / "drafter.json"):
         raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
+    require_files("script.drafter", drafter)
+    require_folder("script.out", out)
     about = stored(drafter, "script.drafter")
     _check_engine(about, engine)
     causal_lm = _causal_lm_settings(drafter, about) if about["kind"] == KIND else None
-    run = drafter.resolve().parent
-    config = load_yaml(run / "config.yaml") if (run / "config.yaml").exists() else {}
-    report = read_report(run / "report.json") if (run / "report.json").exists() else None
-    model: dict[str, Any] = config.get("model", {}) if target is None else {"target": target}
-    target = model.get("target")
+    folder = drafter.resolve().parent
+    stored_config, stored_report = folder / "config.yaml", folder / "report.json"
+    config = load_yaml(stored_config) if stored_config.exists() else {}
+    report = read_report(stored_report) if stored_report.exists() else None
+    model: dict[str, Any] = {"target": target}
     if target is None:
-        raise UserError(
-            f"{drafter} lies in no run folder (no {run / 'config.yaml'}): "
-            "name its target with model.target=..."
-        )
+        model = config.get("model", {})
+        target = model.get("target")
+        if not isinstance(target, str):
+            raise UserError(
+                f"{drafter} lies in no run folder (no {stored_config} with a target): "
+                "name its target with model.target=..."
+            )
+        print(f"model.target={target}, from {stored_config}")
+    _check_out(out, {"model.target": target, "script.drafter": str(drafter)})
     num_tokens: Any = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
     whole = isinstance(num_tokens, int) and num_tokens >= 1
     require(whole, "eval.K", "be a whole number >= 1", num_tokens)
@@ -84,10 +100,21 @@ def export_drafter(
         target,
         revision=model.get("target_revision"),
         dtype="float32",
-        trust_remote_code=model.get("trust_remote_code", False),
+        trust_remote_code=trust_remote_code,
     )
     head = load_drafter(str(drafter), loaded, key="script.drafter")
     return _export_head(head, engine, out, num_tokens, card)
+
+
+def _check_out(out: Path, read: dict[str, str]) -> None:
+    """What is read must not lie where it is written to."""
+    place = out.resolve()
+    for key, name in read.items():
+        source = Path(name).resolve()
+        if source.exists() and (place == source or place in source.parents):
+            raise UserError(
+                f"script.out={out} would replace {key}={name}: name a new folder beside it"
+            )
 
 
 def _check_engine(about: dict[str, Any], engine: str) -> None:
@@ -161,20 +188,22 @@ def _causal_lm_settings(drafter: Path, about: dict[str, Any]) -> tuple[int, list
 
 def main(arguments: list[str]) -> int:
     try:
-        given = parse_overrides(arguments, KEYS)
+        given = parse_overrides(arguments, KEYS, TEXTS)
         for key in ("script.drafter", "script.engine", "script.out"):
             if not given.get(key):
                 raise UserError(f"{key} must be given: {key}=...")
+        trust = given.get("model.trust_remote_code", False)
+        require(isinstance(trust, bool), "model.trust_remote_code", "be true or false", trust)
         out = export_drafter(
             Path(str(given["script.drafter"])),
             str(given["script.engine"]),
             Path(str(given["script.out"])),
             given.get("model.target"),
             given.get("eval.K"),
+            trust,
         )
-    except (UserError, RunFault) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 3
+    except Exception as error:
+        return run.fail(error)
     print(f"exported: {out}")
     return 0
 

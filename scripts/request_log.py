@@ -29,6 +29,7 @@ from typing import Any
 
 from data import request_file
 from data.request_proxy import DAY_S, RequestProxy
+from trainer.checks import is_file
 from trainer.config import RunFault, UserError, parse_overrides, require
 
 KEYS = ("server", "port", "log", "host", "token_ids", "allowed_hosts", "max_body_mb", "keep_days",
@@ -97,7 +98,7 @@ async def serve(proxy: RequestProxy) -> None:
 
 
 def delete(log: Path, keep_days: float | None, text: str | None) -> None:
-    if not log.is_file():
+    if not is_file("script.log", log):
         raise UserError(f"script.log={log} does not exist: name the file that was written")
     count = 0
     try:

@@ -1,13 +1,20 @@
-"""Fixtures for all tests: tiny models saved once a session. Everything runs offline."""
+"""Fixtures for all tests: tiny models saved once a session. Everything runs offline: what would
+leave this machine fails, here and in the processes that tests start."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (str(Path(__file__).parent / "offline"), os.environ.get("PYTHONPATH")) if path
+)
 
 import pytest
 
+import tests.offline.sitecustomize  # noqa: F401
 from tests.tiny import save_tiny
 
 
@@ -23,6 +30,31 @@ def tiny_folder(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@dataclass
+class Sync:
+    """A file or folder whose content was made to reach the disk: where, by which inode (a new name
+    keeps it) and at what size."""
+
+    path: Path
+    inode: int
+    size: int
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    """Every call of os.fsync, in order."""
+    found, fsync = [], os.fsync
+
+    def note(descriptor):
+        file = os.fstat(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found.append(Sync(path, file.st_ino, file.st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -110,19 +109,21 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     if recipe == "fastdraft":
         words += [f"eval.K={K}", "eval.temperatures=[0, 1]"]
     if recipe == "gto":
-        words.append("method.base_max_steps=2")
+        words += ["method.base_max_steps=2", "trainer.lr_warmup_steps=0"]
     run(*words)
     check_run_folder(tmp_path / "run", recipe)
 
 
-def test_the_same_command_again_reports_and_changes_nothing(tmp_path, tiny_folder, capsys):
+def test_the_same_command_again_reports_and_changes_nothing(
+    tmp_path, tiny_folder, capsys, monkeypatch
+):
     words = command(tmp_path, tiny_folder("llama"))
     run(*words)
     first = capsys.readouterr().out
     files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
-    began = time.monotonic()
+    for name in ("__init__", "__call__"):  # no network is built, none computes
+        monkeypatch.delattr(torch.nn.Module, name)
     run(*words)
-    assert time.monotonic() - began < 1
     report = (tmp_path / "run" / "report.md").read_text()
     assert capsys.readouterr().out.startswith(report)
     assert report in first

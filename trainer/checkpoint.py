@@ -12,10 +12,8 @@ numbers, strings, lists and dicts. The folder is one that all processes see.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -34,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.files import fingerprint, read_json, sync, write_json
 from trainer.replicated import Replicated
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
@@ -150,10 +149,15 @@ class Store:
             raise error
 
     def finished(self) -> Counters | None:
-        """How an earlier training in this folder ended, if it did."""
+        """How an earlier training in this folder ended, if it did. Where a damaged file says so,
+        it goes on from its last checkpoint."""
         if not self._finished.exists():
             return None
-        manifest = json.loads(self._finished.read_text())
+        try:
+            manifest = read_json(self._finished, "going on from the last checkpoint")
+        except UserError as error:
+            print(error)
+            return None
         counters = self._counters(manifest, self._finished)
         result = _result_dir(self.folder, counters.step, counters.best_step)
         whole = gather_object([self.accelerator.is_main_process and is_whole(result)])[0]
@@ -161,7 +165,7 @@ class Store:
 
     def finish(self, counters: Counters) -> None:
         content = {**asdict(counters), "setting": self.setting}
-        self.on_main(lambda: _write_json(self._finished, content))
+        self.on_main(lambda: write_json(self._finished, content))
 
     def find(self, resume: bool) -> tuple[Path | None, Counters]:
         """The checkpoint to go on from. What lies beyond it is removed, all of it if there is none:
@@ -275,14 +279,14 @@ def write(
             torch.save(state, temporary / STATE)
         for share in _shares_of(directory).glob("*"):
             share.rename(temporary / share.name)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if directory.exists():  # left by a trajectory that was abandoned, or damaged
             directory.rename(aside)
         temporary.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
         for left in (aside, _shares_of(directory)):
             shutil.rmtree(left, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap ENOSPC
@@ -302,7 +306,7 @@ def verify(directory: Path) -> dict[str, Any]:
     try:
         manifest = _manifest(directory)
         for name, expected in manifest["files"].items():
-            if _fingerprint(directory / name) != expected:
+            if fingerprint(directory / name) != expected:
                 raise ValueError(f"{name} does not have the checksum written with it")
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -397,18 +401,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a small file in one step."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1))
-        _sync(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunFault(f"cannot write {path}: {error}; the checkpoints are intact") from error
-
-
 def _manifest(directory: Path) -> dict[str, Any]:
     return json.loads((directory / MANIFEST).read_text())
 
@@ -427,19 +419,3 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         plain[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     return plain
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

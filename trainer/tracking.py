@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import sys
 import time
@@ -28,6 +27,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint import save_batches
 from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.files import write_atomic
 from trainer.losses import LossOutput
 
 
@@ -85,12 +85,7 @@ class Tracker:
                 continue  # only the last line can be torn: rows are appended one by one
             if row.get("stage") != self.stage or row["step"] <= step:
                 kept.append(line + "\n")
-        temporary = self.path.with_name(f".tmp-{self.path.name}")
-        with temporary.open("w") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_atomic(self.path, "".join(kept))
 
     def finish(self) -> None:
         if self._wandb is not None:
@@ -131,8 +126,8 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
             "set trainer.wandb=off"
         ) from error
     id_file = folder / "wandb_id"  # the same command continues the same W&B run
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4))
+    if not id_file.exists() or not id_file.read_text().strip():
+        write_atomic(id_file, secrets.token_hex(4))
     settings: dict[str, Any] = {
         "project": config.wandb_project,
         "name": name,

@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 
 from drafters.base import TrainedDrafter
 from drafters.eagle import EagleDrafter
-from drafters.export.hf import real_ids, whole_folder
+from drafters.export.hf import real_ids
 from drafters.export.reread import reread
 from drafters.medusa import MedusaDrafter
 from trainer.config import RunFault, UserError
+from trainer.files import whole_folder
 
 Layout = tuple[dict[str, Any], dict[str, torch.Tensor]]  # config.json, model.safetensors
 
@@ -37,14 +38,16 @@ def method_of(drafter: TrainedDrafter) -> str:
 
 
 @torch.no_grad()
-def write(folder: str | Path, layout: Layout, drafter: TrainedDrafter, card: str) -> Path:
+def write(
+    folder: str | Path, layout: Layout, drafter: TrainedDrafter, card: str, ours: bool = False
+) -> Path:
     """Complete or not at all: what was written is read by a reader of its own and compared with the
-    drafter before the folder gets its name. `card` becomes README.md."""
+    drafter before the folder gets its name. `card` becomes README.md. `ours`: of `whole_folder`."""
     config, tensors = layout
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise RunFault(f"tensor {name!r} holds values that are not finite: nothing was written")
-    with whole_folder(folder) as partial:
+    with whole_folder(folder, ours) as partial:
         # copies: some names share a tensor, which the format has no way to say
         copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
         save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})

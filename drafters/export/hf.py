@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from data.target import eos_ids as default_eos_ids
 from drafters.acceptance_head import AcceptanceHead
 from trainer.config import RunFault, UserError, require
+from trainer.files import whole_folder
 
 LOGITS_TOLERANCE = (
     1e-5  # relative; zero for equal widths, a wider matrix product may round otherwise
@@ -50,18 +48,20 @@ def export(
     eos_ids: Sequence[int] | None = None,
     confidence_threshold: float = 0.0,
     acceptance: AcceptanceHead | None = None,
+    ours: bool = False,
 ) -> Path:
     """Write `model` to `folder`, in its own dtype, complete or not at all; an earlier export there
     is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own).
     `confidence_threshold`: transformers ends a chain after a token less likely than that, 0: never.
-    `acceptance`: a head for this model, laid beside it; transformers does not read it."""
+    `acceptance`: a head for this model, laid beside it; transformers does not read it. `ours`: of
+    `whole_folder`."""
     require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
     padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
     padded.config.use_cache = True
     padded.generation_config = _generation_config(
         model, tokenizer, num_assistant_tokens, eos_ids, confidence_threshold
     )
-    with whole_folder(folder) as partial:
+    with whole_folder(folder, ours) as partial:
         padded.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -69,37 +69,6 @@ def export(
             acceptance.save(partial)
         reread(partial, model, real_ids(tokenizer))
     return Path(folder)
-
-
-@contextmanager
-def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to write into that becomes `folder` if the block ends without an error. An earlier
-    export there is replaced, and only then; other folders are refused."""
-    folder = Path(folder)
-    if not _replaceable(folder):
-        raise UserError(f"{folder} holds other files: name a new folder or an earlier export")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    try:
-        partial.mkdir()
-        yield partial
-        if folder.exists():
-            folder.rename(replaced)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _replaceable(folder: Path) -> bool:
-    if not folder.exists():
-        return True
-    if not folder.is_dir() or (folder / "drafter.json").exists():  # the trained drafter itself
-        return False
-    return (folder / "config.json").exists() or not any(folder.iterdir())
 
 
 def real_ids(tokenizer: Any) -> torch.Tensor:

@@ -34,8 +34,8 @@ from drafters.export.heads import (
 from drafters.medusa import MedusaDrafter
 
 
-def export(drafter: TrainedDrafter, folder: str | Path, *, card: str) -> Path:
-    return write(folder, layout(drafter), drafter, card)
+def export(drafter: TrainedDrafter, folder: str | Path, *, card: str, ours: bool = False) -> Path:
+    return write(folder, layout(drafter), drafter, card, ours)
 
 
 def layout(drafter: TrainedDrafter) -> Layout:

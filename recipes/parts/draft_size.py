@@ -7,8 +7,6 @@ predicted speed-up has a maximum. Layers cost time one after another while width
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ from eval.measure import cost_of
 from eval.policies import make_budget
 from eval.speed_model import mbsu, modelled_speedup
 from trainer.config import UserError, require
+from trainer.files import read_json, write_json
 
 PREDICTIONS = ("mbsu_params", "mbsu", "modelled_speedup")
+FOUND = "size_search.json"
 Trial = Callable[[int, str, CausalLMDrafter], dict[str, Any]]
 
 
@@ -60,21 +60,24 @@ class SizeSearch:
         warmup = round(self.config.warmup_share * steps)
         return {"max_steps": steps, "lr_warmup_steps": warmup, "eval_every": steps}
 
+    def is_done(self, folder: Path) -> bool:
+        return (folder / FOUND).exists()
+
     def run(
         self, folder: Path, trial: Trial, K: int, is_main: bool, barrier: Callable[[], None]
     ) -> None:
         """Train every shape and keep what came of it in `folder`; a second call reads that, since
         times differ from call to call. trial(number, name, drafter) -> what the evaluation on
         held-out text says at the end, tokens_per_round among it."""
-        path = folder / "size_search.json"
-        if not path.exists():
+        path = folder / FOUND
+        if not self.is_done(folder):
             rows = [self._row(number, trial, K) for number in range(len(self.shapes))]
             rows.sort(key=lambda row: -row[self.config.search_by])
             if is_main:
-                path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
-                os.replace(path.with_suffix(".part"), path)
+                write_json(path, rows)
         barrier()
-        self.rows = json.loads(path.read_text())
+        remedy = "delete this file and start the same command again: the sizes are compared anew"
+        self.rows = read_json(path, remedy, list)
         if is_main:
             print(self.table())
 

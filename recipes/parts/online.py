@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -31,6 +30,7 @@ from eval.engine import Speculated, SpeculativeDecoder
 from eval.offline import rejections
 from eval.policies import make_budget
 from trainer.config import RunFault, UserError
+from trainer.files import write_json
 
 KEEP_PUBLISHED = 2
 # a logged response is not the target's: share of tokens that it could not have drawn; nats a token
@@ -329,8 +329,7 @@ def publish(drafter: Any, folder: Path, version: int, requests: int) -> Path:
         partial.rename(place)
         about = {"version": version, "requests": requests, "folder": place.name,
                  "weights": weights}  # fmt: skip
-        (folder / ".tmp-latest.json").write_text(json.dumps(about) + "\n")
-        os.replace(folder / ".tmp-latest.json", latest)
+        write_json(latest, about)
     except (OSError, RuntimeError, SafetensorError) as error:  # safetensors wraps a full disk
         raise RunFault(
             f"version {version} of the drafter cannot be published in {folder} ({error}): make "

@@ -1,7 +1,7 @@
 """Rewards of a frozen reference drafter's trees, computed once for each text.
 
     folder/manifest.json     what they depend on: reference, target, tree, reward, positions
-    folder/rewards-0.jsonl   one line for each text, appended by the process of that rank
+    folder/rewards-*.jsonl   one line for each text, every process appends to a file of its own
 
 The reference, the target and the positions of a text never change while a drafter is trained, so
 neither do these rewards: kept in memory, and in a folder where one is named, for later runs.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import uuid
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
+from trainer.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 
@@ -35,18 +36,12 @@ class ReferenceRewards:
         manifest = folder / MANIFEST
         check_rewards(folder, made_of, key)
         if not manifest.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f"{MANIFEST}.part-{os.getpid()}"
-            partial.write_text(json.dumps(made_of, indent=1) + "\n")
-            os.replace(partial, manifest)
-        self._file = folder / f"rewards-{os.environ.get('RANK', '0')}.jsonl"
-        self._file.touch()
+            write_json(manifest, made_of)
+        self._file = folder / f"rewards-{uuid.uuid4().hex[:12]}.jsonl"  # others may write now
         for path in sorted(folder.glob("rewards-*.jsonl")):
             content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a kill may cut the last line
-            if path == self._file and whole != content:
-                os.truncate(path, len(whole))
-            for line in whole.splitlines():
+            # a kill may cut the last line, or it is being written
+            for line in content[: content.rfind(b"\n") + 1].splitlines():
                 self._known |= _read(line, path)
 
     def __len__(self) -> int:
@@ -80,10 +75,7 @@ def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) 
     manifest = Path(folder) / MANIFEST
     if not manifest.exists():
         return
-    try:
-        stored = dict(json.loads(manifest.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}: {manifest} is damaged: delete {folder}") from error
+    stored = read_json(manifest, f"{key}: delete {folder}, its rewards are computed anew")
     made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
     differing = [name for name in made_of if stored.get(name) != made_of[name]]
     if differing:

@@ -14,19 +14,21 @@ from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table
 from recipes.phases.run import Run
 from trainer.config import ModelConfig
+from trainer.files import whole_folder
 
 
 def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
     """run/drafter in the project's own format and run/export/<engine>: transformers' layout for a
     causal LM, which vLLM loads too; vLLM's for heads, beside the target where that was trained with
     them. No engine loads Hydra; a bank's members lie in run/drafter as causal LMs."""
-    drafter.save_pretrained(run.folder / "drafter")
+    with whole_folder(run.folder / "drafter", ours=True) as partial:
+        drafter.save_pretrained(partial)
     if isinstance(drafter, HydraDrafter | DrafterBank):
         return
     K, target, out = run.config.eval.K, run.target, run.folder / "export" / "vllm"
     name = target.name
     if isinstance(drafter, Medusa2Drafter):
-        drafter, out = drafter.merged(out / "target"), out / "drafter"
+        drafter, out = drafter.merged(out / "target", ours=True), out / "drafter"
         name = drafter.shared.target.name
         print(f"export: the target that these heads serve on is {name}")
     head = not isinstance(drafter, CausalLMDrafter)
@@ -42,7 +44,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         note="" if head else adaptive_note(drafter.acceptance),
     )
     if head:
-        vllm.export(drafter, out, card=card)
+        vllm.export(drafter, out, card=card, ours=True)
         return
     hf.export(
         drafter.model,
@@ -51,5 +53,6 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         run.folder / "export" / "transformers",
         card=card,
         eos_ids=target.eos_ids,
+        ours=True,
         **adaptive(drafter.acceptance, K),
     )

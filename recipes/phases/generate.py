@@ -20,9 +20,9 @@ from data.target import Target
 from data.traces import Trace, estimate_bytes
 from data.vllm import vllm_server
 from drafters.base import weights_hash
-from drafters.tree import parse_tree
-from eval.replay import MAX_RANKS
-from recipes.phases.run import Run, check_model_pair
+from drafters.tree import calibrated_nodes, parse_tree
+from recipes.phases.run import Run, check_model_pair, check_places
+from trainer.checks import require
 from trainer.config import Config, EvalConfig, UserError
 
 
@@ -111,6 +111,8 @@ def training_folder(run: Run, prompts: list[Prompt]) -> Path:
 def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
     """The training traces. Those of the report are generated too: by all processes, and so that
     what is wrong with its prompts is known before the training is paid for."""
+    if run.config.run.stage is None:
+        check_room(run.config.eval, run.target.context)
     traces = training_traces(run, train)
     if run.config.run.stage is None:
         for temperature in run.config.eval.temperatures:
@@ -147,6 +149,7 @@ def evaluation_traces(
             f"data.eval_share={run.config.data.eval_share} holds no prompt out for the report: "
             "give another share, or a set of its own as eval.prompts"
         )
+    check_room(evaluation, (served or run.target).context)
     plan = dataclasses.replace(
         GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
         source=evaluation.prompts or f"held out from {run.config.data.prompts}", served=False,
@@ -159,18 +162,19 @@ def evaluation_traces(
     return _generate(run, plan, folder, label, served), plan
 
 
+def check_room(config: EvalConfig, context: int) -> None:
+    """The target's context holds a prompt, the answer and what is drafted beyond it."""
+    new, room = config.max_new_tokens, context - config.max_new_tokens
+    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
+    rule = f"draft fewer than {room} tokens: the target's context {context} less "
+    rule += f"eval.max_new_tokens={new}"
+    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
+        require(drafted < room, key, rule, drafted)
+
+
 def tree_depth(config: EvalConfig) -> int:
     """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
-    if config.tree is None:
-        return 0
-    kind, _, nodes = config.tree.partition(":")
-    if kind == "calibrated":
-        most = sum(MAX_RANKS**depth for depth in range(1, config.K + 1))
-        if not nodes.isdecimal() or not 1 <= int(nodes) <= most:
-            raise UserError(
-                f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={config.K},"
-                f" got {config.tree!r}: for example calibrated:{min(25, most)}"
-            )
+    if config.tree is None or calibrated_nodes(config.tree, config.K):
         return 0
     return parse_tree(config.tree).depth
 
@@ -178,6 +182,7 @@ def tree_depth(config: EvalConfig) -> int:
 def describe(config: Config) -> None:
     """What a run would read and write, without loading a model."""
     check_model_pair(config)
+    check_places(config)
     tree_depth(config.eval)
     train, held_out = choose_prompts(config)
     data = config.data
@@ -186,6 +191,5 @@ def describe(config: Config) -> None:
     size = estimate_bytes(
         rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
     )
-    print(f"run folder: {config.run_dir}")
     print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
     print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,21 @@ from drafters.base import TrainedDrafter, served_target
 from drafters.causal_lm import CausalLMDrafter
 from drafters.draft import acceptance_of
 from drafters.lookup import PromptLookup
-from drafters.tree import TreeShape, calibrated_tree, parse_tree
+from drafters.tree import TreeShape, calibrated_nodes, calibrated_tree, parse_tree
 from eval.measure import Bench, Measurement, cost_of, next_token_loss, read_per_round
 from eval.metrics import paired_difference
 from eval.policies import budget_for, tree_budget
 from eval.replay import rank_accuracy
-from eval.report import build_report, headline_numbers, plain_row, write_report
+from eval.report import build_report, headline_numbers, plain_row, read_report, write_report
 from eval.report_rows import STAGES
 from recipes.phases.export import export_run
 from recipes.phases.generate import evaluation_traces, tree_depth
 from recipes.phases.policies import measure_policies
-from recipes.phases.run import Run
+from recipes.phases.run import Run, read_facts
 from recipes.phases.serve import check_engine, served_rows
 from trainer.checkpoint import FitResult
 from trainer.config import EvalConfig, RunFault, UserError, require
+from trainer.files import write_atomic
 from trainer.tracking import track_report
 
 BASELINES = ("prompt_lookup", "target")
@@ -73,7 +73,7 @@ def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = Fa
     asked = max(config.K, tree_depth(config))
     context = drafter.shared.target.context if drafter.target_layers else asked + 1
     require(asked < context, "eval.K", f"be below the target's context {context}", asked)
-    grown = config.tree is not None and config.tree.startswith("calibrated:")
+    grown = calibrated_nodes(config.tree, config.K)
     if grown and not drafter.target_layers and drafter.rank_accuracy is None:
         raise UserError(
             f"eval.tree={config.tree}: the accuracies of ranks that it grows from are measured of "
@@ -90,8 +90,8 @@ def tree_of(drafter: Any, config: EvalConfig) -> TreeShape | None:
     """eval.tree for this drafter; a calibrated tree grows from its own accuracies."""
     if config.tree is None or not isinstance(drafter, TrainedDrafter):
         return None
-    kind, _, nodes = config.tree.partition(":")
-    if kind != "calibrated":
+    nodes = calibrated_nodes(config.tree, config.K)
+    if nodes is None:
         shape = parse_tree(config.tree)
     else:
         if drafter.rank_accuracy is None:
@@ -99,7 +99,7 @@ def tree_of(drafter: Any, config: EvalConfig) -> TreeShape | None:
                 f"eval.tree={config.tree}: the drafter holds no accuracies of its ranks; train it "
                 "with this project, or name a tree"
             )
-        shape = calibrated_tree(drafter.rank_accuracy[: config.K], int(nodes))
+        shape = calibrated_tree(drafter.rank_accuracy[: config.K], nodes)
     require(
         shape.width <= drafter.draft_vocab_size,
         "eval.tree",
@@ -259,6 +259,27 @@ def differing_prompts(offline: Measurement, real: Measurement) -> int:
     return len(differing)
 
 
+def written(folder: Path) -> dict[str, Any] | None:
+    """The report of a run that is finished. One that is damaged counts as not written."""
+    path = folder / "report.json"
+    if not path.exists():
+        return None
+    try:
+        return read_report(path)
+    except UserError as error:
+        print(f"{error}: it is written again")
+        return None
+
+
+def show(report: dict[str, Any], folder: Path) -> None:
+    """The report on the terminal; its pages are made again where they are gone."""
+    pages = folder / "report.md", folder / "report.html"
+    if not all(page.exists() and page.stat().st_size for page in pages):
+        write_report(report, folder)
+    print(pages[0].read_text(encoding="utf-8"))
+    print(f"report: {pages[1].resolve()}")
+
+
 def finish(
     run: Run,
     base: Any,
@@ -291,7 +312,7 @@ def finish(
         run={
             "recipe": run.config.recipe,
             "folder": str(run.folder),
-            **json.loads((run.folder / "run.json").read_text()),
+            **read_facts(run.folder),
         },
         target={"name": run.target.name, "fingerprint": run.target.fingerprint},
         drafter={
@@ -306,7 +327,6 @@ def finish(
     )
     if policies is not None and policies.points:
         report["policies"] = policies.points
-    after.save_pretrained(run.folder / "drafter")
     export_run(run, after, report)
     write_rounds(run.folder, measured.rounds)
     files = write_report(report, run.folder)
@@ -335,7 +355,4 @@ def facts(drafter: Any, target: Target) -> dict[str, Any]:
 
 
 def write_rounds(folder: Path, rounds: list[dict[str, Any]]) -> None:
-    partial = folder / "rounds.jsonl.part"
-    with partial.open("w") as log:
-        log.writelines(json.dumps(one) + "\n" for one in rounds)
-    os.replace(partial, folder / "rounds.jsonl")
+    write_atomic(folder / "rounds.jsonl", "".join(json.dumps(one) + "\n" for one in rounds))

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -25,11 +26,21 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from data.target import Target
-from trainer.config import Config, RunFault, UserError, load_yaml, save_yaml
+from trainer.checks import require_folder
+from trainer.config import Config, ModelConfig, RunFault, UserError, load_yaml, to_yaml
+from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
 
+VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+OF_TARGET = tuple(
+    f"model.{field.name}"
+    for field in dataclasses.fields(ModelConfig)
+    if not field.name.startswith("drafter")
+)
 
 
 @dataclass
@@ -45,6 +56,7 @@ class Run:
     def open(cls, config: Config) -> Run:
         """Load the target; nothing stays written."""
         check_model_pair(config)
+        check_places(config)
         accelerator = make_accelerator(config.trainer)
         check_shared_folders(config, accelerator)
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
@@ -82,6 +94,30 @@ def check_model_pair(config: Config) -> None:
             f"model.target={config.model.target}: "
             "name a small model with the target's tokenizer, or model.drafter=null to build one"
         )
+
+
+def check_words(arguments: list[str], reads: Collection[str], command: str, **instead: str) -> None:
+    """Refuse what the schema knows and `command` would pass over. `reads`: the keys and sections
+    that it reads; `instead`: by key, with _ for the dot, what does there what the user meant."""
+    owners = {
+        "data": "train.py and scripts.generate",
+        "eval": "train.py and scripts.evaluate",
+        "script": "other scripts",
+    }
+    for key in (word.partition("=")[0] for word in arguments):
+        section = key.partition(".")[0]
+        if key in reads or section in reads:
+            continue
+        remedy = f"it is a setting of {owners.get(section, 'train.py')}, leave it out"
+        remedy = instead.get(key.replace(".", "_"), remedy)
+        raise UserError(f"{key} does nothing in {command}: {remedy}")
+
+
+def check_places(config: Config) -> None:
+    """What is generated can be kept where it is said, before anything is loaded."""
+    require_folder("data.cache_dir", config.data.cache_dir)
+    if config.data.traces:
+        require_folder("data.traces", config.data.traces)
 
 
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
@@ -129,6 +165,7 @@ SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a f
 def check_folder(config: Config) -> None:
     """The run folder holds this very configuration, or none yet. A key that was not there yet when
     it was begun had what is its default now."""
+    require_folder("run.dir", config.run_dir)
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
@@ -139,19 +176,22 @@ def check_folder(config: Config) -> None:
             changed += [section] if now != former else []
             continue
         defaults = dataclasses.asdict(type(getattr(config, section))())
-        former = json.loads(json.dumps(defaults)) | (former or {})
+        former = json.loads(json.dumps(defaults)) | (former if isinstance(former, dict) else {})
         changed += [f"{section}.{key}" for key in now if now[key] != former.get(key)]
     if changed:
         raise UserError(
             f"run.dir={config.run_dir} holds a run of another configuration "
             f"({', '.join(changed[:3])} differ): choose another run.dir or delete it"
         )
+    if not (config.run_dir / "report.json").exists():
+        read_facts(config.run_dir)
 
 
 def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     """Write config.yaml and run.json, or find that the folder was begun with the same `contents`:
-    hashes of the target, the text and the starting drafter, which a path alone does not fix."""
-    stored, facts = run.folder / "config.yaml", run.folder / "run.json"
+    hashes of the target, the text and the starting drafter, which a path alone does not fix. What
+    an earlier part of the run reported no longer counts."""
+    stored = run.folder / "config.yaml"
     if run.accelerator.is_main_process:
         run.folder.mkdir(parents=True, exist_ok=True)
         while _locks:
@@ -159,23 +199,51 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
         said = f"run.dir={run.folder} is being worked on by another process: wait for it, or choose"
         _locks.append(lock(run.folder / ".lock", f"{said} another run.dir"))
     if stored.exists():
-        before = json.loads(facts.read_text())["contents"]
-        changed = [name for name in contents if before.get(name) != contents[name]]
+        facts = read_facts(run.folder)
+        changed = [name for name in contents if facts["contents"].get(name) != contents[name]]
         if changed:
             raise UserError(
                 f"run.dir={run.folder} was begun with another {', '.join(changed)} under the same "
                 "name: choose another run.dir or delete it"
             )
+        if run.accelerator.is_main_process:
+            _note_versions(run.folder, facts, command)
     elif run.accelerator.is_main_process:
         processes = {
             "distributed": placement(run.accelerator, run.config.trainer).name,
             "num_processes": run.accelerator.num_processes,
         }
-        content = provenance(command) | processes | {"contents": contents}
-        facts.write_text(json.dumps(content, indent=1) + "\n")
-        save_yaml(run.config, run.folder / "config.yaml.part")
-        os.replace(run.folder / "config.yaml.part", stored)
+        facts = provenance(command) | processes | {"contents": contents}
+        write_json(run.folder / "run.json", facts)
+        write_atomic(stored, to_yaml(run.config))
+    if run.accelerator.is_main_process:
+        (run.folder / "report.json").unlink(missing_ok=True)
     run.barrier()
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """run.json: how the run was begun, and under `resumed` how it went on under other versions."""
+    remedy = "without it nobody knows what this run was begun with: choose another run.dir"
+    facts = read_json(folder / "run.json", remedy)
+    if not isinstance(facts.get("contents"), dict):
+        raise damaged(folder / "run.json", "it names no contents", remedy)
+    return facts
+
+
+def _note_versions(folder: Path, facts: dict[str, Any], command: list[str]) -> None:
+    """Say and keep that a run goes on under other versions: its numbers are of both."""
+    now, resumed = provenance(command), facts.get("resumed", [])
+    before = resumed[-1] if resumed else facts
+    changed = [name for name in VERSIONS if before.get(name) != now[name]]
+    if not changed:
+        return
+    named = "; ".join(f"{name} {before.get(name)}, now {now[name]}" for name in changed)
+    print(
+        f"run.dir={folder} goes on under other versions ({named}): its losses may differ slightly"
+    )
+    kept = {name: now[name] for name in ("date", "command", "machine", *VERSIONS)}
+    facts["resumed"] = [*resumed, kept]
+    write_json(folder / "run.json", facts)
 
 
 _locks: list[IO[str]] = []  # as long as this process works on it
@@ -185,10 +253,15 @@ def provenance(command: list[str]) -> dict[str, Any]:
     import accelerate
     import transformers
 
+    try:
+        version = importlib.metadata.version("draftsmith")
+    except importlib.metadata.PackageNotFoundError:  # its dependencies came from elsewhere
+        version = None
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": " ".join(command),
         "date": datetime.date.today().isoformat(),
+        "draftsmith": version,
         "commit": git.stdout.strip() or None,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 from data.traces import Trace
 from recipes.phases.generate import contents
 from recipes.phases.run import Run
-from trainer.checkpoint import best_dir, step_dir
-from trainer.config import FREE_SETTINGS, TrainerConfig
+from trainer.checkpoint import best_dir, is_whole, step_dir
+from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.files import read_json, whole_folder
 from trainer.loop import placement
 
 FINISHED = "finished.json"
@@ -44,8 +44,9 @@ def place(
 
 
 def take(run: Run, found: Path, folder: Path) -> None:
-    """Put the finished stage into the run's folder, unless one was begun there."""
-    if run.accelerator.is_main_process and found.exists() and not folder.exists():
+    """Put the finished stage into the run's folder, unless one was begun there. A damaged one is
+    named and trained anew."""
+    if run.accelerator.is_main_process and not folder.exists() and _is_whole(found):
         _copy(found, folder)
         print(f"{folder.name}: trained before, from {found}")
     run.barrier()
@@ -53,28 +54,32 @@ def take(run: Run, found: Path, folder: Path) -> None:
 
 def leave(run: Run, folder: Path, kept: Path) -> None:
     """Keep what a finished stage consists of, if there is room: the run needs it not."""
-    if run.accelerator.is_main_process and not kept.exists():
+    if run.accelerator.is_main_process and not _is_whole(kept):
         try:
             _copy(folder, kept)
-        except OSError as error:
+        except (OSError, RunFault, UserError) as error:
             print(f"{folder.name}: not kept for other runs in {kept} ({error})")
     run.barrier()
 
 
+def _is_whole(kept: Path) -> bool:
+    try:
+        return kept.exists() and is_whole(_weights(kept))
+    except (UserError, KeyError) as error:
+        print(f"{kept} is damaged ({error}): it is not taken")
+        return False
+
+
+def _weights(folder: Path) -> Path:
+    """The final ones of a finished stage."""
+    result = read_json(folder / FINISHED, "the stage is trained anew")
+    best = result["best_step"]
+    return step_dir(folder, result["step"]) if best is None else best_dir(folder, best)
+
+
 def _copy(source: Path, destination: Path) -> None:
     """At once or not at all."""
-    result = json.loads((source / FINISHED).read_text())
-    best = result["best_step"]
-    weights = step_dir(source, result["step"]) if best is None else best_dir(source, best)
-    partial = destination.with_name(f".tmp-{os.getpid()}-{destination.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    weights = _weights(source)
+    with whole_folder(destination, ours=True) as partial:
         shutil.copytree(weights, partial / weights.relative_to(source))
         shutil.copy(source / FINISHED, partial / FINISHED)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    try:
-        os.replace(partial, destination)
-    except OSError:  # another run was first
-        shutil.rmtree(partial)

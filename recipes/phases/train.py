@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -32,6 +33,7 @@ from recipes.phases.dev import dev_evaluation, split_dev
 from recipes.phases.run import Run
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
+from trainer.lock import lock
 from trainer.loop import FitResult, fit
 from trainer.tracking import Tracker
 
@@ -67,6 +69,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
                 "one with model.drafter, or set it to 0"
             )
     if model.drafter is None:
+        _check_settings(run, recipe)
         return None if getattr(recipe, "builds_from_traces", False) else build(run, recipe, [])
     drafter = load_drafter(
         model.drafter,
@@ -83,7 +86,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
     recipe.accept(drafter)
     if run.config.trainer.pack_tokens and not drafter.target_layers:
         check_separation(drafter.model, "set trainer.pack_tokens=0")
-    chosen_stages(run, recipe)  # a trained drafter may leave out some
+    _check_settings(run, recipe)  # a trained drafter may leave out some stages
     return drafter
 
 
@@ -156,7 +159,14 @@ def _search_size(
         return _fit_stage(there, recipe, stage, number, drafter, train, dev, found).series[-1]
 
     accelerator = run.accelerator
-    search.run(folder, trial, run.config.eval.K, accelerator.is_main_process, run.barrier)
+    said = (
+        f"sizes are being compared in {folder} by another process: wait for it, or use another "
+        "data.cache_dir"
+    )
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process and not search.is_done(folder):
+            held.enter_context(lock(folder / ".lock", said))
+        search.run(folder, trial, run.config.eval.K, accelerator.is_main_process, run.barrier)
 
 
 def chosen_stages(run: Run, recipe: Any) -> list[Stage]:
@@ -215,8 +225,16 @@ def check_context(drafter: Any, traces: list[Trace]) -> None:
         )
 
 
+def _check_settings(run: Run, recipe: Any) -> None:
+    for stage in chosen_stages(run, recipe):
+        _settings(run, stage)
+
+
 def _settings(run: Run, stage: Stage) -> TrainerConfig:
-    return dataclasses.replace(run.config.trainer, **stage.overrides)
+    try:
+        return dataclasses.replace(run.config.trainer, **stage.overrides)
+    except UserError as error:  # a stage may be shorter than the recipe's last one
+        raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
 
 
 def _fit_stage(

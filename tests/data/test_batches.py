@@ -237,6 +237,14 @@ def test_the_teacher_lines_up_with_the_supervised_positions(samples):
         assert (batch.teacher.tail_ids is None) == (samples == 0)
 
 
+def test_draws_of_the_tail_count_where_every_text_has_them():
+    traces = [with_teacher(i, samples=3 * (i % 2)) for i in range(4)]
+    batch = Batches(traces, {"target": 1.0}, 4, seed=0, teacher=True).at(0)
+    assert batch.teacher is not None
+    assert len(batch.teacher.ids) == batch.num_supervised
+    assert batch.teacher.tail_ids is None
+
+
 def test_a_teacher_that_is_not_stored_is_asked_for():
     with pytest.raises(UserError, match=r"set data.teacher_top_k and data.teacher_samples"):
         Batches(TRACES, {"target": 1.0}, 4, seed=0, teacher=True)

@@ -9,7 +9,8 @@ import torch
 
 from data import corpus
 from data.batches import preview
-from data.packing import PackedBatches, RawText
+from data.packing import PackedBatches, PackedTraces, RawText
+from data.traces import Trace
 from tests.commands import write_jsonl
 from tests.tiny import EOS, tiny_tokenizer
 from trainer.config import UserError
@@ -95,6 +96,21 @@ def test_an_epoch_reads_every_row_once_and_the_next_in_another_order(made):
     assert epochs[0] != epochs[1]
 
 
+def test_each_source_has_an_order_of_its_own(tiny_target, tmp_path):
+    shares = {
+        str(write_jsonl(tmp_path / f"{letter}.jsonl", [{"text": f"{letter}{i:06}"}
+                                                       for i in range(40)])): 1
+        for letter in "ab"
+    }  # fmt: skip
+    text = RawText(shares, 8)
+    batches = PackedBatches(text.load(tiny_target("llama"), 10**6, tmp_path), text, 1, seed=0)
+    first, second = batches.files
+    rows = {tuple(f.row(i, 8)[0]): i for f in (first, second) for i in range(40)}
+    order = [rows[tuple(batches.at(i).responses[0])] for i in range(80)]
+    assert sorted(order[::2]) == sorted(order[1::2]) == list(range(40))
+    assert order[::2] != order[1::2]
+
+
 @pytest.mark.parametrize("shares", [{"code": 2, "prose": 1}, {"code": 5, "prose": 3, "math": 0.5}])
 def test_shares_are_exact_at_every_length_and_no_row_is_skipped(made, shares):
     batches = made(batch_size=1, **shares)
@@ -135,3 +151,29 @@ def test_the_preview_marks_exactly_what_is_trained(made):
     tokens = [tiny_tokenizer().decode([one]) for one in row]
     marked = [f"[{one}]" if on else one for one, on in zip(tokens, mask, strict=True)]
     assert text == "".join(marked)
+
+
+# several whole traces a row
+
+
+def trace(prompt, response):
+    rest = ("target", "code", "c", 0, 0, 1.0, 0, 1.0, 0, "eos", "m", "t")
+    return Trace(prompt, response, *rest)
+
+
+def test_texts_that_just_fit_share_a_row_and_each_begins_anew():
+    traces = [trace([5, 6], [7, 8]), trace([], [9, 10]), trace([11], [12, 13])]
+    batches = PackedTraces(traces, "target", 9, 1, seed=0)
+    batch = batches.at(0)
+    assert len(batch.prompts) == 3
+    assert batches.at(1).prompts != []  # the next epoch
+    for prompt, response, (row, first) in zip(
+        batch.prompts, batch.responses, batch.starts(), strict=True
+    ):
+        span = slice(first, first + len(prompt) + len(response))
+        length = span.stop - span.start
+        assert batch.input_ids[row, span].tolist() == prompt + response
+        assert batch.position_ids[row, span].tolist() == list(range(length))
+        trained = [False] * max(1, len(prompt))  # nothing stands before the first token of a text
+        assert batch.loss_mask[row, span].tolist() == trained + [True] * (length - len(trained))
+    assert batch.num_supervised == 2 + 1 + 2

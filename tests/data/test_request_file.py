@@ -67,9 +67,9 @@ def test_an_older_log_becomes_private_and_its_folder_stays_as_it_is(tmp_path):
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder: name a file, such as .*/log\.jsonl"):
+    with pytest.raises(UserError, match=r"script\.log .* is a folder: name a regular file"):
         request_file.prepare(tmp_path)
-    with pytest.raises(UserError, match="is a device or a pipe"):
+    with pytest.raises(UserError, match="is a device: name a regular file"):
         request_file.prepare(Path(os.devnull))
     assert list(tmp_path.iterdir()) == []
 

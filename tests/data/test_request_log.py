@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 
 import pytest
 
@@ -137,7 +135,7 @@ def test_more_than_a_tenth_stops(tmp_path, target):
         log.read(1)
 
 
-def test_a_line_that_is_being_written_is_waited_for(tmp_path, target):
+def test_a_line_that_is_being_written_is_waited_for(tmp_path, target, monkeypatch):
     log = opened(tmp_path, target, [ROW])
     whole = json.dumps({**ROW, "prompt_ids": [77]}) + "\n"
     with log.path.open("a") as file:
@@ -145,15 +143,17 @@ def test_a_line_that_is_being_written_is_waited_for(tmp_path, target):
     assert len(log.read(2)) == 1
     assert log.read(2) == []
 
-    def write_the_rest():
-        time.sleep(0.3)
-        with log.path.open("a") as file:
-            file.write(whole[20:])
+    waits = []
 
-    writer = threading.Thread(target=write_the_rest)
-    writer.start()
+    def write_the_rest(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            with log.path.open("a") as file:
+                file.write(whole[20:])
+
+    monkeypatch.setattr(request_log.time, "sleep", write_the_rest)
     (one,) = log.read(1, wait_s=30)
-    writer.join()
+    assert len(waits) == 3
     assert one.prompt_ids == [77]
     assert log.num_bad == 0
 
@@ -193,10 +193,15 @@ def test_a_log_that_is_moved_away_is_named(tmp_path, target):
     assert len(log.read(9)) == 2
 
 
-def test_a_wait_ends_when_the_run_is_stopped(tmp_path, target):
-    log, began = opened(tmp_path, target, [ROW]), time.monotonic()
-    assert len(log.read(2, wait_s=60, stopped=lambda: True)) == 1
-    assert time.monotonic() - began < 30
+def test_a_wait_ends_after_its_time_and_when_the_run_is_stopped(tmp_path, target, monkeypatch):
+    waits = []
+    monkeypatch.setattr(request_log.time, "sleep", waits.append)
+    log = opened(tmp_path, target, [ROW])
+    assert len(log.read(2, wait_s=60)) == 1
+    assert sum(waits) == pytest.approx(60)
+    waits.clear()
+    assert log.read(1, wait_s=60, stopped=lambda: len(waits) == 2) == []
+    assert len(waits) == 2
 
 
 def test_what_a_request_does_not_say_is_what_the_model_says(tmp_path, tiny_target, monkeypatch):

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import http.server
 import json
+import os
 import sys
 import threading
 import types
@@ -100,7 +101,7 @@ def fake(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE_VLLM)
     (package / "platforms.py").write_text(PLATFORMS)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv(vllm.PYTHON_VARIABLE, sys.executable)
     return tmp_path / "log"

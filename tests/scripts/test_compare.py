@@ -56,7 +56,8 @@ def write(folder, name, report):
 
 
 def run(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "scripts.compare", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +40,37 @@ def test_weights_come_back_exactly(tmp_path, network):
     other = nn.Linear(4, 3)
     checkpoint.load_weights(checkpoint.step_dir(tmp_path, 3), other)
     assert torch.equal(other.weight, network.weight)
+    assert names(tmp_path / "checkpoints") == ["step-000003"]
+
+
+@pytest.mark.parametrize("kind", ["step", "best", "in the place of a damaged one"])
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, network, kind, syncs):
+    """Or a power loss would leave a whole folder of empty files."""
+    if kind != "best":
+        save(tmp_path, network, 3)
+    if kind == "in the place of a damaged one":
+        syncs.clear()
+        save(tmp_path, network, 3)
+    if kind == "best":
+        save_best(tmp_path, network, 3)
+    step = (checkpoint.best_dir if kind == "best" else checkpoint.step_dir)(tmp_path, 3)
+    early = {sync.inode: sync.size for sync in syncs if step not in (sync.path, *sync.path.parents)}
+    for path in (step, *step.iterdir()):
+        assert early[path.stat().st_ino] == path.stat().st_size, path
+    assert syncs[-1].path == step.parent  # the name too
+
+
+def test_a_checkpoint_is_there_until_the_one_in_its_place_stands(tmp_path, network, monkeypatch):
+    save(tmp_path, network, 3)
+    rename = Path.rename
+
+    def watched(path, target):
+        if target == checkpoint.step_dir(tmp_path, 3):
+            assert [checkpoint.is_whole(p) for p in path.parent.iterdir()] == [True, True]
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(tmp_path, network, 3)
     assert names(tmp_path / "checkpoints") == ["step-000003"]
 
 

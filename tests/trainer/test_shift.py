@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.config import UserError
-from trainer.shift import align, response_mask, supervised
+from trainer.shift import align, at_index, response_mask, supervised
 
 EOS = PAD = 2
 
@@ -80,3 +80,24 @@ def test_lengths_are_checked():
     for prompt, total in (([3], [2]), ([1], [5]), ([-1], [2])):
         with pytest.raises(UserError, match="lengths_total must lie between"):
             response_mask(prompt, total, 4)
+
+
+def test_a_deeper_token_needs_an_anchor_of_its_own_text():
+    """Its round begins at a token of the same response, `depth` before it."""
+    mask = response_mask([1], [8], 8)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    masked = mask.clone()
+    masked[0, 4] = False  # the prompt of the second text
+    assert supervised(masked, 0).int().tolist() == [[1, 1, 1, 0, 1, 1, 1]]
+    assert supervised(masked, 1).int().tolist() == [[0, 1, 1, 0, 0, 1, 1]]
+    assert supervised(masked, 2).int().tolist() == [[0, 0, 1, 0, 1, 0, 1]]
+    assert supervised(masked, 2, documents).int().tolist() == [[0, 0, 1, 0, 0, 0, 1]]
+    assert supervised(mask, 3).int().tolist() == [[0, 0, 0, 1, 1, 1, 1]]
+    assert supervised(mask, 3, documents).int().tolist() == [[0, 0, 0, 0, 0, 0, 1]]
+
+
+def test_columns_stand_where_they_score():
+    columns = torch.tensor([[[1.0], [2.0], [3.0]]])
+    assert at_index(columns, 0, 5).flatten().tolist() == [1, 2, 3, 0, 0]
+    assert at_index(columns, 2, 4).flatten().tolist() == [0, 0, 1, 2]
+    assert at_index(columns, 4, 4).flatten().tolist() == [0, 0, 0, 0]

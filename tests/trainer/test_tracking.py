@@ -9,7 +9,6 @@ import os
 import pty
 import struct
 import termios
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 import train
 from tests.commands import command
+from trainer import tracking
 from trainer.config import RunFault, TrainerConfig
 from trainer.losses import LossOutput
 from trainer.tracking import Progress, StepRecord, Tracker, Window
@@ -82,10 +82,11 @@ def report(progress, step):
     progress.report({"step": step, "loss": 1.5, "lr": 0.001, "tokens_per_s": 1234.4})
 
 
-def test_piped_progress_is_plain_lines_with_rate_and_time_left():
+def test_piped_progress_is_plain_lines_with_rate_and_time_left(monkeypatch):
     stream = io.StringIO()
+    clock = iter([50.0, 150.0])  # ten steps took 100 s
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(clock))
     progress = Progress(total=300, start=10, stream=stream)
-    progress._began = time.perf_counter() - 100  # ten steps took 100 s
     progress.advance()
     report(progress, 20)
     progress.close()
@@ -152,10 +153,25 @@ def test_a_window_looked_at_late_names_the_first_step_that_broke(tmp_path):
     assert load_file(folder / "nan_batch.safetensors")["input_ids"].item() == 2
 
 
-def test_denominators_other_than_announced_are_a_fault(tmp_path):
+def test_tokens_per_second_are_those_since_the_last_row_without_pauses(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(perf_counter=lambda: now))
     window = Window(Accelerator(cpu=True), tmp_path, object())
-    add(window, 0, 1.0, count=torch.tensor(3))
-    with pytest.raises(RunFault, match=r"returned the denominator 3\.0 at step 1, .* 2\.0"):
+    window.start(100)
+    now = 2.0
+    with window.paused():  # an evaluation
+        now = 7.0
+    now = 10.0
+    assert window.row(1, 150, 0.1)["tokens_per_s"] == 50 / 5
+    now = 12.0
+    assert window.row(2, 180, 0.1)["tokens_per_s"] == 30 / 2
+
+
+@pytest.mark.parametrize("count", [3.0, 2.001])
+def test_denominators_other_than_announced_are_a_fault(tmp_path, count):
+    window = Window(Accelerator(cpu=True), tmp_path, object())
+    add(window, 0, 1.0, count=torch.tensor(count, dtype=torch.float64))
+    with pytest.raises(RunFault, match=rf"returned the denominator {count} at step 1, .* 2\.0"):
         window.settle()
 
 

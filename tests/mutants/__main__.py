@@ -1,0 +1,154 @@
+"""Mistakes put into the code one at a time, to see that a test notices each.
+
+python -m tests.mutants [--only name ...] [--list] [--out results.json] [--timeout seconds]
+
+`table.toml` holds the mistakes. Each is made in a copy of the tracked files, where the tests named
+beside it run up to the first failure: the mutant is killed. One that SURVIVED is a missing test.
+Tests that pass no more, or never passed, without the mistake are an error, as is a mistake that
+ends pytest before its tests. With --out, what stands in the file and is unchanged is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    search: str  # occurs once in the file
+    replacement: str
+    tests: list[str] = field(default_factory=list)  # as pytest takes them
+    marker: str = ""  # of pytest's -m; else the default tests
+
+    def mutated(self, root: Path) -> str:
+        text = (root / self.file).read_text(encoding="utf-8")
+        if text.count(self.search) != 1:
+            raise ValueError(f"{self.name}: {text.count(self.search)} places in {self.file}")
+        return text.replace(self.search, self.replacement)
+
+
+def read_table(root: Path) -> list[Mutant]:
+    with (root / "tests" / "mutants" / "table.toml").open("rb") as file:
+        return [Mutant(**entry) for entry in tomllib.load(file)["mutant"]]
+
+
+def copy_of(root: Path, folder: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (root / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+
+
+def outcome(root: Path, mutant: Mutant, mutated: bool, timeout_s: float) -> tuple[str, str]:
+    """("killed" | "SURVIVED" | "error", by what)"""
+    marker = ["-m", mutant.marker] if mutant.marker else []
+    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *marker, *mutant.tests]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+        copy_of(root, Path(folder))
+        if mutated:
+            (Path(folder) / mutant.file).write_text(mutant.mutated(root), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words], cwd=folder, env=given | own, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return "killed", f"timed out after {timeout_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what a test has left running
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode == 0:
+        return "SURVIVED", ""
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.M)
+    if process.returncode == 1 or process.returncode < 0:
+        return "killed", first[1] if first else f"exit status {process.returncode}"
+    return "error", f"pytest ended with {process.returncode}: {' '.join(out.split()[-20:])}"
+
+
+def state_of(root: Path, mutant: Mutant) -> str:
+    """Of all that a result depends on that is likely to change."""
+    digest = hashlib.sha256(json.dumps(asdict(mutant), sort_keys=True).encode())
+    for name in sorted({mutant.file, *(test.partition("::")[0] for test in mutant.tests)}):
+        digest.update((root / name).read_bytes() if (root / name).is_file() else name.encode())
+    return digest.hexdigest()
+
+
+def run(root: Path, mutants: list[Mutant], out: Path | None, timeout_s: float) -> bool:
+    """Prints the table; whether every mutant was killed."""
+    known = json.loads(out.read_text()) if out and out.exists() else {}
+    baselines: dict[tuple[str, ...], tuple[str, str]] = {}
+    print("| mutant | file | result | by | seconds |\n| --- | --- | --- | --- | ---: |", flush=True)
+    for mutant in mutants:
+        state = state_of(root, mutant)
+        row = known.get(mutant.name, {})
+        if row.get("state") != state:
+            start = time.perf_counter()
+            key = (mutant.marker, *mutant.tests)
+            if key not in baselines:
+                baselines[key] = outcome(root, mutant, False, timeout_s)
+            result, by = baselines[key]
+            if result == "SURVIVED":  # the tests pass without the mistake
+                start = time.perf_counter()
+                result, by = outcome(root, mutant, True, timeout_s)
+            else:
+                result, by = "error", f"without the mistake: {by}"
+            seconds = round(time.perf_counter() - start, 1)
+            row = {"file": mutant.file, "result": result, "by": by, "seconds": seconds}
+            known[mutant.name] = row | {"state": state}
+            if out:
+                out.write_text(json.dumps(known, indent=1))
+        cells = (mutant.name, row["file"], row["result"], row["by"], f"{row['seconds']:.0f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return all(known[mutant.name]["result"] == "killed" for mutant in mutants)
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--only", nargs="+", metavar="name")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
+    given = parser.parse_args(arguments)
+    mutants = read_table(root)
+    if given.only:
+        unknown = set(given.only) - {mutant.name for mutant in mutants}
+        if unknown:
+            parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+        mutants = [mutant for mutant in mutants if mutant.name in given.only]
+    if given.list:
+        for mutant in mutants:
+            print(f"{mutant.name}: {mutant.file}, {' '.join(mutant.tests)}")
+        return 0
+    return 0 if run(root, mutants, given.out, given.timeout) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

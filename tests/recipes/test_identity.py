@@ -1,0 +1,130 @@
+"""What makes a run another one, or a stage that runs share: all that decides its weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from data.target import Target
+from data.traces import Trace
+from drafters.causal_lm import CausalLMDrafter
+from recipes.phases import shared
+from recipes.phases.generate import contents
+from recipes.phases.run import Run, claim
+from tests.commands import command
+from train import resolve
+from trainer import checkpoint, files
+from trainer.config import UserError
+from trainer.loop import make_accelerator
+
+
+def trace(prompt, response, fixed=()):
+    rest = ("target", "code", "c", 0, 0, 1.0, 0, 1.0, 0, "eos", "m", "t")
+    return Trace(prompt, response, *rest, fixed_ids=list(fixed))
+
+
+@pytest.fixture
+def given(tmp_path, tiny_target):
+    """What `shared.place` is given: run, settings of the stage by recipe and trainer, drafter and
+    text."""
+    config = resolve(command(tmp_path, "target"))[0]
+    accelerator = make_accelerator(config.trainer, cpu=True)
+    target = tiny_target("llama")
+    run = Run(config, accelerator, target, config.run_dir)
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    return [run, {"steps": 3}, config.trainer, drafter, [trace([5], [6])]]
+
+
+def with_target(given, target):
+    given[0] = dataclasses.replace(given[0], target=target)
+
+
+def with_config(given, section, **changed):
+    config = copy.deepcopy(given[0].config)
+    for name, value in changed.items():
+        setattr(getattr(config, section), name, value)
+    given[0] = dataclasses.replace(given[0], config=config)
+
+
+def with_another_drafter(given):
+    given[3] = copy.deepcopy(given[3])
+    with torch.no_grad():
+        next(given[3].parameters()).view(-1)[0] += 1
+
+
+# what is changed -> (how, whether a run of the same folder is another one too, and named by what)
+CHANGES = {
+    "settings of the recipe": (lambda g, _: g.__setitem__(1, {"steps": 4}), None),
+    "settings of the trainer": (
+        lambda g, _: g.__setitem__(2, dataclasses.replace(g[2], lr=0.5)), None,
+    ),
+    "weights of the target": (
+        lambda g, tiny: with_target(g, Target.load(str(tiny("llama", seed=1)))), "target",
+    ),
+    "chat template of the target": (
+        lambda g, tiny: with_target(g, Target.load(str(tiny("llama", chat_template=True)))), None,
+    ),
+    "starting drafter": (lambda g, _: with_another_drafter(g), "starting drafter"),
+    "prompts": (lambda g, _: g.__setitem__(4, [trace([7], [6])]), "training text"),
+    "responses": (lambda g, _: g.__setitem__(4, [trace([5], [7])]), "training text"),
+    "responses of the data set": (
+        lambda g, _: g.__setitem__(4, [trace([5], [6], [8])]), "training text",
+    ),
+    "seed": (lambda g, _: with_config(g, "run", seed=99), None),
+    "depth": (lambda g, _: with_config(g, "eval", K=2), None),
+    "kind of features": (lambda g, _: with_config(g, "data", features="cached"), None),
+    "dtype of features": (lambda g, _: with_config(g, "data", features_dtype="fp8"), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_shared_stage_is_found_by_all_that_decides_its_weights(given, tiny_folder, name):
+    before = shared.place(*given)
+    assert shared.place(*given) == before
+    CHANGES[name][0](given, tiny_folder)
+    assert shared.place(*given) != before
+
+
+def test_where_a_run_lies_and_how_often_it_saves_decide_nothing(given):
+    before = shared.place(*given)
+    with_config(given, "run", dir="elsewhere")
+    given[2] = dataclasses.replace(given[2], save_every=7, log_every=3)
+    assert shared.place(*given) == before
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if CHANGES[name][1]])
+def test_a_folder_is_not_gone_on_in_with_other_contents(given, tiny_folder, name):
+    """Although each has the name that it had."""
+    change, named = CHANGES[name]
+    claim(given[0], ["train.py"], contents(given[0], *given[3:]))
+    claim(given[0], ["train.py"], contents(given[0], *given[3:]))
+    before = {path: path.read_bytes() for path in given[0].folder.iterdir()}
+    change(given, tiny_folder)
+    with pytest.raises(UserError, match=f"was begun with another {named} under the same name"):
+        claim(given[0], ["train.py"], contents(given[0], *given[3:]))
+    assert {path: path.read_bytes() for path in given[0].folder.iterdir()} == before
+
+
+def test_a_shared_stage_that_is_damaged_is_named_and_not_taken(given, tmp_path, capsys):
+    run, drafter = given[0], given[3]
+    kept = shared.place(*given)
+    weights = checkpoint.step_dir(kept, 2)
+    checkpoint.write(weights, drafter.state_dict(), {"step": 2, "best_step": None})
+    files.write_json(kept / shared.FINISHED, {"step": 2, "best_step": None})
+    shared.take(run, kept, tmp_path / "whole")
+    assert checkpoint.is_whole(checkpoint.step_dir(tmp_path / "whole", 2))
+    path = weights / checkpoint.WEIGHTS
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    capsys.readouterr()
+    shared.take(run, kept, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+    assert f"checkpoint {weights} is damaged" in capsys.readouterr().out
+    for text in ("", "[]", "{}"):
+        (kept / shared.FINISHED).write_text(text)
+        shared.take(run, kept, tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
+        assert f"{kept}" in capsys.readouterr().out

@@ -1,0 +1,191 @@
+"""Files and folders that are whole, or were never there, and JSON that is checked when it is read.
+
+A power loss may leave a file empty that was renamed before its bytes were on the disk, and a name
+may be lost that was not synced in its folder: both are synced before a writer returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunFault, UserError
+from trainer.lock import lock
+
+MARKER = ".draftsmith.json"  # in a folder of ours: the size and SHA-256 of every file as written
+UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError)  # another name is needed
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace a file in one step: a reader, also one after a power loss, sees the old content or
+    the new one. Raises RunFault where the disk is full or closed, UserError where a part of the
+    path is no folder."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror or error
+        if isinstance(error, UNUSABLE):
+            raise UserError(f"cannot write {path} ({reason}): choose another folder") from error
+        raise RunFault(
+            f"cannot write {path}: {reason}; what was finished is kept: remove the cause and run "
+            "the same command again"
+        ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_atomic`; keys must be text and numbers finite."""
+    write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, remedy: str, kind: type = dict) -> Any:
+    """The content of a JSON file, a table unless another `kind` is asked for. `remedy`: what to do
+    where the file is missing, damaged or holds something else, for the UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, " ".join(str(error).split())[:200], remedy) from error
+    if not isinstance(content, kind):
+        what = f"it must hold a {kind.__name__}, got a {type(content).__name__}"
+        raise damaged(path, what, remedy)
+    return content
+
+
+def damaged(path: Path, what: str, remedy: str) -> UserError:
+    return UserError(f"{path} is damaged ({what}); {remedy}")
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """{"bytes", "sha256"} of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | Path, ours: bool = False) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` if the block ends without an error.
+
+    What is there already is replaced, only then, and only if it was written here and nobody has
+    changed it or put a file beside. Any other folder is refused by the name of such a file. `ours`:
+    the folder belongs to a run of this command, so that one without a marker was made by an earlier
+    version; it is moved aside. Raises UserError and RunFault; while another process writes the
+    same folder, UserError."""
+    folder = Path(os.path.realpath(folder))  # a link stays a link
+    foreign = _foreign(folder)
+    if foreign is not None and not ours:
+        raise UserError(f"{folder} holds {foreign}: name a new folder, or move it away")
+    said = f"{folder} is being written by another process: wait for it, or name another folder"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held = folder.with_name(f".{folder.name}.lock")
+        with lock(held, said):
+            partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+            try:
+                _recover(folder)
+                partial.mkdir()
+                yield partial
+                write_json(partial / MARKER, {"files": _content(partial)})
+                for path in (*partial.rglob("*"), partial):
+                    sync(path)
+                _replace(folder, partial)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                held.unlink(missing_ok=True)
+    except UNUSABLE as error:
+        raise UserError(
+            f"cannot write {folder} ({error.strerror}): choose another folder"
+        ) from error
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    """The old one is there until the new one stands."""
+    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+    foreign = _foreign(folder)  # what somebody has put there meanwhile
+    if foreign is not None:
+        replaced = _aside(folder)
+        print(f"{folder} holds {foreign}: moved to {replaced}")
+    try:
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+    except OSError:
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        raise
+    sync(folder.parent)
+    if foreign is None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    number = 1
+    while (place := folder.with_name(f"{folder.name}-before-{number}")).exists():
+        number += 1
+    return place
+
+
+def _recover(folder: Path) -> None:
+    """What processes have left that died on the way: nobody else writes now."""
+    for stale in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.replaced-*")):
+        if not folder.exists():  # it died between its two renames
+            stale.rename(folder)
+        shutil.rmtree(stale, ignore_errors=True)
+    for stale in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
+
+
+def _foreign(folder: Path) -> str | None:
+    """What keeps a folder from being replaced, in words; None where nothing does."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        return "no files: it is one itself"
+    entries = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    if not entries:
+        return None
+    if MARKER not in entries:
+        return f"files that were not exported here ({next(iter(entries))})"
+    try:
+        written = read_json(folder / MARKER, "")["files"]
+        for name, path in entries.items():
+            if path.is_symlink() or not (path.is_dir() or name == MARKER or name in written):
+                return f"a file that was not exported here ({name})"
+            if path.is_file() and name != MARKER and fingerprint(path) != written[name]:
+                return f"a file that was changed since it was exported ({name})"
+    except (UserError, KeyError, TypeError) as error:
+        return f"a damaged {MARKER} ({error})"
+    return None
