@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
             report.show(finished, config.run_dir)
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     return 0
 
 

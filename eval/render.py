@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,17 +69,17 @@ def to_markdown(blocks: list[Block]) -> str:
     parts = []
     for block in blocks:
         if isinstance(block, Heading):
-            parts.append(f"{'#' * block.level} {_escape_markdown(block.text)}")
+            parts.append(f"{'#' * block.level} {escape_markdown(block.text)}")
         elif isinstance(block, Text):
-            parts.append(_escape_markdown(block.text))
+            parts.append(escape_markdown(block.text))
         elif isinstance(block, Bullets):
-            parts.append("\n".join(f"- {_escape_markdown(item)}" for item in block.items))
+            parts.append("\n".join(f"- {escape_markdown(item)}" for item in block.items))
         elif isinstance(block, Table):
             lines = [_markdown_row(block.headers)]
             side = " --- |" if len(block.headers) == 2 else " ---: |"
             lines.append("| --- |" + side * (len(block.headers) - 1))
             for index, row in enumerate(block.rows):
-                cells = [_escape_markdown(cell) for cell in row]
+                cells = [escape_markdown(cell) for cell in row]
                 if index in block.strong:
                     cells[0] = f"**{cells[0]}**"
                 lines.append("| " + " | ".join(cells) + " |")
@@ -109,14 +110,30 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> list[list[str]]:
 
 
 def _markdown_row(cells: list[str]) -> str:
-    return "| " + " | ".join(_escape_markdown(cell) for cell in cells) + " |"
+    return "| " + " | ".join(escape_markdown(cell) for cell in cells) + " |"
 
 
-def _escape_markdown(text: str) -> str:
-    text = " ".join(html.escape(text, quote=False).split())
-    for mark in "\\|`*":
-        text = text.replace(mark, f"\\{mark}")
-    return text
+def escape_markdown(text: str) -> str:
+    """Text that Markdown, with GitHub's tables and links of bare addresses, shows as it stands and
+    on one line: no link, image, HTML or block comes of it, whoever chose the words. A mark that
+    does nothing where it stands, as in `[2.80, 3.02]` or `max_new_tokens`, is left readable."""
+    text = " ".join(text.split())
+    text = html.escape("".join(c for c in text if c.isprintable()), quote=False)
+    text = _LIST_NUMBER.sub(r"\1\\\2", _MARKS.sub(r"\\\g<0>", text))
+    return _MENTION.sub("@\N{WORD JOINER}", text)
+
+
+_MARKS = re.compile(
+    r"[\\`*|$]"
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis never begins or ends inside a word
+    r"|(?<=\S)~|~(?=~)"  # struck out; a fence of code
+    r"|!(?=\[)|\](?=[(\[:])"  # ![image](address), [text](address), [text][name], [name]: address
+    r"|:(?=//)|(?<=www)\."  # bare addresses
+    r"|^(?:#(?=#{0,5}(?:\s|$))|[-+](?=\s|$)|[-=](?=[-=\s]*$))",  # a heading, a list, a rule
+    re.IGNORECASE,
+)
+_LIST_NUMBER = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
+_MENTION = re.compile(r"(?<!\w)@(?=\w)|@(?=[\w-]+\.\w)")  # is found even if escaped
 
 
 def _html_block(block: Block) -> str:

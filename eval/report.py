@@ -23,6 +23,7 @@ from eval.report_tables import main_tables
 from trainer.checks import is_file
 from trainer.config import UserError
 from trainer.files import write_atomic
+from trainer.redaction import shown
 
 SCHEMA = 1
 COUNTING = "emitted_per_target_forward"
@@ -74,12 +75,13 @@ def build_report(
     comparisons: list[Row],
     series: list[Row],
 ) -> dict[str, Any]:
-    """The content of report.json, checked. Rows are put in the order they are shown in."""
+    """The content of report.json, checked. Rows are put in the order they are shown in; secrets and
+    the places of files on this machine are left out."""
     rows = sorted(results, key=_order)
     report = {"schema": SCHEMA, "run": run, "target": target, "drafter": drafter,
               "results": rows, "comparisons": comparisons, "series": series}  # fmt: skip
     check_report(report, "the report")
-    return report
+    return shown(report)
 
 
 def check_report(report: Any, source: str) -> None:

@@ -34,6 +34,7 @@ from eval.report_rows import draft_shape, label, num_nodes
 from eval.report_tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from trainer.config import UserError, suggest
 from trainer.files import write_atomic
+from trainer.redaction import hide
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
 OF_NO_RUN = ("prompt_lookup", "target")
@@ -208,5 +209,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
         sys.exit(2)

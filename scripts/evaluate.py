@@ -18,10 +18,12 @@ from typing import Any
 from data.prompts import Prompt
 from drafters.load import load_drafter
 from eval.report import build_report, write_report
+from eval.report_rows import ORDER, REFERENCES
 from recipes import base
 from recipes.phases import generate, report, run
 from trainer.checks import require_folder
 from trainer.config import Config, EvalConfig, UserError, compose, is_address, load_yaml
+from trainer.redaction import shown
 
 # of data.* what decides the held-out prompts, and where and how the target's text is generated
 READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
@@ -42,7 +44,7 @@ def resolve(arguments: list[str]) -> Config:
     if not isinstance(recipe, str):
         raise UserError(f"{stored} names no recipe: it is damaged, or no configuration of a run")
     method = base.load(recipe)[0].Config
-    config = compose(recipe, method, stored, arguments, script_keys=("out",))
+    config = compose(recipe, method, stored, arguments, script_keys=("out",), reads=READS)
     asked = {word.partition("=")[0] for word in arguments}
     # the folder may come from somebody else
     if "model.trust_remote_code" not in asked:
@@ -58,7 +60,9 @@ def resolve(arguments: list[str]) -> Config:
 def measure(
     this: run.Run, drafter: Any, prompts: list[Prompt], folder: Path, arguments: list[str]
 ) -> None:
-    name = str(this.config.eval.drafter)
+    name = shown(str(this.config.eval.drafter))
+    if name in (*ORDER, *REFERENCES):  # a folder called like another row
+        name = f"./{name}"
     drafters = {name: drafter, **report.baselines(this, drafter)}
     measured = report.measure(this, drafters, prompts, name)
     content = build_report(
@@ -106,7 +110,7 @@ def main(arguments: list[str]) -> int:
             measure(this, drafter, prompts, folder, arguments)
         this.target.meet()
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     return 0
 
 

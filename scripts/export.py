@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
             trust,
         )
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     print(f"exported: {out}")
     return 0
 

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
                 f"{generate.training_folder(this, prompts)}"
             )
     except Exception as error:
-        return run.fail(error)
+        return run.fail(error, arguments)
     return 0
 
 

@@ -7,9 +7,10 @@ a head; a drafter that no engine loads (Hydra, a bank) goes in this project's ow
 on the Hub then stands wherever a drafter is named, such as `eval.drafter=user/name`. A target that
 was trained with its heads (Medusa-2) gets a repository of its own, user/name-target.
 
-A new repository is private unless script.private=false; one that exists keeps its visibility. The
-token is the one of `hf auth login` or HF_TOKEN; it is never shown. Run again, the same command
-replaces the files.
+A new repository is private unless script.private=false; nothing private goes to one that is public
+already. Report and card lose what they say of this machine's folders, and a file that holds a token
+or a secret of the environment stops the upload. The token is the one of `hf auth login` or
+HF_TOKEN; it is never shown. Run again, the same command replaces the files.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from shutil import copy2, copytree
+from shutil import copy2, copytree, ignore_patterns
 from typing import Any
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from trainer.config import UserError, parse_overrides
+from trainer.files import MARKER
+from trainer.redaction import hide, leaks, shown
 
 # in a run's folder, first come first served; the last is no engine's but our own
 DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "drafter")
 TARGET = "export/vllm/target"
 REPORTS = ("report.md", "report.json", "report.html")
 KEYS = ["script.run", "script.repo", "script.private"]
+LINKED_BYTES = 1 << 26  # larger files are linked, not copied, to be uploaded
 
 
 def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
-    """Upload in one commit a repository; returns their addresses. `api` has `create_repo` and
-    `upload_folder` of `huggingface_hub.HfApi`."""
+    """Upload in one commit a repository; returns their addresses. `api` has `repo_info`,
+    `create_repo` and `upload_folder` of `huggingface_hub.HfApi`."""
     if not run.is_dir():
         raise UserError(f"script.run: there is no folder {str(run)!r}")
     missing = [name for name in REPORTS if not (run / name).exists()]
@@ -51,18 +55,30 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
         validate_repo_id(f"{repo}-target")
     except HFValidationError as error:
         raise UserError(f"script.repo must have the form user/name, got {repo!r}") from error
+    if "/" not in repo:
+        raise UserError(f"script.repo must have the form user/name, got {repo!r} without a user")
     target = run / TARGET
     with tempfile.TemporaryDirectory() as scratch:
-        staged = Path(scratch) / "repository"
-        copytree(folder, staged)
+        staged = Path(scratch) / "drafter"
+        _stage(folder, staged)
         for name in REPORTS:
             copy2(run / name, staged / name)
         for path in (run / "drafter").glob("acceptance_head.*"):  # a head that no engine reads
             copy2(path, staged / path.name)
-        card = staged / "README.md"
-        if target.exists() and card.exists():  # it names a folder of this machine
-            card.write_text(card.read_text().replace(str(target), f"{repo}-target"))
-        uploads = {repo: staged} | ({f"{repo}-target": target} if target.exists() else {})
+        uploads = {repo: staged}
+        if target.exists():
+            uploads[f"{repo}-target"] = Path(scratch) / "target"
+            _stage(target, uploads[f"{repo}-target"])
+            card = staged / "README.md"
+            if card.exists():  # it names a folder of this machine
+                text = card.read_text(encoding="utf-8").replace(str(target), f"{repo}-target")
+                text = re.sub(rf"[^\s\"'`]*\b{TARGET}\b", f"{repo}-target", text)
+                card.write_text(text, encoding="utf-8")
+        for content in uploads.values():
+            clean(content)
+        if private:
+            for name in uploads:
+                refuse_public(name, api)
         addresses = []
         for name, content in uploads.items():
             addresses.append(str(api.create_repo(name, private=private, exist_ok=True)))
@@ -72,12 +88,63 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
     return addresses
 
 
-def masked(text: str, *secrets: str | None) -> str:
-    """`text` on one line, without `secrets` and anything that looks like a token."""
-    for secret in filter(None, secrets):
-        text = text.replace(secret, "***")
-    text = re.sub(r"\bhf_\w{8,}|(?<=Bearer )\S+", "***", text)
-    return " ".join(text.split())
+def _stage(folder: Path, staged: Path) -> None:
+    """Without the marker, which knows the card as it was written."""
+    copytree(folder, staged, copy_function=_copy, ignore=ignore_patterns(MARKER))
+
+
+def _copy(source: str, destination: str) -> None:
+    if Path(source).stat().st_size < LINKED_BYTES:
+        copy2(source, destination)
+    else:
+        Path(destination).symlink_to(Path(source).resolve())
+
+
+def refuse_public(name: str, api: Any) -> None:
+    """`create_repo` leaves a repository that exists as it is, whatever it is asked for."""
+    try:
+        public = not api.repo_info(name).private
+    except RepositoryNotFoundError:
+        return
+    if public:
+        raise UserError(
+            f"script.private=true, but {name} is public already: set script.private=false, or name "
+            "another repository"
+        )
+
+
+def clean(folder: Path) -> None:
+    """Leave out of report and card where files lie here; refuse what no one else may read."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        text = _text(path)
+        if name in ("README.md", *REPORTS) and text != (without := shown(text)):
+            text = without
+            path.write_text(text, encoding="utf-8")
+        for what, place in leaks(text):
+            keys = re.findall(r'"([^"\\]{1,80})"\s*:', text[:place])
+            where = f"key {keys[-1]!r}" if keys else f"line {text.count(chr(10), 0, place) + 1}"
+            raise UserError(
+                f"script.run: {name} holds {what} ({where}): take it out of the run's folder, then "
+                "push again"
+            )
+
+
+def _text(path: Path) -> str:
+    """What can be read in the file: all of it, of safetensors the header, of other weights ''."""
+    try:
+        if path.suffix != ".safetensors":
+            return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return file.read(min(size, path.stat().st_size)).decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _line(text: str) -> str:
+    """On one line, without a token: that of `hf auth login` stands in no variable."""
+    return " ".join(hide(text, [f"token={get_token() or ''}"]).split())
 
 
 def main(arguments: list[str], api: Any = None) -> int:
@@ -93,14 +160,14 @@ def main(arguments: list[str], api: Any = None) -> int:
             Path(str(given["script.run"])), str(given["script.repo"]), private, api or HfApi()
         )
     except UserError as error:
-        print(f"error: {masked(str(error), get_token())}", file=sys.stderr)
+        print(f"error: {_line(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:  # whatever the network raises: its text may quote a header
-        reason = masked(f"{type(error).__name__}: {error}", get_token())
+        reason = _line(f"{type(error).__name__}: {error}")
         print(f"error: upload failed: {reason[:500]}", file=sys.stderr)
         return 3
     for address in addresses:
-        print(f"uploaded: {masked(address, get_token())}")
+        print(f"uploaded: {_line(address)}")
     return 0
 
 

@@ -31,6 +31,7 @@ from data import request_file
 from data.request_proxy import DAY_S, RequestProxy
 from trainer.checks import is_file
 from trainer.config import RunFault, UserError, parse_overrides, require
+from trainer.redaction import hide
 
 KEYS = ("server", "port", "log", "host", "token_ids", "allowed_hosts", "max_body_mb", "keep_days",
         "forget")  # fmt: skip
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
         else:
             delete(Path(given["log"]), given.get("keep_days"), given.get("forget"))
     except (UserError, RunFault) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error), arguments)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
     return 0
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import html
+import io
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 import train
 from data.target import load_causal_lm
+from recipes.phases import run
+from scripts import evaluate
 from tests.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import UserError
+from trainer.config import UserError, compose, to_yaml
+from trainer.redaction import MARK, shown_command
 
 SECRETS = {"HF_TOKEN": "hf_secretsecretsecret", "OPENAI_API_KEY": "sk-secretsecret",
            "WANDB_API_KEY": "f" * 40}  # fmt: skip
@@ -85,14 +94,223 @@ def test_names_in_a_prompt_file_are_only_text(tiny_folder, tmp_path):
     assert "<script>alert" not in (folder / "run" / "report.html").read_text()
 
 
-def test_no_secret_is_written_or_shown(tiny_folder, tmp_path, monkeypatch, capfd):
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    words = command(tmp_path, tiny_folder("llama"), "eval.temperatures=0", "method.control=false")
-    assert train.main(words) == 0
-    shown = capfd.readouterr()
-    texts = [shown.out.encode(), shown.err.encode()]
-    texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+# where a run takes free keys or free text, and goes on; the names are read by the target's template
+TEMPLATE = "{% if hf_token or api_key or note %}{% endif %}"
+PLAIN = "opaque-and-of-no-known-form"
+GIVEN = {
+    "data.chat_template_kwargs": "{hf_token: %s, api_key: [%s], note: see http://me:%s@host/}",
+    "data.system_prompt": "%s",
+}
+ROTATED = ("ghp_" + "a1b2" * 9, PLAIN, "pass-word", "glpat-abcdefghij0123456789")
+FIRST = ("hf_" + "A1b2" * 8, PLAIN[::-1], "first-password", "sk-ant-api03-abcdefghij")
+OF_THE_ENVIRONMENT = "a-value-of-the-environment-that-names-no-secret"
+
+
+def secret_words(folder, tiny_folder, secrets):
+    chat, own = Path(tiny_folder("llama", chat_template=True)), folder / "of-a-model"
+    if not own.exists():
+        shutil.copytree(chat, own)
+        template = own / "chat_template.jinja"
+        template.write_text(TEMPLATE + template.read_text())
+    given = {key: value % secrets[3 * i : 3 * i + 3] for i, (key, value) in enumerate(
+        GIVEN.items())}  # fmt: skip
+    return command(
+        folder, own, "eval.temperatures=0", "method.control=false", "trainer.wandb=offline",
+        *(f"{key}={value}" for key, value in given.items()),
+    )  # fmt: skip
+
+
+def said(main, words):
+    """(exit code, all that the command shows)."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = main(words)
+    return code, shown.getvalue()
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory, tiny_folder):
+    """A run with secrets wherever it takes some: its folder, its words and what it showed."""
+    folder = tmp_path_factory.mktemp("hidden") / "of-this-machine"
+    words = secret_words(folder, tiny_folder, FIRST)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SECRETS, "A_VARIABLE": OF_THE_ENVIRONMENT}.items():
+            patch.setenv(name, value)
+        code, shown = said(train.main, words)
+    assert code == 0, shown
+    return folder, words, shown
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_secret_is_written_or_shown(hidden):
+    folder, _, shown = hidden
+    texts = {"shown": shown.encode(), **files_of(folder)}
     assert len(texts) > 20
-    for value in SECRETS.values():
-        assert not any(value.encode() in text for text in texts)
+    for value in (*SECRETS.values(), *FIRST):
+        assert not [name for name, text in texts.items() if value.encode() in text], value
+    run = folder / "run"
+    for name in ("config.yaml", "run.json", "report.json", "export/transformers/README.md"):
+        assert MARK in (run / name).read_text(), name
+    assert html.escape(MARK) in (run / "report.html").read_text()
+    assert html.escape(MARK) in (run / "report.md").read_text()
+
+
+def test_what_others_may_read_does_not_say_where_files_lie(hidden):
+    folder, words, _ = hidden
+    run = folder / "run"
+    public = [run / "run.json", *run.glob("report.*"), *(run / "export").rglob("*"),
+              *(run / "drafter").rglob("*")]  # fmt: skip
+    public = [path for path in public if path.is_file()]
+    assert len(public) > 10
+    for path in public:
+        assert folder.parent.name.encode() not in path.read_bytes(), path
+    report = json.loads((run / "report.json").read_text())
+    assert report["target"]["name"] == "of-a-model"
+    assert {row["prompts"]["name"] for row in report["results"]} == {"eval.jsonl"}
+    assert f"data.prompts={folder / 'train.jsonl'}" in words
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["data"]["prompts"] == str(folder / "train.jsonl")  # it can be run again
+
+
+def test_wandb_is_given_the_configuration_and_nothing_of_this_machine(hidden):
+    folder, words, _ = hidden
+    found = files_of(folder / "run" / "wandb")
+    records = [path for path in found if path.suffix == ".wandb"]
+    assert len(records) == 2  # of the training and of the report
+    for path in records:
+        assert MARK.encode() in found[path]
+        assert b'"num_prompts":8' in found[path]
+        assert b"train.jsonl" in found[path]
+    own = [folder.parent.name, sys.executable, str(ROOT), words[3], OF_THE_ENVIRONMENT,
+           "first batch, row 0"]  # fmt: skip
+    for path, content in found.items():
+        assert OF_THE_ENVIRONMENT.encode() not in content, path
+        if not path.name.startswith("debug"):  # W&B's own log stays here
+            assert not [value for value in own if value.encode() in content], path
+    assert not [path for path in found if path.name in ("output.log", "wandb-metadata.json")]
+
+
+def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):
+    folder, words, _ = hidden
+    rotated = secret_words(folder, tiny_folder, ROTATED)
+    assert rotated != words
+    code, shown = said(train.main, rotated)
+    assert (code, "report: " in shown) == (0, True), shown
+    nameless = [[w for w in some if not w.startswith("run.dir=")] for some in (words, rotated)]
+    first, second = (train.resolve(some)[0] for some in nameless)
+    assert first.run_dir == second.run_dir
+    assert first.data.chat_template_kwargs["hf_token"] == FIRST[0]  # the run itself has it
+    other = [word.replace("note: see", "note: watch") for word in rotated]
+    code, shown = said(train.main, other)
+    assert code == 2
+    assert "data.chat_template_kwargs differ" in shown
+
+
+def test_a_stored_configuration_asks_for_its_secrets_again(hidden):
+    folder, words, _ = hidden
+    asked = [f"eval.drafter={folder / 'run' / 'drafter'}", "dry_run=true"]
+    for key in (*GIVEN, None):
+        code, shown = said(evaluate.main, asked)
+        if key is None:
+            assert code == 0, shown
+            return
+        missing = next(name for name in reversed(GIVEN) if f"{name}=" not in " ".join(asked))
+        assert code == 2
+        assert shown == (
+            f"error: {missing} holds a secret, which a stored configuration leaves out: pass it "
+            f"again on the command line as {missing}=...\n"
+        )
+        asked.append(next(word for word in words if word.startswith(f"{missing}=")))
+
+
+NOT_RUN_HERE = [
+    ["data.engine=vllm", "data.engine_options={hf_token: SECRET, api_key: [SECRET], a: {k: 1}}"],
+    ["model.quantization={quant_method: awq, secret: SECRET}"],
+    ["model.device_map={apiKey: SECRET}"],
+    ["model.device_map=auto", "model.max_memory={0: 1GiB, password: SECRET}"],
+    ["recipe=gto", "trainer.lr_warmup_steps=0", "method.base_options={api_token: SECRET}"],
+    ["data.stop_strings=[Bearer SECRET]"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NOT_RUN_HERE, ids=lambda words: words[-1].partition("=")[0])
+def test_no_secret_of_a_configuration_is_shown_stored_or_part_of_its_identity(words, tmp_path):
+    def made(secret):
+        given = [word.replace("SECRET", secret) for word in words]
+        recipe = [] if words[0].startswith("recipe=") else ["recipe=distillspec"]
+        taken = {word.partition("=")[0] for word in [*recipe, *given]}
+        rest = command(tmp_path, "assets/toy/target")
+        rest = [word for word in rest if word.partition("=")[0] not in {*taken, "recipe"}]
+        return [*recipe, *given, *(word for word in rest if not word.startswith("method."))]
+
+    first = made("opaque-one")
+    code, shown = said(train.main, [*first, "dry_run=true"])
+    assert code == 0, shown
+    config = train.resolve(first)[0]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    written = (tmp_path / "config.yaml").read_text()
+    for text in (shown, written, shown_command(first), json.dumps(config.identity())):
+        assert "opaque-one" not in text
+        assert MARK in text
+    assert config.hash() == train.resolve(made("opaque-two"))[0].hash()
+    with pytest.raises(UserError, match="holds a secret, which a stored configuration leaves out"):
+        compose(config.recipe, type(config.method), tmp_path / "config.yaml", [])
+
+
+WRONG = [
+    ["data.engine_options={hf_token: SECRET}"],
+    ["data.servers=['http://me:SECRET@host']"],
+    ["data.servers=[me:SECRET@host]", "data.engine=openai"],
+    ["data.servers=['http://h/?key=SECRET']", "data.engine=openai"],
+    ["eval.engine=http://me:SECRET@host:8000"],
+    ["model.max_memory={api_key: SECRET}"],
+    ["model.quantization={api_key: SECRET}"],
+    ["model.quantization={api_key: SECRET"],
+    ["model.device_map=[{token: SECRET}]"],
+    ["data.system_prompt=Bearer SECRET", "dry_run=maybe"],
+    ["data.prompts=https://me:SECRET@host/x.jsonl"],
+    ["recipe=fastdraft", "method.corpus={'https://host/x?token=SECRET': 1}"],
+    ["recipe=fastdraft", "method.corpus={'org/name#token=SECRET': 1}"],
+    ["hf_token=SECRET"],
+    ["--hf-token=SECRET"],
+    ["method.data_mix={token: SECRET}"],
+]
+
+
+def test_a_secret_that_an_evaluation_does_not_read_is_not_asked_for(tmp_path):
+    words = ["data.engine=vllm", "data.engine_options={api_key: SECRET}", "eval.engine=own"]
+    config = train.resolve(["recipe=distillspec", *words])[0]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "drafter.json").write_text("{}")
+    asked = evaluate.resolve([f"eval.drafter={tmp_path / 'drafter'}"])
+    assert asked.data.engine_options == {"api_key": MARK}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=lambda words: words[-1].partition("=")[0])
+def test_an_error_does_not_repeat_a_secret(words):
+    given = [word.replace("SECRET", "opaque.one") for word in words]
+    if not given[0].startswith("recipe="):
+        given.insert(0, "recipe=distillspec")
+    code, shown = said(train.main, [*given, "dry_run=true"] if "dry" not in given[-1] else given)
+    assert code == 2, shown
+    assert shown.splitlines()[-1].startswith("error: ")
+    assert "opaque.one" not in shown
+
+
+def test_an_error_of_ours_shows_its_lines_and_no_secret(monkeypatch, capsys):
+    def fails(words):
+        raise KeyError(f"the service says {words[0].partition(': ')[2][:-1]} is too old")
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["x", "data.engine_options={api_key: opaque}"])
+    with pytest.raises(KeyError) as raised:
+        run.end(fails)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    shown = capsys.readouterr().err
+    assert 'raise KeyError(f"the service says' in shown
+    assert f"KeyError: 'the service says {MARK} is too old'" in shown
+    assert "opaque" not in shown

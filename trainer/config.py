@@ -34,6 +34,7 @@ from trainer.checks import (
 )
 from trainer.checks import RunFault as RunFault  # errors are imported from here everywhere
 from trainer.checks import is_address as is_address
+from trainer.redaction import MARK, redacted
 
 
 def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -337,14 +338,16 @@ class Config:
     script: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for section, values in self.to_dict().items():
+        for section, values in dataclasses.asdict(self).items():
             check_values(section, values)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """To be stored, shown and compared: without its secrets."""
+        return redacted(dataclasses.asdict(self))
 
     def identity(self) -> dict[str, Any]:
-        """All that can change a number: not where the run lies, nor how often it saves."""
+        """All that can change a number: not where the run lies, how often it saves, or what a
+        secret is."""
         kept = json.loads(json.dumps(self.to_dict()))
         for key in ("dry_run", "script"):
             kept.pop(key)
@@ -451,8 +454,11 @@ def compose(
     recipe_yaml: Path | None,
     arguments: list[str],
     script_keys: tuple[str, ...] = (),
+    reads: Collection[str] | None = None,
 ) -> Config:
-    """Defaults, the recipe's YAML, then `arguments`; every check that needs no model is done."""
+    """Defaults, the recipe's YAML, then `arguments`; every check that needs no model is done. A
+    secret that a stored configuration leaves out is asked for; `reads`: only in these keys and
+    sections."""
     known = known_keys(method, script_keys)
     schema = {
         name: OmegaConf.structured(section)
@@ -464,7 +470,7 @@ def compose(
     OmegaConf.set_struct(tree, True)
     layers = []
     if recipe_yaml is not None:
-        layers.append((str(recipe_yaml), _flatten(load_yaml(recipe_yaml))))
+        layers.append((str(recipe_yaml), _flatten(load_yaml(recipe_yaml), known)))
     layers.append(
         (
             "command line",
@@ -500,6 +506,14 @@ def compose(
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
         plain[section][name] = mapping
+    for section in (*_SECTIONS, "method"):
+        for name, value in plain[section].items():
+            key = f"{section}.{name}"
+            if MARK in str(value) and (reads is None or section in reads or key in reads):
+                raise UserError(
+                    f"{key} holds a secret, which a stored configuration leaves out: pass it again "
+                    f"on the command line as {key}=..."
+                )
     sections = {
         name: section(**plain[name]) for name, section in {**_SECTIONS, "method": method}.items()
     }
@@ -535,19 +549,20 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(nested: dict[str, Any], known: list[str], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in MAPPINGS:
-            flat |= _flatten(value, f"{name}.")
+        if isinstance(value, dict) and name not in known:
+            flat |= _flatten(value, known, f"{name}.")
         else:
             flat[name] = value
     return flat
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `compose` reads it back to the same one."""
+    """The resolved configuration; `compose` reads it back to the same one, once the command line
+    gives the secrets again."""
     tree = config.to_dict()
     for key in ("dry_run", "script"):
         tree.pop(key)

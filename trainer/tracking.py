@@ -29,6 +29,7 @@ from trainer.checkpoint import save_batches
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
+from trainer.redaction import shown
 
 
 class Tracker:
@@ -131,10 +132,21 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
     settings: dict[str, Any] = {
         "project": config.wandb_project,
         "name": name,
-        "config": resolved,
+        "config": shown(resolved, folder),
         "dir": str(folder),
         "id": id_file.read_text().strip(),
-        "settings": wandb.Settings(silent=True),
+        # nothing that W&B collects by itself: the terminal (prompts are previewed there), the words
+        # of the command, names of host, user and folders, the address of the git remote
+        "settings": wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            host="",
+            program="train.py",
+        ),
     }
     try:
         if config.wandb == "online":

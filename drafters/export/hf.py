@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from data.target import eos_ids as default_eos_ids
 from drafters.acceptance_head import AcceptanceHead
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
+from trainer.redaction import shown
 
 LOGITS_TOLERANCE = (
     1e-5  # relative; zero for equal widths, a wider matrix product may round otherwise
@@ -185,16 +188,18 @@ def model_card(
     note: str = "",
 ) -> str:
     """README.md of an export: what it is, with a `note`, what was measured, how to serve it.
-    `table`: the report's rows as a Markdown table; `license`: only where it is known, the target's
+    No secret and no place on this machine is in it. `table`: the report's rows as a Markdown table,
+    escaped; `license`: only where it is known, the target's
     may bind; `method`: vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what
     it was written for."""
     head = method != "draft_model"
     about: dict[str, Any] = {}
+    hub_id, target = is_hub_id(target), _line(shown(target))
     if not head:  # the library with a loader for it
         about["library_name"] = "transformers"
     if license:
         about["license"] = license
-    if is_hub_id(target):
+    if hub_id:
         about["base_model"] = target
     measured = _measured((report or {}).get("results", []))
     if measured:  # shown by the Hub as the `model-index`
@@ -205,11 +210,13 @@ def model_card(
         **about,
     )
     trained = (
-        f", trained with draftsmith's `{recipe}` recipe" if recipe else ", trained with draftsmith"
+        f", trained with draftsmith's {code(recipe)} recipe"
+        if recipe
+        else ", trained with draftsmith"
     )
     run = (report or {}).get("run", {})
     provenance = "".join(
-        f"- {label}: `{run[key]}`\n"
+        f"- {label}: {code(shown(str(run[key])))}\n"
         for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
         if run.get(key)
     )
@@ -222,9 +229,9 @@ def model_card(
 {front.to_yaml()}
 ---
 
-# Drafter for {target}
+# Drafter for {code(target)}
 
-{KINDS[method]} for speculative decoding with `{target}`{trained}.
+{KINDS[method]} for speculative decoding with {code(target)}{trained}.
 It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
 target's own. It is of no use alone.{note and " " + note}
 
@@ -234,9 +241,21 @@ target's own. It is of no use alone.{note and " " + note}
 {chr(10) + provenance if provenance else ""}
 ## Serve
 
-`DRAFTER` is this folder or its name on the Hub; `{target}` is the target it was trained for.
+`DRAFTER` is this folder or its name on the Hub; {code(target)} is the target it was trained for.
 {loaders}
 {commands}"""
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def code(text: str) -> str:
+    """`text` as inline code of Markdown, on one line, whatever is in it."""
+    text = _line(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " * text.startswith("`") or " " * text.endswith("`")
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def _measured(rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
@@ -247,12 +266,12 @@ def _measured(rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
             continue
         shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
         config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
+        prompts = _line(shown(row["prompts"]["name"]))
         for name in ("tokens_per_round", "alpha"):
             if row.get(name) is not None:
                 found.append(EvalResult(
-                    task_type="text-generation", dataset_type=row["prompts"]["name"],
-                    dataset_name=row["prompts"]["name"], metric_type=name,
-                    metric_value=round(row[name], 4), metric_name=name,
+                    task_type="text-generation", dataset_type=prompts, dataset_name=prompts,
+                    metric_type=name, metric_value=round(row[name], 4), metric_name=name,
                     metric_config=config,
                 ))  # fmt: skip
     return found
@@ -272,8 +291,8 @@ def _serve_transformers(target: str, method: str, num_tokens: int) -> str:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target = AutoModelForCausalLM.from_pretrained("{target}")
+tokenizer = AutoTokenizer.from_pretrained({json.dumps(target)})
+target = AutoModelForCausalLM.from_pretrained({json.dumps(target)})
 drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
@@ -286,7 +305,7 @@ def _serve_vllm(target: str, method: str, num_tokens: int) -> str:
     return f"""vLLM:
 
 ```bash
-vllm serve {target} --speculative-config '{json.dumps(speculative)}'
+vllm serve {_word(target)} --speculative-config '{json.dumps(speculative)}'
 ```
 """
 
@@ -296,12 +315,18 @@ def _serve_sglang(target: str, method: str, num_tokens: int) -> str:
     return f"""SGLang:
 
 ```bash
-python -m sglang.launch_server --model-path {target} \\
+python -m sglang.launch_server --model-path {_word(target)} \\
     --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
     --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens {num_tokens + 1}
 ```
 """
+
+
+def _word(name: str) -> str:
+    """Of the shell, which finds the home folder only outside quotes."""
+    home = "~/" if name.startswith("~/") else ""
+    return home + shlex.quote(name.removeprefix(home))
 
 
 def is_hub_id(name: str) -> bool:

@@ -15,6 +15,7 @@ from eval.report import markdown_table
 from recipes.phases.run import Run
 from trainer.config import ModelConfig
 from trainer.files import whole_folder
+from trainer.redaction import shown
 
 
 def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
@@ -31,6 +32,7 @@ def export_run(run: Run, drafter: Any, report: dict[str, Any]) -> None:
         drafter, out = drafter.merged(out / "target", ours=True), out / "drafter"
         name = drafter.shared.target.name
         print(f"export: the target that these heads serve on is {name}")
+        name = shown(name, run.folder)
     head = not isinstance(drafter, CausalLMDrafter)
     card = hf.model_card(
         report,

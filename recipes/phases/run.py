@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -31,6 +32,7 @@ from trainer.config import Config, ModelConfig, RunFault, UserError, load_yaml, 
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
+from trainer.redaction import hide, redacted, shown_command
 
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -169,7 +171,7 @@ def check_folder(config: Config) -> None:
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
-    before, changed = load_yaml(stored), []
+    before, changed = redacted(load_yaml(stored)), []
     for section, now in config.identity().items():
         former = before.get(section)
         if not isinstance(now, dict):
@@ -259,7 +261,7 @@ def provenance(command: list[str]) -> dict[str, Any]:
         version = None
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": " ".join(command),
+        "command": shown_command(command),
         "date": datetime.date.today().isoformat(),
         "draftsmith": version,
         "commit": git.stdout.strip() or None,
@@ -281,6 +283,7 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     the lock, for ever; and finalisation unwinds the thread, which aborts the process
     (pytorch/pytorch issue 190489).
     """
+    sys.excepthook = _show_fault
     try:
         code = command(sys.argv[1:])
     except BaseException as fault:
@@ -299,6 +302,12 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show_fault(kind: type[BaseException], fault: BaseException, trace: Any) -> None:
+    """An error of ours, with its traceback: a library may have put a secret into its words."""
+    text = "".join(traceback.format_exception(kind, fault, trace))
+    print(hide(text, sys.argv[1:], pairs=False), end="", file=sys.stderr)
 
 
 def _in_group() -> bool:
@@ -321,9 +330,10 @@ def stop_softly() -> None:
 _told_to_stop = False  # a library may take the exception that ends us for a fault of its own
 
 
-def fail(error: Exception) -> int:
-    """One line; 2 for a user's mistake, 3 for a fault while running, such as a disk that is full
-    or may not be written. Any other error is one of ours, and raised."""
+def fail(error: Exception, words: Sequence[str] = ()) -> int:
+    """One line without the secrets in `words`, those of the command line; 2 for a user's mistake, 3
+    for a fault while running, such as a disk that is full or may not be written. Any other error is
+    one of ours, and raised."""
     if _told_to_stop:
         return 75
     if not isinstance(error, UserError | RunFault):
@@ -332,5 +342,5 @@ def fail(error: Exception) -> int:
         if not full and not (isinstance(error, OSError) and error.errno in DISK_FAULTS):
             raise error
         error = RunFault(f"{error}; mend that and run the same command again")
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {hide(str(error), words)}", file=sys.stderr)
     return 2 if isinstance(error, UserError) else 3

@@ -35,6 +35,7 @@ from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
 from trainer.lock import lock
 from trainer.loop import FitResult, fit
+from trainer.redaction import redacted
 from trainer.tracking import Tracker
 
 
@@ -337,7 +338,7 @@ def _fit_stage(
                 recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate, outputs=outputs,
                 config=settings, folder=folder, seed=config.run.seed, accelerator=accelerator,
                 tracker=tracker, context=context, meet=target.meet,
-                describe=lambda batch: preview(batch, target.tokenizer),
+                describe=lambda batch: redacted(preview(batch, target.tokenizer)),
             )  # fmt: skip
     finally:
         tracker.finish()

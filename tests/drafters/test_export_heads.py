@@ -534,5 +534,5 @@ def test_the_card_of_a_head_names_its_kind():
         None, target="org/model", recipe="eagle3", num_assistant_tokens=4, engine="vllm",
         method="eagle3",
     )  # fmt: skip
-    assert card.split("---\n")[2].startswith("\n# Drafter for org/model\n\nAn EAGLE-3 head for")
+    assert card.split("---\n")[2].startswith("\n# Drafter for `org/model`\n\nAn EAGLE-3 head for")
     assert yaml.safe_load(card.split("---\n")[1])["tags"][1] == "eagle3"

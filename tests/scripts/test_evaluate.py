@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -49,12 +50,12 @@ def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys)
     out = capsys.readouterr().out
     assert out.strip().endswith(f"report: {tmp_path / 'out' / 'report.html'}")
     assert (tmp_path / "out" / "report.md").read_text() in out
-    assert {r["drafter"] for r in report["results"]} == {name, *BASELINES}
+    assert {r["drafter"] for r in report["results"]} == {"drafter", *BASELINES}
     trained = json.loads((finished / "run" / "report.json").read_text())
     assert report["target"] == trained["target"]
     for temperature in (0.0, 1.0):
         for measured_by in ("offline", "decoding"):
-            ours = row(report, name, temperature, measured_by)
+            ours = row(report, "drafter", temperature, measured_by)
             theirs = row(trained, "after", temperature, measured_by)
             for key in COUNTED:
                 assert ours[key] == pytest.approx(theirs[key]), key
@@ -68,7 +69,7 @@ def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, fi
     assert {r["temperature"] for r in report["results"]} == {0.0}
     assert {r["K"] for r in report["results"] if r["drafter"] != "plain"} == {2}
     assert row(report, "target", 0.0)["tokens_per_round"] > 2
-    assert len(row(report, name, 0.0)["alpha_pos"]) <= 2
+    assert len(row(report, "drafter", 0.0)["alpha_pos"]) <= 2
 
 
 def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder):
@@ -77,18 +78,26 @@ def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     trained = json.loads((finished / "run" / "report.json").read_text())
     for key in COUNTED:
-        ours, theirs = row(report, name, 0.0)[key], row(trained, "after", 0.0)[key]
+        ours, theirs = row(report, "transformers", 0.0)[key], row(trained, "after", 0.0)[key]
         assert ours == pytest.approx(theirs), key
+
+
+def test_a_drafter_in_a_folder_called_target_keeps_a_row_of_its_own(tmp_path, tiny_folder):
+    name = tmp_path / "target"
+    shutil.copytree(tiny_folder("gpt2", layers=1, width=16), name)
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
+    report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
+    assert row(report, "./target", 0.0)["alpha"] < row(report, "target", 0.0)["alpha"] == 1
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
     name = str(tiny_folder("gpt2", layers=1, width=16))
     words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words)
-    assert row(report, name, 1.0)["alpha"] > 0
-    decoded = row(report, name, 0.0, "decoding")
+    assert row(report, "gpt2", 1.0)["alpha"] > 0
+    decoded = row(report, "gpt2", 0.0, "decoding")
     assert decoded["identical_to_plain"] == 1
-    assert report["drafter"]["start"] == name
+    assert report["drafter"]["start"] == "gpt2"
 
 
 def test_without_a_place_the_report_is_named_by_the_configuration(tmp_path, finished, monkeypatch):

@@ -1,20 +1,51 @@
+import functools
+import inspect
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import save_file
 
-from scripts.push_to_hub import main, masked
+import scripts.push_to_hub as module
+from scripts.push_to_hub import main
+from trainer.redaction import MARK
 
 TOKEN = "hf_" + "secretsecretsecretsecret"
 
 
+def bound(method):
+    """A call that `HfApi` itself would refuse is refused here too."""
+    signature = inspect.signature(getattr(HfApi, method.__name__))
+
+    @functools.wraps(method)
+    def call(self, *positional, **named):
+        given = dict(signature.bind(self, *positional, **named).arguments)
+        return method(**given)
+
+    return call
+
+
 class FolderHub:
-    """The Hub's two calls, on a folder."""
+    """The Hub's calls, on a folder."""
 
     def __init__(self, folder: Path, failure: Exception | None = None):
         self.folder, self.failure = folder, failure
         self.private: dict[str, bool] = {}
 
+    @bound
+    def repo_info(self, repo_id):
+        if repo_id not in self.private:
+            gone = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+            raise RepositoryNotFoundError("404: not found", response=gone)
+        return SimpleNamespace(private=self.private[repo_id])
+
+    @bound
     def create_repo(self, repo_id, *, private=None, exist_ok=False):
         if self.failure:
             raise self.failure
@@ -24,6 +55,7 @@ class FolderHub:
         self.private.setdefault(repo_id, private)
         return f"https://hub/{repo_id}"
 
+    @bound
     def upload_folder(self, *, repo_id, folder_path, commit_message=None):
         shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
 
@@ -43,8 +75,10 @@ def run(tmp_path):
     run = tmp_path / "run"
     export = run / "export" / "transformers"
     export.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "README.md"):
+    for name in ("config.json", "README.md"):
         (export / name).write_text(f"export {name}")
+    weights(export / "model.safetensors")
+    (export / ".draftsmith.json").write_text("{}")
     for name in ("report.md", "report.json", "report.html", "metrics.jsonl"):
         (run / name).write_text(f"run {name}")
     return run
@@ -126,6 +160,7 @@ def test_a_target_trained_with_its_heads_gets_a_repository_beside_theirs(run, hu
     ("words", "complaint"),
     [
         (["script.repo=a/b/c"], "script.repo must have the form user/name"),
+        (["script.repo=name"], "script.repo must have the form user/name, got 'name' without"),
         ([], "script.repo must be given"),
         (["script.repo=a/b", "script.private=maybe"], "script.private must be true or false"),
         (["script.repo=a/b", "script.privat=true"], "did you mean 'script.private'?"),
@@ -159,6 +194,102 @@ def test_a_token_given_by_mistake_is_not_echoed(run, hub, capsys):
     assert TOKEN not in "".join(capsys.readouterr())
 
 
-def test_masked_hides_secrets_of_any_form():
-    assert masked("key abc123 used", "abc123", None) == "key *** used"
-    assert masked("hf_ab stays, hf_abcdefghij goes") == "hf_ab stays, *** goes"
+def test_the_token_of_a_login_is_not_echoed(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "get_token", lambda: "opaque-token-of-a-login")
+    hub = FolderHub(tmp_path / "hub", OSError("401: opaque-token-of-a-login is too old"))
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 3
+    assert capsys.readouterr().err == f"error: upload failed: OSError: 401: {MARK} is too old\n"
+
+
+def test_a_call_that_the_hub_would_refuse_is_refused_by_its_stand_in(hub):
+    with pytest.raises(TypeError):
+        hub.create_repo("user/name", public=True)
+
+
+@pytest.mark.parametrize("name", ["user/name", "user/name-target"])
+def test_what_is_private_does_not_go_to_a_public_repository(run, hub, capsys, name):
+    (run / "export" / "vllm" / "target").mkdir(parents=True)
+    (run / "export" / "vllm" / "target" / "config.json").write_text("{}")
+    hub.private[name] = False
+    for words in ([], ["script.private=true"]):
+        assert main([f"script.run={run}", "script.repo=user/name", *words], hub) == 2
+        assert capsys.readouterr().err == (
+            f"error: script.private=true, but {name} is public already: set script.private=false, "
+            "or name another repository\n"
+        )
+    assert not hub.folder.exists()
+    assert main([f"script.run={run}", "script.repo=user/name", "script.private=false"], hub) == 0
+    assert (hub.folder / name).exists()
+
+
+def test_a_private_repository_is_uploaded_to_again(run, hub):
+    for _ in range(2):
+        assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    assert hub.private == {"user/name": True}
+
+
+def weights(path, **metadata):
+    save_file({"w": torch.zeros(1)}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("config.json", '{"a": 1,\n "auth_to": "glpat-abcdefghij0123456789"}',
+         "what looks like a GitLab token (key 'auth_to')"),
+        ("tokenizer_config.json", '{"x": ["opaque-value"]}', "the value of MY_API_KEY (key 'x')"),
+        ("notes.txt", f"a\nb {TOKEN}", "what looks like a Hugging Face token (line 2)"),
+        ("generation_config.json", '{"from": "/home/of-mine/models/x"}',
+         "the path of the home folder (key 'from')"),
+        ("model.safetensors", None, "the value of MY_API_KEY (key 'made by')"),
+        ("report.md", "| command | serve opaque-value |", "the value of MY_API_KEY (line 1)"),
+        ("sub/deep.json", '{"k": "opaque-value"}', "the value of MY_API_KEY (key 'k')"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["drafter", "target"])
+def test_a_file_with_a_secret_stops_the_upload(
+    run, hub, monkeypatch, capsys, name, text, what, where
+):
+    monkeypatch.setenv("MY_API_KEY", "opaque-value")
+    monkeypatch.setenv("HOME", "/home/of-mine")
+    folder = run / "export" / "transformers"
+    if where == "target":
+        folder = run / "export" / "vllm" / "target"
+        folder.mkdir(parents=True)
+    path = (run if name == "report.md" else folder) / name
+    path.parent.mkdir(exist_ok=True)
+    weights(path, **{"made by": "opaque-value"}) if text is None else path.write_text(text)
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 2
+    assert capsys.readouterr().err == (
+        f"error: script.run: {name} holds {what}: take it out of the run's folder, then push "
+        "again\n"
+    )
+    assert not hub.folder.exists()
+
+
+def test_report_and_card_lose_the_places_of_files_here(run, hub, monkeypatch):
+    """Those of a run whose report was written before, or elsewhere."""
+    monkeypatch.setenv("HOME", "/home/of-mine")
+    text = "<td>/home/of-mine/x</td> `/data/of/team/prompts.jsonl` a/b https://host/path </p>"
+    for path in (run / "report.html", run / "export" / "transformers" / "README.md"):
+        path.write_text(text)
+    command = ["train.py run.dir=/scratch/of-me/run", f"{TOKEN}"]
+    (run / "report.json").write_text(json.dumps({"run": {"command": command}}))
+    weights(run / "export" / "transformers" / "model.safetensors", format="pt")
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    there = hub.folder / "user" / "name"
+    for name in ("report.html", "README.md"):
+        assert (there / name).read_text() == (
+            "<td>~/x</td> `prompts.jsonl` a/b https://host/path </p>"
+        )
+    content = json.loads((there / "report.json").read_text())
+    assert content == {"run": {"command": ["train.py run.dir=run", MARK]}}
+    assert TOKEN in (run / "report.json").read_text()  # the run itself stays as it is
+
+
+def test_large_weights_are_linked_to_be_uploaded(run, hub, monkeypatch):
+    monkeypatch.setattr(module, "LINKED_BYTES", 10)
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    names = ("export/transformers/model.safetensors", "user/name/model.safetensors")
+    here, there = run / names[0], hub.folder / names[1]
+    assert there.read_bytes() == here.read_bytes()
