@@ -17,7 +17,6 @@ import queue
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ def ask(address: str, content: dict[str, Any] | None = None) -> Any:
         headers["Authorization"] = f"Bearer {key}"
     data = None if content is None else json.dumps(content).encode()
     try:
-        with urlopen(urllib.request.Request(address, data, headers), TIMEOUT_S) as response:
+        with urlopen(address, TIMEOUT_S, data, headers) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         read = b""
@@ -227,9 +226,13 @@ def complete(
             held = sum(len(window.rows) for window in windows.values())
             if not (requests or flying or held):
                 return
-            # with nothing else to ask, a conversation may wait for what is held
-            idle = not requests and held >= flying
-            due = [root for root, one in windows.items() if one.rows and (idle or one.due())]
+            due = []
+            for root, one in windows.items():
+                # with nothing else to ask, a conversation may wait for what is held; a server's
+                # first check has all the rows that it can have
+                spare = not flying or (bool(one.passed) and held >= flying)
+                if one.rows and (one.due() or (spare and not requests)):
+                    due.append(root)
             for root in due:
                 yield from settle(root)
             if due:  # that may have brought requests

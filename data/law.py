@@ -15,17 +15,19 @@ import torch
 
 from data.batches import collate
 from data.decode import Continuation
-from data.sampling import LEAST, surprise, warp
+from data.sampling import LEAST, warp
 from data.target import Target
 
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
 # A greedy token differs where the target's own is so much more likely, in nats. Nearer ones are
 # swapped by the server's precision, at every turn of a loop that a greedy answer may end in.
 TIE = 0.25
-# A mean counts as over its limit where chance puts it there less than once in 500 checks, were the
-# true one at the limit. That takes 3 greedy tokens of 3, 7 of 12 or 22 of 96: a few short
-# answers cost no good server its place.
-EVIDENCE = math.log(500)
+# A mean over its limit counts where a good server, of whose greedy tokens PRECISION differ, gives
+# it by chance less than once in 50,000 checks (Chernoff's bound, the best of TILTS). That takes 3
+# greedy tokens of 3, 5 of 12 or 12 of 96: a few short answers cost no good server its place.
+PRECISION = 0.02
+EVIDENCE = math.log(50_000)
+TILTS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 CHECKED = 8  # rows of a check; of the first answers of a server, all
 ENOUGH = 64  # tokens of a check, if the window has them
 # A check is one forward of the target over CHECKED rows: 1 row in 32, and no token is decoded.
@@ -34,11 +36,13 @@ HOLD_S = 60.0  # a slow server's rows are checked earlier: what waits is lost wh
 
 
 class Seen(NamedTuple):
-    """One row: the sum over its tokens of what is limited."""
+    """One row: the sum over its tokens of what is limited, and for each of TILTS the nats against
+    a good server, which add up over rows."""
 
     greedy: bool
     count: int
     total: float
+    nats: torch.Tensor
 
 
 class Window:
@@ -104,25 +108,19 @@ def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
 
 
 def judged(rows: Sequence[Seen]) -> str | None:
-    """What is over its limit since any one of the rows: a server may change in between. By chance a
-    mean of numbers up to `most` strays as Hoeffding 1963 (theorem 1) says."""
-    for greedy, limit, most, what in (
-        (True, UNLIKE, 1.0, "of the greedy tokens differ"),
-        (False, SURPRISE, -math.log(LEAST), "nats beyond the entropy is what drawn tokens cost"),
+    """What is over its limit since any one of the rows: a server may change in between."""
+    for greedy, limit, what in (
+        (True, UNLIKE, "of the greedy tokens differ"),
+        (False, SURPRISE, "nats beyond the entropy is what drawn tokens cost"),
     ):
-        count, total, b = 0, 0.0, limit / most
+        count, total, nats = 0, 0.0, torch.zeros(len(TILTS))
         for row in reversed([row for row in rows if row.greedy == greedy and row.count]):
-            count, total = count + row.count, total + row.total
-            a = min(total / count / most, 1 - 1e-12)
-            # not "over": so that it is found where the target's own numbers are NaN
-            if not (a <= b or count * _divergence(a, b) <= EVIDENCE):
-                return f"{total / count:.2f} {what}"
+            count, total, nats = count + row.count, total + row.total, nats + row.nats
+            mean = total / count
+            # written so that NaN, of a target that is broken, is like no server
+            if not (mean <= limit or bool((nats <= EVIDENCE).all())):
+                return f"{mean:.2f} {what}"
     return None
-
-
-def _divergence(a: float, b: float) -> float:
-    """Of a coin from another, in nats: how fast chance makes a mean of `a` unlikely at `b`."""
-    return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
 
 @torch.inference_mode()
@@ -141,10 +139,31 @@ def measured(target: Target, rows: Sequence[Continuation]) -> list[Seen]:
             own = logits[i, first : first + count, : target.vocab_size].float()
             tokens = ids[i, first + 1 : first + 1 + count]
             if row.request.sampling.temperature == 0:
-                behind = own.amax(-1) - own.gather(-1, tokens[:, None])[:, 0]
-                differing = int((~(behind <= TIE)).sum())
-                found.append(Seen(True, count, differing))
+                found.append(_greedy(own, tokens))
             else:
-                beyond = surprise(warp(own, row.request.sampling), tokens)[0]
-                found.append(Seen(False, count, float(beyond.sum())))
+                found.append(_drawn(warp(own, row.request.sampling), tokens))
     return found
+
+
+def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Seen:
+    """logits [n, V], tokens [n]"""
+    behind = logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]
+    count, differing = len(tokens), int((~(behind <= TIE)).sum())
+    tilts = torch.tensor(TILTS)
+    nats = tilts * differing - count * (1 - PRECISION + PRECISION * tilts.exp()).log()
+    return Seen(True, count, differing, nats)
+
+
+def _drawn(law: torch.Tensor, tokens: torch.Tensor) -> Seen:
+    """law [n, V], tokens [n]; how far a token's cost strays by chance is read off the law itself.
+    Some tokens at a time: a whole vocabulary for each of thousands is much memory."""
+    total, nats = 0.0, torch.zeros(len(TILTS))
+    for p, ids in zip(law.split(64), tokens.split(64), strict=True):
+        cost = -p.clamp(min=LEAST).log()
+        beyond = cost - (p * cost).sum(-1, keepdim=True)
+        found = beyond.gather(-1, ids[:, None])[:, 0]
+        total += float(found.sum())
+        for i, tilt in enumerate(TILTS):
+            chance = (p * (tilt * beyond).exp()).sum(-1).log()
+            nats[i] += float((tilt * found - chance).sum())
+    return Seen(False, len(tokens), total, nats)

@@ -28,14 +28,19 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
-def urlopen(request: str | urllib.request.Request, timeout: float) -> Any:
-    """As urllib's. Raises UserError for what is no address, OSError or http.client.HTTPException
-    where the exchange fails."""
-    address = request if isinstance(request, str) else request.full_url
+def urlopen(
+    address: str,
+    timeout: float,
+    data: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """The answer, as of urllib's. Raises UserError for what is no address, OSError or
+    http.client.HTTPException where the exchange fails."""
     try:
         parts = urllib.parse.urlsplit(address)
         if not parts.hostname or parts.port == 0:  # reading `port` checks it
             raise ValueError("it names no host, or port 0")
+        request = urllib.request.Request(address, data, dict(headers or {}))
         proxy = urllib.request.ProxyHandler({} if is_own(parts.hostname) else None)
         opener = urllib.request.build_opener(proxy, _NoRedirect)
         return opener.open(request, timeout=timeout)
