@@ -47,7 +47,7 @@ RECIPES = {
                "trainer.eval_every=2"),
     "sizes": ("recipe=fastdraft", "method.stages=[align]", "method.search_parameters=[600, 6000]",
               "method.search_layers=[1]", "method.search_steps=4", "trainer.max_steps=2",
-              "data.temperature=1"),
+              "data.temperature=1", "trainer.lr_warmup_steps=0"),
 }  # fmt: skip
 
 

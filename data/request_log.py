@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,15 +112,21 @@ class RequestLog:
         return found
 
     def _seek(self, file: BinaryIO) -> None:
-        """To where reading stopped; the line before it must be the one that was read."""
+        """To where reading stopped; the line before it must be the one that was read, or blank: an
+        exchange that was deleted (data.request_file)."""
         length, known = self.last
-        file.seek(self.offset - length)
-        before = file.read(length)
-        if length and hashlib.sha256(before).hexdigest() != known:
-            raise UserError(
-                f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
-                "it was replaced; begin another run with another run.dir"
-            )
+        file.seek(self.offset)
+        for another_look in (True, False):  # it may be deleted at this moment
+            before = os.pread(file.fileno(), length, self.offset - length)
+            blank = len(before) == length and not before.strip()  # also before the first line
+            if blank or hashlib.sha256(before).hexdigest() == known:
+                return
+            if another_look:
+                time.sleep(POLL_S)
+        raise UserError(
+            f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
+            "it was replaced; begin another run with another run.dir"
+        )
 
     def _take(self, line: bytes) -> list[LoggedRequest]:
         self.lines += 1

@@ -431,7 +431,7 @@ def test_the_scripts_complain_in_the_same_way(refused, module):
         (generate, "eval.K=3", "a setting of train.py and scripts.evaluate, leave it out"),
         (generate, "data.features=cached", "it is a setting of train.py"),
         (generate, "recipe=eagle", "recipe does nothing in scripts.generate"),
-        (request_log, "data.prompts=x", "data.prompts does nothing in scripts.request_log"),
+        (request_log, "data.prompts=x", "unknown key 'data.prompts'"),
     ],
 )  # fmt: skip
 def test_a_word_that_a_script_would_pass_over_is_refused(refused, module, word, says):

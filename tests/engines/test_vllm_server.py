@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import threading
-import urllib.request
 
 import pytest
 
@@ -18,11 +17,13 @@ from data.request_proxy import RequestProxy
 from data.sampling import Sampling
 from data.target import Target
 from data.vllm import free_port, vllm_server
+from data.web import urlopen
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
 from eval.measure import Bench, Cost
 from eval.server import check_server, server_row
 from recipes.parts.online import Served, expected_rounds, target_laws
+from tests.proxy import running
 from trainer.config import EvalConfig
 
 pytestmark = pytest.mark.engine
@@ -85,22 +86,15 @@ def answers(target, address, log):
     prompts as ids and as text."""
     prompts = load_prompts("toy", count=12, seed=22, toy_split="eval")
     asked = [target.tokenizer(p.text).input_ids for p in prompts]
-    with RequestProxy(address, 0, log) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        root = f"http://127.0.0.1:{proxy.server_port}"
+    with running(RequestProxy(address, 0, log)) as proxy:
         for i, ids in enumerate(asked):
             content = {"model": served_model(address), "prompt": ids, "max_tokens": 48, "seed": i}
             if i % 3 == 0:
                 content["temperature"] = 0.0
             if i == 1:
                 content |= {"stream": True, "prompt": target.tokenizer.decode(ids)}
-            body = urllib.request.Request(
-                f"{root}/v1/completions", json.dumps(content).encode(),
-                {"Content-Type": "application/json"},
-            )  # fmt: skip
-            with urllib.request.urlopen(body, timeout=60) as answer:
-                answer.read()
-        proxy.shutdown()
+            data, kind = json.dumps(content).encode(), {"Content-Type": "application/json"}
+            urlopen(f"{proxy.address}/v1/completions", 60, data, kind).read()
     read = RequestLog(log, target, 256).read(99)
     assert [one.prompt_ids for one in read] == asked
     assert not any(one.retokenised for one in read)

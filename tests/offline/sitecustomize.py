@@ -20,7 +20,7 @@ def is_own(host):
     """Whether an address or a name is this machine's, without looking it up elsewhere."""
     if isinstance(host, (bytes, bytearray)):
         host = host.decode()
-    if host in (None, "", "localhost", socket.gethostname()):
+    if not host or host.lower() in ("localhost", socket.gethostname().lower()):
         return True
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
