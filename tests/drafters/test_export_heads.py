@@ -86,7 +86,7 @@ def test_every_head_is_read_back_with_the_same_logits(tiny_target, tmp_path, nam
     folder = exported(engine, drafter, tmp_path / "deep" / "out")
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "config.json", "model.safetensors",
+        ".draftsmith.json", "README.md", "config.json", "model.safetensors",
     ]  # fmt: skip
     assert reread(folder, drafter) < 1e-5
     config = config_of(folder)
