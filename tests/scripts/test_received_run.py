@@ -103,8 +103,8 @@ def test_an_export_never_replaces_what_was_not_exported(run, tmp_path, capsys):
         run: "would replace script.drafter",
         run.parent: "would replace model.target",
         tuned: "tuned holds files that were not exported here (.git)",
-        run / "report.json": "is one itself",
-        run / "report.json" / "out": "choose another folder",
+        run / "report.json": "report.json is a file: name another place",
+        run / "report.json" / "out": "report.json is a file: name another place",
     }
     words = [f"script.drafter={run}/drafter", "script.engine=vllm"]
 
