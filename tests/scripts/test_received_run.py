@@ -51,13 +51,24 @@ def test_code_of_a_received_target_runs_only_where_this_command_says_so(received
     assert main([*words, f"script.out={out}", "model.trust_remote_code=true"]) == 0
 
 
-@pytest.fixture
-def run(tmp_path_factory, tiny_folder):
-    folder = tmp_path_factory.mktemp("run")
-    target = folder / "target"
-    shutil.copytree(tiny_folder("llama"), target)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_folder):
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(tiny_folder("llama"), folder / "target")
     words = ["eval.temperatures=0", "method.control=false", "eval.timing_prompts=0"]
-    assert train.main(command(folder, target, *words)) == 0
+    assert train.main(command(folder, folder / "target", *words)) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path_factory):
+    """A copy of a run folder, beside a copy of its target."""
+    folder = tmp_path_factory.mktemp("run")
+    for name in ("run", "target"):
+        shutil.copytree(trained / name, folder / name)
+    stored = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+    stored["model"]["target"] = str(folder / "target")
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump(stored))
     return folder / "run"
 
 
@@ -103,8 +114,8 @@ def test_an_export_never_replaces_what_was_not_exported(run, tmp_path, capsys):
         run: "would replace script.drafter",
         run.parent: "would replace model.target",
         tuned: "tuned holds files that were not exported here (.git)",
-        run / "report.json": "report.json is a file: name another place",
-        run / "report.json" / "out": "report.json is a file: name another place",
+        run / "report.json": "cannot be a folder",
+        run / "report.json" / "out": "cannot be a folder",
     }
     words = [f"script.drafter={run}/drafter", "script.engine=vllm"]
 
@@ -125,11 +136,11 @@ def test_an_export_never_replaces_what_was_not_exported(run, tmp_path, capsys):
 
 
 def test_the_runs_own_export_of_an_earlier_version_is_moved_aside(run, capsys):
-    export_folder = run / "export" / "transformers"
-    (export_folder / ".draftsmith.json").unlink()
-    words = (run / "run.json").read_text(), (run / "config.yaml").read_text()
+    exported = run / "export" / "transformers"
+    (exported / ".draftsmith.json").unlink()
     (run / "report.json").unlink()
-    stored = yaml.safe_load(words[1])
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    stored["run"]["dir"] = str(run)
     given = [
         f"{section}.{key}={json.dumps(value)}"
         for section in ("run", "model", "data", "trainer", "eval", "method")
@@ -137,5 +148,5 @@ def test_the_runs_own_export_of_an_earlier_version_is_moved_aside(run, capsys):
     ]
     assert train.main(["recipe=distillspec", *given]) == 0
     assert (run / "export" / "transformers-before-1" / "config.json").exists()
-    assert (export_folder / ".draftsmith.json").exists()
+    assert (exported / ".draftsmith.json").exists()
     assert "moved to" in capsys.readouterr().out
