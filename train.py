@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import Config, UserError, compose
+from trainer.config import Config, UserError, compose, require
 
 
 def resolve(arguments: list[str]) -> tuple[Config, Any]:
@@ -46,14 +46,17 @@ def main(arguments: list[str]) -> int:
 
     try:
         config, module = resolve(arguments)
+        rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
+        require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
+        run.check_folder(config)
         if config.dry_run:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))
             generate.describe(config)
+            print(f"run folder: {config.run_dir}")
             if hasattr(module, "describe"):
                 print(module.describe(config))
             return 0
         run.stop_softly()
-        run.check_folder(config)
         again = config.trainer.resume == "never"
         if again or report.written(config.run_dir) is None:
             train_prompts, eval_prompts = generate.choose_prompts(config)

@@ -3,20 +3,19 @@
     OMP_NUM_THREADS=1 python -m benchmarks.faults                # 50 runs of each kind
     OMP_NUM_THREADS=1 python -m benchmarks.faults --runs 3 --out /tmp/faults.json    # a look
 
-Each run does a piece of work (traces, states, or a training) in a process of its own, in an empty
-folder, and meets one fault: at a random moment, at a random size of a file, or at a random byte of
-what is written. Then the same command runs again until it ends well; where it names a damaged file,
-that file is deleted, as the message says. What is there in the end is compared with the work that
-met no fault: rows by key and content, states by checksum, trained weights and logged losses bit for
-bit. A fault that is not answered by a line with its cause counts as silent.
+Each run does a piece of work (traces, states, a corpus, a training, or a whole run of train.py) in
+a process of its own, in an empty folder, and meets one fault: at a random moment, at a random size
+of a file, or at a random byte of what is written; or two and three processes do the same work at
+once. Then the same command runs again until it ends well; where it names a damaged file or folder,
+that is deleted, as the message says. What is there in the end is compared with the work that met no
+fault: rows by key and content, states by checksum, trained weights and logged losses bit for bit. A
+fault that is not answered by a line with its cause counts as silent.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import http.server
 import json
 import os
 import platform
@@ -27,109 +26,23 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.faults_work import ROWS, STEPS, Result, Work, server
 from data import completions
-from data.batches import Batches
-from data.features import FeaturesPlan, write_features
-from data.generate import GenerationPlan, generate_traces
-from data.prompts import load_prompts
-from data.target import Target
-from data.traces import TraceStore
-from recipes.distillspec import Config, Recipe
 from recipes.phases.run import fail, stop_softly
-from trainer.config import RunFault, TrainerConfig, UserError
-from trainer.loop import fit, make_accelerator
-from trainer.tracking import Tracker
+from trainer.config import RunFault, UserError
 
 RESULTS = Path("benchmarks/results/faults.json")
-ROWS, NEW, STEPS = 48, 12, 24
 ATTEMPTS = 6
-Result = dict[str, Any]  # what a piece of work leaves, by name
-
-
-class Work:
-    """The three pieces of work, each into a folder, and what they leave there."""
-
-    def __init__(self, scratch: Path):
-        config = LlamaConfig(
-            vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        model.save_pretrained(scratch / "target")
-        AutoTokenizer.from_pretrained("assets/toy/target").save_pretrained(scratch / "target")
-        self.target = Target.load(str(scratch / "target"), dtype="float32")
-        prompts = tuple(load_prompts("toy", count=ROWS, seed=0))
-        self.plan = GenerationPlan("toy", prompts, (1.0,), max_new_tokens=NEW)
-        self.served: Callable[[], Any] | None = None  # servers, where the text comes from some
-        self.broken_step = -1  # whose loss is no number
-        self.rows = self._generate(scratch / "rows")
-
-    def _generate(self, folder: Path) -> list[Any]:
-        plan = replace(self.plan, served=self.served is not None)
-        return generate_traces(
-            self.target, plan, folder, batch_size=8, rows_per_shard=4, servers=self.served
-        )
-
-    def traces(self, folder: Path) -> Result:
-        self._generate(folder)
-        return {t.key: t.response_ids for t in TraceStore.open(folder, None, create=False).load()}
-
-    def features(self, folder: Path) -> Result:
-        plan = FeaturesPlan((0, "final_norm"), "fp32", tokens_per_shard=400)
-        store = write_features(self.target, self.rows, plan, folder, batch_size=4)
-        found = {}
-        for trace in self.rows:
-            batch = Batches([trace], {"target": 1.0}, 1, seed=0).at(0)
-            outputs: Any = store.outputs(batch)
-            states = b"".join(outputs.hidden[layer].numpy().tobytes() for layer in plan.layers)
-            found[trace.key] = hashlib.sha256(states).hexdigest()
-        return found
-
-    def training(self, folder: Path) -> Result:
-        config = TrainerConfig(
-            max_steps=STEPS, batch_size=4, log_every=1, save_every=3, eval_every=STEPS
-        )
-        recipe = Recipe(Config(divergence="ce_hard", draft_hidden_size=16), self.target)
-        torch.manual_seed(0)
-        drafter: Any = recipe.build([])
-        (stage, *_) = recipe.stages()
-        recipe.begin(stage, NEW)
-        whole = recipe.loss
-
-        def loss(batch: Any, outputs: Any, step: int) -> Any:
-            output = whole(batch, outputs, step)
-            if step == self.broken_step:
-                total, count, weight = output.terms[0]
-                output = replace(output, terms=[(total * float("nan"), count, weight)])
-            return output
-
-        recipe.loss = loss  # type: ignore[method-assign]
-        tracker = Tracker(config, folder, "faults", {})
-        fit(
-            recipe=recipe, drafter=drafter, batches=Batches(self.rows, {"target": 1.0}, 4, seed=0),
-            evaluate=None, outputs=lambda batch, step: None, config=config, folder=folder / "fit",
-            seed=0, accelerator=make_accelerator(config, cpu=True), tracker=tracker,
-        )  # fmt: skip
-        tracker.finish()
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if "loss" in row]
-        found: Result = {f"step {i}": [r["step"], r["loss"]] for i, r in enumerate(rows)}
-        for name, tensor in drafter.state_dict().items():
-            found[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-        return found
 
 
 @dataclass
@@ -139,43 +52,53 @@ class End:
     result: Result | None
 
 
+def start(act: Callable[[Path], Result], folder: Path, scratch: Path, name: str = "",
+          limit: int | None = None) -> int:  # fmt: skip
+    """`act` in a process of its own; `limit`: no file may be larger."""
+    (scratch / f"left{name}").unlink(missing_ok=True)
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    with (scratch / f"said{name}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            stop_softly()
+            if limit is not None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an OSError
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            result = act(folder)
+            if limit is None:
+                (scratch / f"left{name}").write_text(json.dumps(result))
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        except (UserError, RunFault) as error:
+            code = fail(error)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(code)
+
+
+def wait(child: int, scratch: Path, name: str = "") -> End:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left, said = scratch / f"left{name}", scratch / f"said{name}"
+    result = json.loads(left.read_text()) if left.exists() else None
+    return End(128 - code if code < 0 else code, said.read_text(errors="replace"), result)
+
+
 def apart(act: Callable[[Path], Result], folder: Path, scratch: Path, *, stop: Any = None,
           limit: int | None = None) -> End:  # fmt: skip
-    """`act` in a process of its own; `stop`: (seconds, signal); `limit`: no file may be larger."""
-    said, left = scratch / "said", scratch / "left"
-    left.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with said.open("w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            try:
-                stop_softly()
-                if limit is not None:
-                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an OSError
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                result = act(folder)
-                if limit is None:
-                    left.write_text(json.dumps(result))
-                code = 0
-            except SystemExit as leaving:
-                code = int(leaving.code or 0)
-            except (UserError, RunFault) as error:
-                code = fail(error)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(OSError):
-                    sys.stdout.flush()
-                os._exit(code)
+    """`act` in a process of its own until it ends; `stop`: (seconds, signal)."""
+    child = start(act, folder, scratch, limit=limit)
     if stop is not None:
         time.sleep(stop[0])
         os.kill(child, stop[1])
-    status = os.waitpid(child, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    result = json.loads(left.read_text()) if left.exists() else None
-    return End(128 - code if code < 0 else code, said.read_text(errors="replace"), result)
+    return wait(child, scratch)
 
 
 # --- faults: each makes one attempt, or damages what one has left ---------------------------------
@@ -184,14 +107,15 @@ def apart(act: Callable[[Path], Result], folder: Path, scratch: Path, *, stop: A
 def files_of(folder: Path, rng: random.Random) -> Path:
     """Something that the work has written, not empty."""
     found = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size]
-    return rng.choice([p for p in found if p.suffix in (".parquet", ".safetensors", ".pt")])
+    kinds = (".parquet", ".safetensors", ".pt", ".bin")
+    return rng.choice([p for p in found if p.suffix in kinds or p.name == "blocks.jsonl"])
 
 
 class Bench:
     def __init__(self, scratch: Path):
         self.scratch, self.work = scratch, Work(scratch)
         self.expected, self.seconds, self.largest = {}, {}, {}
-        for name in ("traces", "features", "training"):
+        for name in dict.fromkeys(name for name, _ in KINDS.values()):
             folder = scratch / "expected" / name
             began = time.monotonic()
             end = apart(getattr(self.work, name), folder, scratch)
@@ -258,6 +182,85 @@ class Bench:
         assert second.result is not None or first.code == 0, second.said
         return End(first.code, first.said, second.result)
 
+    def odd_server(self, name: str, folder: Path, rng: random.Random) -> End:
+        """Two replicas; one gives odd answers, from the first or from a later one on."""
+        answers = {tuple(t.prompt_ids): t.response_ids for t in self.work.rows}
+        with server(answers) as good, server(answers) as bad:
+            self.work.served = lambda: contextlib.nullcontext([bad.url, good.url])
+            good.left = bad.left = 10 * ROWS
+            bad.odd, bad.odd_after = rng.choice(ODD), rng.choice([0, 0, 9, 20])
+            end = apart(self.act(name), folder, self.scratch)
+            self.work.served = lambda: contextlib.nullcontext([good.url])
+            again = apart(self.act(name), folder, self.scratch)  # whatever became of the first
+            self.work.served = None
+        named = bad.url.rpartition(":")[2] in end.said or bad.asked <= bad.odd_after
+        return End(end.code if named else -1, end.said, again.result)
+
+    def _starters(self, count: int, name: str, folder: Path, rng: random.Random) -> End:
+        """At random offsets; who comes too early is refused, and one of them ends well."""
+        began, children = time.monotonic(), []
+        offsets = sorted(rng.uniform(0, self.seconds[name]) for _ in range(count - 1))
+        for number, offset in enumerate([0.0, *offsets]):
+            time.sleep(max(0.0, began + offset - time.monotonic()))
+            self.work.starter = number
+            children.append(start(self.act(name), folder, self.scratch, str(number)))
+        self.work.starter = 0
+        ends = [wait(child, self.scratch, str(number)) for number, child in enumerate(children)]
+        wrong = [e for e in ends if e.code not in (0, 2) or (e.code == 2 and not REFUSED(e.said))]
+        wrong += [e for e in ends if e.result is not None and e.result != self.expected[name]]
+        worst = (wrong or sorted(ends, key=lambda end: -end.code))[0]
+        last = apart(self.act(name), folder, self.scratch)
+        return End(-1 if wrong else worst.code, worst.said, last.result)
+
+    def two_starters(self, name: str, folder: Path, rng: random.Random) -> End:
+        return self._starters(2, name, folder, rng)
+
+    def three_starters(self, name: str, folder: Path, rng: random.Random) -> End:
+        return self._starters(3, name, folder, rng)
+
+    def emptied(self, name: str, folder: Path, rng: random.Random) -> End:
+        """A file of a run's metadata after a power loss: without its bytes."""
+        apart(self.act(name), folder, self.scratch)
+        found = [p for p in sorted((folder / "run0").rglob("*")) if p.name in METADATA]
+        rng.choice(found).write_bytes(b"")
+        if rng.random() < 0.5:  # before it had ended, too
+            (folder / "run0" / "report.json").unlink()
+        return apart(self.act(name), folder, self.scratch)
+
+    def kept_damaged(self, name: str, folder: Path, rng: random.Random) -> End:
+        """A stage that an earlier run has left for others: a byte flipped, cut short, or gone."""
+        shutil.copytree(self.scratch / "expected" / name / "cache", folder / "cache")
+        files = sorted(p for p in (folder / "cache" / "stages").rglob("*") if p.is_file())
+        path = rng.choice([p for p in files if p.stat().st_size])
+        damage = rng.randrange(3)
+        if damage == 0:
+            content = bytearray(path.read_bytes())
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            path.write_bytes(content)
+        elif damage == 1:
+            os.truncate(path, rng.randrange(path.stat().st_size))
+        else:
+            path.unlink()
+        return apart(self.act(name), folder, self.scratch)
+
+
+METADATA = ("run.json", "config.yaml", "report.json", "report.md", "finished.json", "drafter.json")
+ODD: list[Callable[[list[int]], Any]] = [
+    lambda tokens: [*tokens[:-1], 10**9],
+    lambda tokens: [-1, *tokens[1:]],
+    lambda tokens: [float(token) for token in tokens],
+    lambda tokens: [True, *tokens[1:]],
+    lambda tokens: tokens * 50,
+    lambda tokens: [],
+    lambda tokens: "text",
+    lambda tokens: {"ids": tokens},
+    lambda tokens: [(token + 7) % 2000 + 1 for token in tokens],  # another model's text
+]
+
+
+def REFUSED(said: str) -> bool:
+    return bool(re.search(r"^error: .*(another process|another command|compared in)", said, re.M))
+
 
 KINDS: dict[str, tuple[str, str]] = {
     f"{work}: {words}": (work, method)
@@ -266,65 +269,31 @@ KINDS: dict[str, tuple[str, str]] = {
             "kill -9": "killed", "SIGTERM": "told_to_stop", "a full disk": "full_disk",
             "a byte flipped": "flipped_byte", "a file cut short": "cut_short",
             "a file removed": "removed", "the server goes away": "server_gone",
+            "an odd server": "odd_server", "two starters": "two_starters",
+            "three starters": "three_starters",
         },
         "features": {
             "kill -9": "killed", "SIGTERM": "told_to_stop", "a full disk": "full_disk",
             "a byte flipped": "flipped_byte", "a file cut short": "cut_short",
-            "a file removed": "removed",
+            "a file removed": "removed", "two starters": "two_starters",
         },
         "training": {
             "kill -9": "killed", "SIGTERM": "told_to_stop", "a full disk": "full_disk",
             "a byte flipped": "flipped_byte", "a file cut short": "cut_short",
             "a file removed": "removed", "a loss that is no number": "not_a_number",
         },
+        "corpus": {
+            "kill -9": "killed", "SIGTERM": "told_to_stop", "a full disk": "full_disk",
+            "a byte flipped": "flipped_byte", "a file cut short": "cut_short",
+            "a file removed": "removed", "two starters": "two_starters",
+            "three starters": "three_starters",
+        },
+        "run": {"kill -9": "killed", "metadata emptied": "emptied", "two starters": "two_starters"},
+        "stages": {"the kept stage damaged": "kept_damaged", "two starters": "two_starters"},
+        "sizes": {"two starters": "two_starters"},
     }.items()
     for words, method in kinds.items()
 }  # fmt: skip
-
-
-class _State:
-    url = ""
-    left, asked = 0, 0
-    broken: list[int]
-
-
-@contextlib.contextmanager
-def server(answers: dict[tuple[int, ...], list[int]]) -> Any:
-    """Answers as told, `left` times; those numbered in `broken` break off."""
-    state, lock = _State(), threading.Lock()
-    state.broken = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def reply(self, content: Any) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        def do_GET(self) -> None:
-            self.reply({"data": [{"id": "tiny"}]})
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                state.asked += 1
-                state.left -= 1
-                gone = state.left < 0 or state.asked in state.broken
-            if not gone:
-                self.reply({"choices": [{"token_ids": answers[tuple(asked["prompt"])]}]})
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{running.server_port}"
-    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield state
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
 
 
 def one_run(bench: Bench, kind: str, seed: int) -> dict[str, Any]:
@@ -335,9 +304,13 @@ def one_run(bench: Bench, kind: str, seed: int) -> dict[str, Any]:
     end = getattr(bench, method)(name, folder, rng)
     first, attempts, deleted = end, 1, 0
     while end.result is None and attempts < ATTEMPTS:
-        named = re.search(r"^error: (?:data\.features: )?(\S+) is damaged", end.said, re.M)
+        named = re.search(r"^error: (?:data\.features: |corpus )?(\S+) is damaged", end.said, re.M)
+        named = named or re.search(r"^error: (\S+config.yaml) is not YAML", end.said, re.M)
         if end.code == 2 and named:
-            Path(named[1]).unlink()
+            path = Path(named[1])
+            if path.name in ("run.json", "config.yaml"):  # told to choose another run.dir
+                path = path.parent
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
             deleted += 1
         end = apart(bench.act(name), folder, bench.scratch)
         attempts += 1

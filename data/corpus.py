@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from data import toy
 from data.target import Target
+from trainer.checks import is_file
 from trainer.config import RunFault, UserError, suggest
 from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
@@ -75,7 +76,8 @@ class Source:
             known = ", ".join(f"toy:{one}" for one in toy.DOMAINS)
             raise UserError(f"unknown corpus {text!r}; of the toy there are {known}")
         path = Path(name).expanduser()
-        allowed = () if kind == "toy" else ("column",) if path.exists() else OPTIONS
+        there = os.path.exists(path)
+        allowed = () if kind == "toy" else ("column",) if there else OPTIONS
         for key in options:
             if key not in allowed:
                 raise UserError(f"corpus {text!r}: {key} does not apply to {name}; leave it out")
@@ -92,7 +94,7 @@ class Source:
     def files(self) -> list[Path]:
         """The files of a local source, [] where it is none."""
         path = Path(self.name).expanduser()
-        if path.is_file():
+        if not os.path.isdir(path) and is_file("corpus file", path):
             return [path]
         found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in KINDS)
         if path.is_dir() and not found:
@@ -269,6 +271,7 @@ def tokenised(
             write_atomic(folder / "source.json", text + "\n")
         said = f"corpus {folder} is being written by another process; wait for it or use another"
         with lock(folder / ".lock", f"{said} data.cache_dir"):
+            verify(folder)
             _extend(folder, source, target, num_tokens)
     barrier()
     return TokenFile(folder, source.name, num_tokens)

@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from data import toy
+from trainer.checks import excerpt, is_file
 from trainer.config import UserError, suggest
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ Row: TypeAlias = tuple[str, dict[str, Any]]  # where it stands ("x.jsonl line 3"
 PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+TOY_PROMPTS = 100_000  # its sums never end
 _DOMAIN_COLUMNS = ("domain", "category")
 _ROLES = {
     "system": "system",
@@ -132,6 +135,11 @@ def _toy_prompts(source: str, count: int, seed: int, split: str) -> list[Prompt]
         if domain not in toy.DOMAINS:
             known = ", ".join(toy.DOMAINS)
             raise UserError(f"unknown toy domain {domain!r} in {source!r}; available: {known}")
+    if count > TOY_PROMPTS:
+        raise UserError(
+            f"the toy gives at most {TOY_PROMPTS} prompts, got {count}: lower data.num_prompts or "
+            "eval.num_prompts"
+        )
     documents = toy.sample(domains, split, count, seed)
     return [
         Prompt(
@@ -156,18 +164,19 @@ class _Table:
 
 
 def _table(source: str, config: str | None, split: str) -> _Table:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     kind = (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
-    if kind == ".parquet":
-        return _parquet_table(source, path)
-    if kind in FILE_KINDS:
-        return _text_table(source, path, kind)
-    if path.is_file():
+    if kind not in FILE_KINDS and os.path.isdir(path):
+        return _hub_table(source, config, split)
+    there = is_file("prompts file", path)
+    if kind not in FILE_KINDS and there:
         known = " ".join(FILE_KINDS)
         raise UserError(f"prompts file {source} must end in one of {known}, or in one and .gz")
-    if not path.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+    if not there and (kind in FILE_KINDS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
         raise UserError(f"prompts file {source} does not exist")
-    return _hub_table(source, config, split)
+    if not there:
+        return _hub_table(source, config, split)
+    return (_parquet_table if kind == ".parquet" else _text_table)(source, path, kind)
 
 
 def _read_bytes(source: str, path: Path) -> bytes:
@@ -175,8 +184,6 @@ def _read_bytes(source: str, path: Path) -> bytes:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-    except FileNotFoundError as error:
-        raise UserError(f"prompts file {source} does not exist") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"prompts file {source} cannot be read ({_one_line(error)})") from error
     if not content.strip():
@@ -209,24 +216,29 @@ def _text_table(source: str, path: Path, kind: str) -> _Table:
 
 
 def _json_line(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error.msg}: column {error.colno})") from error
-    return _object(where, row)
+    return _object(where, _json(where, line, lambda error: f"{error.msg}: column {error.colno}"))
 
 
 def _json_rows(source: str, text: str) -> list[Row]:
-    try:
-        loaded = json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"({error.msg}: line {error.lineno})"
-        remedy = "if each line holds one object, name the file .jsonl"
-        raise UserError(f"{source} is not JSON {reason}; {remedy}") from error
+    remedy = "if each line holds one object, name the file .jsonl"
+    loaded = _json(source, text, lambda error: f"{error.msg}: line {error.lineno}", f"; {remedy}")
     if not isinstance(loaded, list):
         raise UserError(f"{source} must hold one JSON list of objects, got {_kind(loaded)}")
     numbered = [(f"{source} row {number}", row) for number, row in enumerate(loaded, 1)]
     return [(where, _object(where, row)) for where, row in numbered]
+
+
+def _json(
+    where: str, text: str, place: Callable[[json.JSONDecodeError], str], remedy: str = ""
+) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON ({place(error)}){remedy}") from error
+    except (RecursionError, ValueError) as error:
+        long = "holds a whole number of thousands of digits"
+        what = "is nested too deep" if isinstance(error, RecursionError) else long
+        raise UserError(f"{where} {what}; repair or drop it") from error
 
 
 def _object(where: str, row: object) -> dict[str, Any]:
@@ -250,23 +262,36 @@ def _csv_table(source: str, text: str) -> _Table:
     return _Table(list(reader.fieldnames or []), lambda _: rows)
 
 
-def _parquet_table(source: str, path: Path) -> _Table:
+def _parquet_table(source: str, path: Path, kind: str) -> _Table:
     import pyarrow
     import pyarrow.parquet
 
+    # a damaged file shows itself anywhere, and not only by Arrow's own errors
+    faults = (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError)
+
+    def damaged(error: Exception) -> UserError:
+        return UserError(f"{source} is not a Parquet file, or damaged ({_one_line(error)})")
+
+    content = _read_bytes(source, path)
     try:
-        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_read_bytes(source, path)))
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{source} is not a Parquet file ({_one_line(error)})") from error
+        file = pyarrow.parquet.ParquetFile(
+            pyarrow.BufferReader(content), page_checksum_verification=True
+        )
+        names = list(file.schema_arrow.names)
+    except faults as error:
+        raise damaged(error) from error
 
     def rows(columns: list[str]) -> Iterator[Row]:
         number = 0
-        for batch in file.iter_batches(columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{source} row {number}", row
+        try:
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{source} row {number}", row
+        except faults as error:
+            raise damaged(error) from error
 
-    return _Table(list(file.schema_arrow.names), rows)
+    return _Table(names, rows)
 
 
 def _hub_table(source: str, config: str | None, split: str) -> _Table:
@@ -298,11 +323,11 @@ def _row_prompts(
     there = table.columns
     for name in (column, response_column):
         if name is not None and name not in there:
-            known = ", ".join(there) + suggest(name, there)
-            raise UserError(f"{source} has no column {name!r}; columns: {known}")
+            known = _listed(there) + suggest(name, there)
+            raise UserError(f"{source} has no column {excerpt(name)}; columns: {known}")
     column = column or next((name for name in PROMPT_COLUMNS if name in there), None)
     if column is None:
-        usual, found = ", ".join(PROMPT_COLUMNS), ", ".join(there) or "none"
+        usual, found = ", ".join(PROMPT_COLUMNS), _listed(there)
         known = f"({usual}); columns: {found}"
         raise UserError(f"{source} has none of the usual columns {known}; set prompts_column")
     guess = next((name for name in RESPONSE_COLUMNS if name in there and name != column), None)
@@ -343,7 +368,7 @@ def _row_prompts(
 def _content(where: str, row: dict[str, Any], column: str) -> str | list[Message] | None:
     """Plain text or a conversation, told by the form of the value; None where it is empty."""
     if column not in row:
-        raise UserError(f"{where} has no column {column!r}; columns: {', '.join(row)}")
+        raise UserError(f"{where} has no column {column!r}; columns: {_listed(row)}")
     value = row[column]
     if isinstance(value, str):
         text = _text(where, repr(column), value)
@@ -371,7 +396,7 @@ def _messages(where: str, items: list[dict[str, Any]]) -> list[Message]:
         here = f"{where}: message {number}"
         if not isinstance(name, str) or name not in _ROLES:
             known = ", ".join(_ROLES)
-            raise UserError(f"{here} has the unknown {role_key} {name!r}; known: {known}")
+            raise UserError(f"{here} has the unknown {role_key} {excerpt(name)}; known: {known}")
         role, text = _ROLES[name], _text(here, repr(text_key), item.get(text_key))
         if role == "system" and number > 1:
             raise UserError(f"{here} is a system message; only the first message may be one")
@@ -404,6 +429,10 @@ def _text(where: str, what: str, value: object) -> str:
 
 def _kind(value: object) -> str:
     return f"{type(value).__name__} {_excerpt(repr(value))}" if value is not None else "nothing"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return _excerpt(", ".join(names), 300) or "none"
 
 
 def _excerpt(text: str, width: int = 60) -> str:

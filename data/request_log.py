@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 from data.prompts import render
 from data.sampling import Sampling
 from data.target import Target
+from trainer.checks import GREEDY_BELOW, is_file
 from trainer.config import UserError
 
 MAX_BAD_SHARE = 0.1
@@ -49,7 +51,6 @@ ENDED = ("stop", "eos")
 # what strange content raises in here and in libraries: keys of another kind, halves of an emoji,
 # brackets without end
 UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
-GREEDY_BELOW = 1e-5  # vLLM's own bound of a temperature that is as good as 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RequestLog:
         self.defaults = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
         self.last = 0, ""  # length and hash of the line before `offset`
         self.named: list[str] = []  # the first few lines that were skipped, and why
-        if not self.path.is_file():
+        if not is_file("method.log file", self.path):
             raise UserError(f"method.log={path} does not exist: name the file the server writes")
 
     def read(
@@ -111,15 +112,21 @@ class RequestLog:
         return found
 
     def _seek(self, file: BinaryIO) -> None:
-        """To where reading stopped; the line before it must be the one that was read."""
+        """To where reading stopped; the line before it must be the one that was read, or blank: an
+        exchange that was deleted (data.request_file)."""
         length, known = self.last
-        file.seek(self.offset - length)
-        before = file.read(length)
-        if length and hashlib.sha256(before).hexdigest() != known:
-            raise UserError(
-                f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
-                "it was replaced; begin another run with another run.dir"
-            )
+        file.seek(self.offset)
+        for another_look in (True, False):  # it may be deleted at this moment
+            before = os.pread(file.fileno(), length, self.offset - length)
+            blank = len(before) == length and not before.strip()  # also before the first line
+            if blank or hashlib.sha256(before).hexdigest() == known:
+                return
+            if another_look:
+                time.sleep(POLL_S)
+        raise UserError(
+            f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
+            "it was replaced; begin another run with another run.dir"
+        )
 
     def _take(self, line: bytes) -> list[LoggedRequest]:
         self.lines += 1

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.devices import decoder_of, device_of, in_place, is_elsewhere, is_plain, spread
 from data.sharded import Sharded
+from trainer.checks import require_files
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
@@ -283,6 +284,7 @@ def load_causal_lm(
     dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
     `spread`: see `data.devices.spread`.
     """
+    require_files(key, name)
     chosen: Any = dtype
     if dtype == "auto" and torch.device(device).type == "cpu":
         chosen = "float32"

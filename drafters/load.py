@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from drafters.export.reader import Head, layout_of, read
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.medusa2 import Medusa2Drafter
+from trainer.checks import require_files
 from trainer.config import UserError
 
 HEADS: dict[str, Callable[[Path, Target], TrainedDrafter]] = {
@@ -47,6 +49,7 @@ def load_drafter(
     """`name`: a folder or a Hub id. Heads of this project must be made for this target; published
     ones, in a layout that `drafters.export.reader` knows, become drafters of this target. `key`:
     how errors call the setting. An acceptance head beside the drafter comes with it."""
+    require_files(key, name)
     folder = _fetched(name, revision)
     drafter = _load(name, folder, target, revision, trust_remote_code, key)
     if folder is not None:
@@ -109,7 +112,7 @@ def _own(kind: str, folder: Path, target: Target, key: str) -> TrainedDrafter:
 def _fetched(name: str, revision: str | None) -> Path | None:
     """A local folder as it is; of a repository on the Hub what tells heads from models, and the
     weights if it may be a head. None where there is nothing: the loader of causal LMs says why."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))

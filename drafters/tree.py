@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
+from trainer.checks import excerpt, is_file
 from trainer.config import UserError, require
 
 MAX_RANKS = 10  # children of one node that a calibrated tree may have
@@ -175,26 +177,32 @@ def parse_tree(text: str) -> TreeShape:
     kind, _, rest = text.partition(":")
     if kind == "dynamic":
         numbers = rest.split(":")
-        if len(numbers) not in (2, 3) or not all(n.isdecimal() for n in numbers):
+        if len(numbers) not in (2, 3) or not all(n.isdecimal() and len(n) < 7 for n in numbers):
             raise UserError(
-                f"eval.tree must be dynamic:<nodes>:<depth>[:<top_k>], got {text!r}: "
+                "eval.tree must be dynamic:<nodes>:<depth>[:<top_k>], numbers of at most six "
+                f"digits, got {excerpt(text)}: "
                 "for example dynamic:60:7:10"
             )
         return DynamicTree(*map(int, numbers))
     path = FilePath(text)
-    if not path.is_file():
+    if not is_file("eval.tree file", path):
         raise UserError(
             "eval.tree must be eagle, dynamic:<nodes>:<depth>[:<top_k>], calibrated:<nodes> or a "
-            f"JSON file of rank paths, got {text!r}"
+            f"JSON file of rank paths, got {excerpt(text)}"
         )
     try:
         return static_tree(json.loads(path.read_text()), path.stem)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"eval.tree: {path} is not a list of rank paths ({error})") from error
 
 
 def static_tree(paths: Sequence[Sequence[int]], name: str = "static") -> StaticTree:
-    return StaticTree(tuple(tuple(int(rank) for rank in path) for path in paths), name)
+    return StaticTree(tuple(tuple(map(_rank, path)) for path in paths), name)
+
+
+def _rank(given: Any) -> int:
+    require(type(given) is int, "eval.tree: a rank", "be a whole number", given)
+    return given
 
 
 def calibrated_nodes(text: str | None, depth: int) -> int | None:
@@ -203,11 +211,12 @@ def calibrated_nodes(text: str | None, depth: int) -> int | None:
     kind, _, nodes = (text or "").partition(":")
     if kind != "calibrated":
         return None
-    most = sum(MAX_RANKS**level for level in range(1, depth + 1))
-    if not nodes.isdecimal() or not 1 <= int(nodes) <= most:
+    # of more than five levels there are more than anybody verifies in one pass
+    most = sum(MAX_RANKS**level for level in range(1, min(depth, 5) + 1))
+    if not nodes.isdecimal() or len(nodes) > 6 or not 1 <= int(nodes) <= most:
         raise UserError(
             f"eval.tree must be calibrated:<nodes> with 1 to {most} nodes at eval.K={depth}, got "
-            f"{text!r}: for example calibrated:{min(25, most)}"
+            f"{excerpt(text)}: for example calibrated:{min(25, most)}"
         )
     return int(nodes)
 

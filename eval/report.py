@@ -20,6 +20,7 @@ from eval.render import to_html, to_markdown
 from eval.report_page import report_blocks, report_title
 from eval.report_rows import ORDER, Row, asked
 from eval.report_tables import main_tables
+from trainer.checks import is_file
 from trainer.config import UserError
 from trainer.files import write_atomic
 
@@ -158,13 +159,13 @@ def headline_numbers(report: dict[str, Any]) -> dict[str, Any]:
 
 def read_report(path: str | Path) -> dict[str, Any]:
     """Read and check a report.json; every way it can be wrong is one line."""
+    if not is_file("report", path):
+        raise UserError(f"report {path} does not exist")
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"report {path} does not exist") from error
     except OSError as error:
         raise UserError(f"report {path} cannot be read ({error.strerror})") from error
-    except ValueError as error:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON
         raise UserError(f"report {path} is damaged, not JSON ({error})") from error
     check_report(report, f"report {path}")
     return report

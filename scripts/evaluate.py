@@ -11,6 +11,7 @@ holds the drafter, the same shape untrained, prompt lookup and the target as its
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from drafters.load import load_drafter
 from eval.report import build_report, write_report
 from recipes import base
 from recipes.phases import generate, report, run
+from trainer.checks import require_folder
 from trainer.config import Config, EvalConfig, UserError, compose, is_address, load_yaml
+
+# of data.* what decides the held-out prompts, and where and how the target's text is generated
+READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
+         "data.prompts", "data.prompts_config", "data.prompts_split", "data.prompts_column",
+         "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
+         "data.chat_template_kwargs", "data.max_prompt_tokens", "data.long_prompts",
+         "data.cache_dir", "data.batch_size", "data.rows_per_shard")  # fmt: skip
 
 
 def resolve(arguments: list[str]) -> Config:
@@ -27,7 +36,7 @@ def resolve(arguments: list[str]) -> Config:
     if not given:
         raise UserError("eval.drafter must name a drafter: a folder or a Hub id, got nothing")
     stored = Path(given[0]).parent / "config.yaml"
-    if not ((Path(given[0]) / "drafter.json").exists() and stored.exists()):
+    if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, None, arguments, script_keys=("out",))
     recipe = load_yaml(stored).get("recipe")
     if not isinstance(recipe, str):
@@ -70,7 +79,15 @@ def measure(
 def main(arguments: list[str]) -> int:
     try:
         config = resolve(arguments)
+        run.check_words(
+            arguments, READS, "scripts.evaluate",
+            run_dir="script.out names the folder of its report",
+            model_drafter="eval.drafter names what it measures",
+            data_temperature="eval.temperatures are what it measures at",
+            data_max_new_tokens="eval.max_new_tokens limits its answers",
+        )  # fmt: skip
         folder = Path(config.script["out"] or f"runs/evaluate-{config.hash()}")
+        require_folder("script.out", folder)
         if (folder / "run.json").exists():
             raise UserError(
                 f"script.out={folder} holds a run, whose report would be lost: name another folder"

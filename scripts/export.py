@@ -12,6 +12,7 @@ that comes with it runs only with `model.trust_remote_code=true` here, whatever 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from drafters.load import load_drafter, stored
 from drafters.medusa2 import Medusa2Drafter
 from eval.report import markdown_table, read_report
 from recipes.phases import run
+from trainer.checks import require_files, require_folder
 from trainer.config import (
     EvalConfig,
     ModelConfig,
@@ -46,8 +48,8 @@ SERVED_BY = {
     "hydra": (),
     "bank": (),
 }
-KEYS = ["script.drafter", "script.engine", "script.out", "model.target",
-        "model.trust_remote_code", "eval.K"]  # fmt: skip
+TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
+KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
 
 
 def export_drafter(
@@ -59,8 +61,10 @@ def export_drafter(
     trust_remote_code: bool = False,
 ) -> Path:
     """Export the drafter folder `drafter` to `out`; what is not given comes from its run."""
-    if not (drafter / "drafter.json").exists():
+    if not os.path.exists(drafter / "drafter.json"):
         raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
+    require_files("script.drafter", drafter)
+    require_folder("script.out", out)
     about = stored(drafter, "script.drafter")
     _check_engine(about, engine)
     causal_lm = _causal_lm_settings(drafter, about) if about["kind"] == KIND else None
@@ -184,7 +188,7 @@ def _causal_lm_settings(drafter: Path, about: dict[str, Any]) -> tuple[int, list
 
 def main(arguments: list[str]) -> int:
     try:
-        given = parse_overrides(arguments, KEYS)
+        given = parse_overrides(arguments, KEYS, TEXTS)
         for key in ("script.drafter", "script.engine", "script.out"):
             if not given.get(key):
                 raise UserError(f"{key} must be given: {key}=...")

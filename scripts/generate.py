@@ -7,14 +7,28 @@ Several processes share the work under `accelerate launch -m scripts.generate ..
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from recipes.base import NoMethod
 from recipes.phases import generate, run
-from trainer.config import compose
+from trainer.config import DataConfig, compose
+
+# of the target, the prompts, and which of them are held out
+READS = ("dry_run", "run.seed", *run.OF_TARGET,
+         *(f"data.{f.name}" for f in fields(DataConfig) if not f.name.startswith("features")),
+         *(f"eval.prompts{part}" for part in ("", "_config", "_split", "_column")),
+         "eval.num_prompts", "eval.seed")  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
     try:
         config = compose("generate", NoMethod, None, arguments)
+        run.check_words(
+            arguments, READS, "scripts.generate",
+            run_dir="data.traces, else data.cache_dir, says where its traces go",
+            eval_temperatures="data.temperature is what its traces are drawn at",
+            eval_max_new_tokens="data.max_new_tokens limits its traces",
+        )  # fmt: skip
         if config.dry_run:
             generate.describe(config)
             return 0

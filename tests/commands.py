@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,17 @@ def own_words(recipe: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def only(words: list[str], *sections: str) -> list[str]:
-    """The words of `sections`, for a command that takes no recipe."""
-    return [word for word in words if word.partition(".")[0] in sections]
+def only(words: list[str], *reads: str) -> list[str]:
+    """The words of these keys and sections, for a command that reads no others."""
+    keys = [word.partition("=")[0] for word in words]
+    return [w for w, k in zip(words, keys, strict=True) if {k, k.partition(".")[0]} & {*reads}]
+
+
+def pipe(path: Path) -> Path:
+    """A named pipe, at whose other end somebody waits with nothing to say."""
+    os.mkfifo(path)
+    threading.Thread(target=lambda: path.open("wb").close(), daemon=True).start()
+    return path
 
 
 # `accelerate launch --cpu --num_processes 2` starts one process only (accelerate 1.15)

@@ -15,22 +15,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import train
+from recipes import base
 from recipes.phases import report
-from scripts import evaluate, generate
-from tests.commands import command, only, training_stores, write_jsonl
+from scripts import evaluate, export, generate, request_log
+from tests.commands import command, only, pipe, training_stores, write_jsonl
 from tests.tiny import save_tiny
-from trainer.config import UserError
+from trainer.checks import require_folder
+from trainer.config import UserError, known_keys
 
 
 @pytest.fixture
 def refused(tmp_path, tiny_folder, capsys):
     """refused(*words, target=..., says=[...]): the command line, given on top of a tiny one, ends
-    with the exit code and one line that says all of this."""
+    with the exit code and one line that says all of this. `script`: of that module, not train."""
 
-    def call(*words, says, target=None, code=2, written=False, main=train.main, sections=None):
+    def call(*words, says, target=None, code=2, written=False, script=None):
         arguments = command(tmp_path, target or tiny_folder("llama"), *words)
+        if script is not None:
+            kept = only(arguments, *getattr(script, "READS", ()))
+            arguments = [word for word in arguments if word in words or word in kept]
         capsys.readouterr()
-        assert main(only(arguments, *sections) if sections else arguments) == code
+        assert (script or train).main(arguments) == code
         err = capsys.readouterr().err.splitlines()
         assert [line for line in err if line.startswith("error:")] == err[-1:], err
         for text in [says] if isinstance(says, str) else says:
@@ -64,6 +69,7 @@ def refused(tmp_path, tiny_folder, capsys):
         ("eval.K=0", "eval.K must be >= 1, got 0"),
         ("eval.policy=confidence:2", "eval.policy must be confidence:<number in [0, 1]>"),
         ("eval.policy=confidence:high", "eval.policy must be confidence:<number in [0, 1]>"),
+        ("eval.drafter=x", "eval.drafter must be left to scripts.evaluate"),
         ("run.stage=align", "run.stage must be one of control, distill, got 'align'"),
         ("method.divergence=kl", ["unknown method.divergence 'kl'", "fkl"]),
         ("method.beta=1.3", "method.beta must lie in [0, 1], got 1.3"),
@@ -78,6 +84,9 @@ def refused(tmp_path, tiny_folder, capsys):
         ("data.prompts=nothing.jsonl", "prompts file nothing.jsonl does not exist"),
         ("data.prompts=toy:cod", ["'cod'", "available: code, prose, math"]),
         ("model.target=no/such/model", ["model.target", "'no/such/model'"]),
+        ("eval.K=245", "eval.K must draft fewer than 245 tokens: the target's context 256 less"),
+        ("eval.tree=dynamic:9:300", "eval.tree must draft fewer than 245 tokens"),
+        ("eval.max_new_tokens=256", "eval.max_new_tokens must be below the target's context 256"),
         ("data.max_new_tokens=256", ["max_new_tokens=256", "context of 256"]),
         ("data.max_prompt_tokens=5", ["13 tokens", "the limit is 5", "data.long_prompts=drop"]),
         ("data.system_prompt=Be brief.", ["data.system_prompt", "without a chat template"]),
@@ -86,6 +95,28 @@ def refused(tmp_path, tiny_folder, capsys):
 def test_a_wrong_word_is_named(refused, tmp_path, word, says):
     refused(word, says=says)
     assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache_dir", "data.traces", "script.out"])
+@pytest.mark.parametrize("folder", ["file", "file/below", "a" * 256, "a/" * 2000])
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
+    refused, tmp_path, key, folder
+):
+    (tmp_path / "file").touch()
+    says = "is a file: name another place" if folder.startswith("file") else "must be a path of at"
+    words = [f"{key}={tmp_path / folder}", "model.target=none/such"]
+    extra = ["eval.drafter=none/such"] if key == "script.out" else []
+    script = evaluate if key == "script.out" else None
+    refused(*words, *extra, script=script, says=[key, says])
+    assert {p.name for p in tmp_path.iterdir()} <= {"file", "train.jsonl", "eval.jsonl"}
+
+
+def test_the_longest_name_is_no_mistake(tmp_path):
+    require_folder("run.dir", tmp_path / ("a" * 255) / "b")
+    require_folder("run.dir", tmp_path)
+    (tmp_path / "broken").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is a file"):
+        require_folder("run.dir", tmp_path / "broken" / "below")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +247,48 @@ def test_a_share_that_holds_nothing_out_is_named(refused):
     refused("eval.prompts=null", "data.eval_share=0", says=["data.eval_share", "eval.prompts"])
 
 
+@pytest.mark.parametrize("key", ["data.prompts", "eval.prompts", "eval.tree", "method.log"])
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_not_waited_for(refused, tmp_path, key, what):
+    path = tmp_path / "x.jsonl"
+    if what == "pipe":
+        pipe(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/null")
+    words = ["recipe=osd", f"{key}={path}", "trainer.max_steps=2"]
+    refused(*words, says=[f"{path} is a {what}: name a regular file"])
+    assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+@pytest.mark.parametrize("key", ["data.prompts", "eval.prompts", "eval.tree", "method.log"])
+def test_a_name_that_no_file_can_have_is_refused(refused, key):
+    refused("recipe=osd", f"{key}={'a' * 300}", says=["'aaaa", "cannot be read (File name too"])
+
+
 # models
+
+
+@pytest.mark.parametrize("name", ["config.json", "drafter.json"])
+def test_a_model_is_not_read_from_a_pipe(refused, tmp_path, capsys, name):
+    broken = save_tiny(tmp_path / "broken", "llama")
+    (broken / name).unlink(missing_ok=True)
+    pipe(broken / name)
+    says = [f"{broken / name} is a pipe: name a regular file"]
+    refused(f"model.drafter={broken}", says=["model.drafter: the file", *says])
+    refused(f"model.target={broken}", says=["model.target: the file", *says])
+    words = [f"script.drafter={broken}", "script.engine=vllm", f"script.out={tmp_path / 'out'}"]
+    if name == "drafter.json":
+        assert export.main(words) == 2
+        assert says[0] in capsys.readouterr().err
+
+
+def test_a_model_of_an_endless_name_is_refused(refused, capsys):
+    refused(f"model.drafter={'a' * 300}", says=["model.drafter", "cannot load"])
+    refused(f"eval.drafter={'a' * 300}", script=evaluate, says=["eval.drafter", "cannot load"])
+    assert export.main([f"script.drafter={'a' * 300}", "script.engine=vllm", "script.out=x"]) == 2
+    assert "script.drafter: no drafter in" in capsys.readouterr().err
 
 
 def test_the_toys_drafter_serves_no_other_target(refused):
@@ -279,7 +351,7 @@ def test_layer_ids_out_of_range_or_twice(tiny_target, layers, says):
 def test_a_trace_store_of_another_target_or_sampling(refused, tmp_path, tiny_folder):
     words = (f"data.traces={tmp_path / 'own'}", "eval.prompts=toy")
     arguments = command(tmp_path, tiny_folder("llama"), *words)
-    assert generate.main(only(arguments, "model", "data", "eval")) == 0
+    assert generate.main(only(arguments, *generate.READS)) == 0
     says = ["made with", "use another data.traces or delete it"]
     refused(*words, says=[*says, "target.weights"], target=tiny_folder("llama", seed=1))
     refused(*words, "data.temperature=0.7", says=[*says, "temperatures [1.0] (wanted: [0.7])"])
@@ -336,26 +408,46 @@ def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
 # the other commands
 
 
-@pytest.mark.parametrize("main", [generate.main, evaluate.main])
-def test_the_scripts_complain_in_the_same_way(refused, main):
-    sections = ("model", "data", "eval")
-    extra = ("eval.drafter=nowhere",)
-    refused(*extra, "data.num_prompt=3", main=main, sections=sections,
+@pytest.mark.parametrize("module", [generate, evaluate])
+def test_the_scripts_complain_in_the_same_way(refused, module):
+    extra = ("eval.drafter=nowhere",) if module is evaluate else ()
+    refused(*extra, "data.num_prompt=3", script=module,
             says=["'data.num_prompt'", "did you mean 'data.num_prompts'?"])  # fmt: skip
-    refused(*extra, "model.target=nowhere", main=main, sections=sections,
-            says=["model.target", "'nowhere'"])  # fmt: skip
+    refused(*extra, "model.target=nowhere", script=module, says=["model.target", "'nowhere'"])
+
+
+@pytest.mark.parametrize(
+    ("module", "word", "says"),
+    [
+        (evaluate, "run.dir=x", "run.dir does nothing in scripts.evaluate: script.out names the"),
+        (evaluate, "run.stage=x", "it is a setting of train.py, leave it out"),
+        (evaluate, "trainer.precision=bf16", "it is a setting of train.py, leave it out"),
+        (evaluate, "data.temperature=1", "eval.temperatures are what it measures at"),
+        (evaluate, "data.engine=vllm", "a setting of train.py and scripts.generate, leave it out"),
+        (evaluate, "model.drafter=x", "eval.drafter names what it measures"),
+        (evaluate, "recipe=eagle", "recipe does nothing in scripts.evaluate: it is a setting of"),
+        (generate, "run.dir=x", "data.traces, else data.cache_dir, says where its traces go"),
+        (generate, "trainer.lr=1", "trainer.lr does nothing in scripts.generate"),
+        (generate, "eval.K=3", "a setting of train.py and scripts.evaluate, leave it out"),
+        (generate, "data.features=cached", "it is a setting of train.py"),
+        (generate, "recipe=eagle", "recipe does nothing in scripts.generate"),
+        (request_log, "data.prompts=x", "unknown key 'data.prompts'"),
+    ],
+)  # fmt: skip
+def test_a_word_that_a_script_would_pass_over_is_refused(refused, module, word, says):
+    extra = ("eval.drafter=nowhere",) if module is evaluate else ()
+    refused(*extra, word, script=module, says=says)
+
+
+def test_a_script_reads_keys_that_there_are():
+    known = [*known_keys(base.NoMethod, ("out",)), "eval"]
+    assert set(generate.READS) <= set(known)
+    assert set(evaluate.READS) <= set(known)
 
 
 def test_evaluate_needs_a_drafter_that_loads(refused):
-    sections = ("model", "data", "eval")
-    refused(main=evaluate.main, sections=sections, says="eval.drafter must name a drafter")
-    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections, says="'nowhere'")
-
-
-def test_evaluate_names_its_own_key(refused):
-    sections = ("model", "data", "eval")
-    refused("eval.drafter=nowhere", main=evaluate.main, sections=sections,
-            says=["eval.drafter", "'nowhere'"])  # fmt: skip
+    refused(script=evaluate, says="eval.drafter must name a drafter")
+    refused("eval.drafter=nowhere", script=evaluate, says=["eval.drafter", "'nowhere'"])
 
 
 # faults while running

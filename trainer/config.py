@@ -22,23 +22,18 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class UserError(ValueError):
-    """A user's mistake: one readable line with key, value, rule and remedy. Exit code 2."""
-
-
-class RunFault(RuntimeError):
-    """A fault while running (NaN, damaged device, full disk): cause named, state saved. Exit 3."""
-
-
-def require(condition: bool, key: str, rule: str, value: object) -> None:
-    """Raise the uniform one-line complaint unless `condition` holds."""
-    if not condition:
-        raise UserError(f"{key} must {rule}, got {value!r}")
-
-
-def is_address(text: object) -> bool:
-    return str(text).startswith(("http://", "https://"))
+from trainer.checks import (
+    SEEDS,
+    SIDE_BY_SIDE,
+    UserError,
+    check_values,
+    excerpt,
+    require,
+    require_address,
+    require_counts,
+)
+from trainer.checks import RunFault as RunFault  # errors are imported from here everywhere
+from trainer.checks import is_address as is_address
 
 
 def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -56,7 +51,7 @@ class RunConfig:
     stage: str | None = None  # only this stage of the recipe
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "run.seed", "be >= 0", self.seed)
+        require(0 <= self.seed < SEEDS, "run.seed", f"lie in 0..{SEEDS - 1}", self.seed)
 
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
@@ -113,7 +108,8 @@ class DataConfig:
     # openai: the servers named. Of the training traces; those of the report are always hf's
     engine: str = "hf"
     engine_options: dict[str, Any] = field(default_factory=dict)  # of vllm: its own arguments
-    servers: list[str] = field(default_factory=list)  # of openai: http://host:8000, ...
+    # of openai: http://host:8000, ..; one that is named twice gets twice the requests
+    servers: list[str] = field(default_factory=list)
     features: str = "live"  # or cached: the target's states are stored once, for heads
     features_dtype: str = "bf16"  # of the store: bf16, fp8 with a scale per token, fp32
     traces: str | None = None  # use this trace store; default: one below data.cache_dir
@@ -121,6 +117,7 @@ class DataConfig:
     max_prompt_tokens: int | None = None  # default: the target's context less max_new_tokens
     long_prompts: str = "refuse"  # or `drop`, counted
     max_new_tokens: int = 96
+    # cycled over prompts and samples: one that is named twice gets twice the share
     temperature: list[float] = field(default_factory=lambda: [1.0])
     top_k: int = 0
     top_p: float = 1.0
@@ -148,14 +145,9 @@ class DataConfig:
             limit = self.max_prompt_tokens
             require(limit >= 1, "data.max_prompt_tokens", "be null or >= 1", limit)
         require(0 <= self.eval_share < 1, "data.eval_share", "lie in [0, 1)", self.eval_share)
-        for key in (
-            "num_prompts",
-            "max_new_tokens",
-            "samples_per_prompt",
-            "batch_size",
-            "rows_per_shard",
-        ):
-            require(getattr(self, key) >= 1, f"data.{key}", "be >= 1", getattr(self, key))
+        require_counts("data", self, "num_prompts", "max_new_tokens")
+        held = ("samples_per_prompt", "batch_size", "rows_per_shard")
+        require_counts("data", self, *held, most=SIDE_BY_SIDE)
         for key in ("teacher_top_k", "teacher_samples"):
             require(getattr(self, key) >= 0, f"data.{key}", "be >= 0", getattr(self, key))
         _one_of("data.engine", self.engine, ("hf", "vllm", "openai"))
@@ -167,7 +159,12 @@ class DataConfig:
                 f"data.engine={self.engine} and data.servers={self.servers}"
             )
         for server in self.servers:
-            require(is_address(server), "data.servers", "begin with http:// or https://", server)
+            require_address("data.servers", server)
+        if "" in self.stop_strings:
+            raise UserError(
+                "data.stop_strings must hold text, got '', which ends every answer at once: "
+                "remove it"
+            )
         _one_of("data.features", self.features, ("live", "cached"))
         _one_of("data.features_dtype", self.features_dtype, ("bf16", "fp8", "fp32"))
         _one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
@@ -212,32 +209,34 @@ class TrainerConfig:
             _one_of("trainer.compile", self.compile, tuple(list_backends(exclude_tags=())))
         _one_of("trainer.resume", self.resume, ("auto", "never"))
         _one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
-        counts = ("max_steps", "batch_size", "gradient_accumulation_steps", "eval_every",
-                  "save_every", "log_every", "keep_checkpoints")  # fmt: skip
-        for key in counts:
-            require(getattr(self, key) >= 1, f"trainer.{key}", "be >= 1", getattr(self, key))
+        counts = ("max_steps", "gradient_accumulation_steps", "eval_every", "save_every",
+                  "log_every", "keep_checkpoints")  # fmt: skip
+        require_counts("trainer", self, *counts)
+        require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
         require(0 < self.lr < math.inf, "trainer.lr", "be > 0 and finite", self.lr)
         require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
         for key in ("adam_beta1", "adam_beta2"):
             require(
                 0 <= getattr(self, key) < 1, f"trainer.{key}", "lie in [0, 1)", getattr(self, key)
             )
-        require(
-            self.lr_warmup_steps >= 0, "trainer.lr_warmup_steps", "be >= 0", self.lr_warmup_steps
-        )
+        rule = f"lie in 0..{self.max_steps} (trainer.max_steps)"
+        require(0 <= self.lr_warmup_steps <= self.max_steps, "trainer.lr_warmup_steps", rule,
+                self.lr_warmup_steps)  # fmt: skip
         for key in ("lr_hold_share", "lr_min_ratio"):
             require(
                 0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
             )
-        require(self.pack_tokens >= 0, "trainer.pack_tokens", "be >= 0 (0: off)", self.pack_tokens)
-        require(self.lora_rank >= 0, "trainer.lora_rank", "be >= 0 (0: off)", self.lora_rank)
+        rule = f"lie in 0..{SIDE_BY_SIDE} (0: off)"
+        for key in ("pack_tokens", "lora_rank"):
+            value = getattr(self, key)
+            require(0 <= value <= SIDE_BY_SIDE, f"trainer.{key}", rule, value)
         require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
         require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
 
 
 @dataclass
 class EvalConfig:
-    drafter: str | None = None  # what is measured; default: the run's own drafter
+    drafter: str | None = None  # what scripts.evaluate measures
     prompts: str | None = None  # default: held out from data.prompts by hash (toy: other modules)
     prompts_config: str | None = None
     prompts_split: str = "test"
@@ -273,14 +272,18 @@ class EvalConfig:
             self.temperatures,
         )
         require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
+        distinct = len(set(self.temperatures)) == len(self.temperatures)
+        require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
         require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
         require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
-        for key in ("num_prompts", "max_new_tokens", "K", "batch_size", "bootstrap_draws"):
-            require(getattr(self, key) >= 1, f"eval.{key}", "be >= 1", getattr(self, key))
-        require(self.seed >= 0, "eval.seed", "be >= 0", self.seed)
+        require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
+        require_counts("eval", self, "batch_size", "bootstrap_draws", most=SIDE_BY_SIDE)
+        require(0 <= self.seed < SEEDS, "eval.seed", f"lie in 0..{SEEDS - 1}", self.seed)
         require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
         _one_of("eval.verifier", self.verifier, ("token", "typical"))
-        if not is_address(self.engine):
+        if is_address(self.engine):
+            require_address("eval.engine", self.engine)
+        else:
             rule = "be own, vllm, or the address of a running vLLM server (http://...)"
             require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
         _one_of("eval.tree_children", self.tree_children, ("top", "sampled"))
@@ -333,6 +336,10 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     script: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for section, values in self.to_dict().items():
+            check_values(section, values)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -384,14 +391,14 @@ def known_keys(method: type, script_keys: tuple[str, ...] = ()) -> list[str]:
     return keys + [f"script.{key}" for key in script_keys]
 
 
-def text_keys(method: type) -> set[str]:
-    """Keys whose value is text, to be taken literally."""
+def text_keys(method: type, types: tuple[str, ...] = ("str", "str | None")) -> set[str]:
+    """Keys whose value is text, to be taken literally; of other `types` as they are written."""
     sections = {**_SECTIONS, "method": method}
     return {
         f"{name}.{f.name}"
         for name, section in sections.items()
         for f in dataclasses.fields(section)
-        if f.type in ("str", "str | None")
+        if f.type in types
     }
 
 
@@ -415,16 +422,27 @@ def parse_overrides(
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
             flat[key] = None if value in ("", "null") else value[1:-1] if quoted else value
             continue
-        try:
-            flat[key] = yaml.safe_load(value) if value else None
-        except yaml.YAMLError as error:
-            raise UserError(
-                f"{key}: {value!r} is not a YAML value ({str(error).splitlines()[0]})"
-            ) from error
+        flat[key] = _yaml_value(f"{key}: {excerpt(value)} is not a YAML value", value)
         if isinstance(flat[key], str):
             with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4 as text
                 flat[key] = float(flat[key])
     return flat
+
+
+def _yaml_value(said: str, text: str) -> Any:
+    """`said`: how the complaint begins where `text` cannot be read."""
+    try:
+        value = yaml.safe_load(text)
+        json.dumps(value, default=str)  # a value that holds itself would be walked for ever
+        return value
+    except yaml.YAMLError as error:
+        reason: object = error
+    except RecursionError:
+        reason = "nested too deep"
+    # a day of no calendar, a number of thousands of digits, a key that is a date
+    except (ValueError, TypeError) as error:
+        reason = error
+    raise UserError(f"{said} ({str(reason).splitlines()[0]})")
 
 
 def compose(
@@ -451,10 +469,13 @@ def compose(
         (
             "command line",
             parse_overrides(
-                [a for a in arguments if not a.startswith("recipe=")], known, text_keys(method)
+                [a for a in arguments if not a.startswith("recipe=")],
+                known,
+                text_keys(method) | {"script.out", "script.log", "script.server"},
             ),
         )
     )
+    texts = text_keys(method, ("list[str]",))
     mappings: dict[str, dict[str, Any]] = {}
     for source, flat in layers:
         for key, value in flat.items():
@@ -462,16 +483,19 @@ def compose(
                 raise UserError(f"{source}: unknown key {key!r}{suggest(key, known)}")
             if key in MAPPINGS:  # replaced as a whole: shares of another mix must not linger
                 if not isinstance(value, dict):
-                    raise UserError(f"{key} must be a mapping like {{a: 1}}, got {value!r}")
+                    raise UserError(f"{key} must be a mapping like {{a: 1}}, got {excerpt(value)}")
                 mappings[key] = value
                 continue
             if key in ("data.temperature", "eval.temperatures") and not isinstance(value, list):
                 value = [value]
+            if key in texts and isinstance(value, list):  # OmegaConf makes "False" of a `no`
+                good = all(isinstance(item, str) for item in value)
+                require(good, key, "hold text alone, a number in quotes", value)
             try:
                 OmegaConf.update(tree, key, _literal(value, "${", _DOLLAR))
-            except (OmegaConfBaseException, ValueError, TypeError) as error:
-                reason = str(error).splitlines()[0].replace(_DOLLAR, "${")
-                raise UserError(f"{key}: cannot take {value!r} ({reason})") from error
+            except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+                reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
+                raise UserError(f"{key}: cannot take {excerpt(value)} ({reason})") from error
     plain: Any = _literal(OmegaConf.to_container(tree), _DOLLAR, "${")
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
@@ -500,11 +524,12 @@ def _literal(value: Any, old: str, new: str) -> Any:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except FileNotFoundError as error:
         raise UserError(f"configuration file {path} does not exist") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:  # no file, not UTF-8, not YAML
+    except (OSError, ValueError) as error:  # no file, not UTF-8
         raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
+    loaded = _yaml_value(f"{path} is not YAML", text)
     if not isinstance(loaded, dict):
         raise UserError(f"{path} is damaged: it must hold a table of settings, got {loaded!r}")
     return loaded

@@ -1,7 +1,7 @@
 """Rewards of a frozen reference drafter's trees, computed once for each text.
 
     folder/manifest.json     what they depend on: reference, target, tree, reward, positions
-    folder/rewards-0.jsonl   one line for each text, appended by the process of that rank
+    folder/rewards-*.jsonl   one line for each text, every process appends to a file of its own
 
 The reference, the target and the positions of a text never change while a drafter is trained, so
 neither do these rewards: kept in memory, and in a folder where one is named, for later runs.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import uuid
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,14 +37,11 @@ class ReferenceRewards:
         check_rewards(folder, made_of, key)
         if not manifest.exists():
             write_json(manifest, made_of)
-        self._file = folder / f"rewards-{os.environ.get('RANK', '0')}.jsonl"
-        self._file.touch()
+        self._file = folder / f"rewards-{uuid.uuid4().hex[:12]}.jsonl"  # others may write now
         for path in sorted(folder.glob("rewards-*.jsonl")):
             content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a kill may cut the last line
-            if path == self._file and whole != content:
-                os.truncate(path, len(whole))
-            for line in whole.splitlines():
+            # a kill may cut the last line, or it is being written
+            for line in content[: content.rfind(b"\n") + 1].splitlines():
                 self._known |= _read(line, path)
 
     def __len__(self) -> int:

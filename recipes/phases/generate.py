@@ -21,7 +21,8 @@ from data.traces import Trace, estimate_bytes
 from data.vllm import vllm_server
 from drafters.base import weights_hash
 from drafters.tree import calibrated_nodes, parse_tree
-from recipes.phases.run import Run, check_model_pair
+from recipes.phases.run import Run, check_model_pair, check_places
+from trainer.checks import require
 from trainer.config import Config, EvalConfig, UserError
 
 
@@ -110,6 +111,8 @@ def training_folder(run: Run, prompts: list[Prompt]) -> Path:
 def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
     """The training traces. Those of the report are generated too: by all processes, and so that
     what is wrong with its prompts is known before the training is paid for."""
+    if run.config.run.stage is None:
+        check_room(run.config.eval, run.target.context)
     traces = training_traces(run, train)
     if run.config.run.stage is None:
         for temperature in run.config.eval.temperatures:
@@ -146,6 +149,7 @@ def evaluation_traces(
             f"data.eval_share={run.config.data.eval_share} holds no prompt out for the report: "
             "give another share, or a set of its own as eval.prompts"
         )
+    check_room(evaluation, (served or run.target).context)
     plan = dataclasses.replace(
         GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
         source=evaluation.prompts or f"held out from {run.config.data.prompts}", served=False,
@@ -158,6 +162,16 @@ def evaluation_traces(
     return _generate(run, plan, folder, label, served), plan
 
 
+def check_room(config: EvalConfig, context: int) -> None:
+    """The target's context holds a prompt, the answer and what is drafted beyond it."""
+    new, room = config.max_new_tokens, context - config.max_new_tokens
+    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
+    rule = f"draft fewer than {room} tokens: the target's context {context} less "
+    rule += f"eval.max_new_tokens={new}"
+    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
+        require(drafted < room, key, rule, drafted)
+
+
 def tree_depth(config: EvalConfig) -> int:
     """Tokens that a path of eval.tree may have; a calibrated tree is no deeper than the chain."""
     if config.tree is None or calibrated_nodes(config.tree, config.K):
@@ -168,6 +182,7 @@ def tree_depth(config: EvalConfig) -> int:
 def describe(config: Config) -> None:
     """What a run would read and write, without loading a model."""
     check_model_pair(config)
+    check_places(config)
     tree_depth(config.eval)
     train, held_out = choose_prompts(config)
     data = config.data
@@ -176,6 +191,5 @@ def describe(config: Config) -> None:
     size = estimate_bytes(
         rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
     )
-    print(f"run folder: {config.run_dir}")
     print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
     print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -26,13 +26,21 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from data.target import Target
-from trainer.config import Config, RunFault, UserError, load_yaml, to_yaml
+from trainer.checks import require_folder
+from trainer.config import Config, ModelConfig, RunFault, UserError, load_yaml, to_yaml
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
 
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+OF_TARGET = tuple(
+    f"model.{field.name}"
+    for field in dataclasses.fields(ModelConfig)
+    if not field.name.startswith("drafter")
+)
 
 
 @dataclass
@@ -48,6 +56,7 @@ class Run:
     def open(cls, config: Config) -> Run:
         """Load the target; nothing stays written."""
         check_model_pair(config)
+        check_places(config)
         accelerator = make_accelerator(config.trainer)
         check_shared_folders(config, accelerator)
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
@@ -85,6 +94,30 @@ def check_model_pair(config: Config) -> None:
             f"model.target={config.model.target}: "
             "name a small model with the target's tokenizer, or model.drafter=null to build one"
         )
+
+
+def check_words(arguments: list[str], reads: Collection[str], command: str, **instead: str) -> None:
+    """Refuse what the schema knows and `command` would pass over. `reads`: the keys and sections
+    that it reads; `instead`: by key, with _ for the dot, what does there what the user meant."""
+    owners = {
+        "data": "train.py and scripts.generate",
+        "eval": "train.py and scripts.evaluate",
+        "script": "other scripts",
+    }
+    for key in (word.partition("=")[0] for word in arguments):
+        section = key.partition(".")[0]
+        if key in reads or section in reads:
+            continue
+        remedy = f"it is a setting of {owners.get(section, 'train.py')}, leave it out"
+        remedy = instead.get(key.replace(".", "_"), remedy)
+        raise UserError(f"{key} does nothing in {command}: {remedy}")
+
+
+def check_places(config: Config) -> None:
+    """What is generated can be kept where it is said, before anything is loaded."""
+    require_folder("data.cache_dir", config.data.cache_dir)
+    if config.data.traces:
+        require_folder("data.traces", config.data.traces)
 
 
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
@@ -132,6 +165,7 @@ SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a f
 def check_folder(config: Config) -> None:
     """The run folder holds this very configuration, or none yet. A key that was not there yet when
     it was begun had what is its default now."""
+    require_folder("run.dir", config.run_dir)
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return

@@ -69,6 +69,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
                 "one with model.drafter, or set it to 0"
             )
     if model.drafter is None:
+        _check_settings(run, recipe)
         return None if getattr(recipe, "builds_from_traces", False) else build(run, recipe, [])
     drafter = load_drafter(
         model.drafter,
@@ -85,7 +86,7 @@ def prepare(run: Run, recipe: Any, prompts: list[Prompt]) -> Any:
     recipe.accept(drafter)
     if run.config.trainer.pack_tokens and not drafter.target_layers:
         check_separation(drafter.model, "set trainer.pack_tokens=0")
-    chosen_stages(run, recipe)  # a trained drafter may leave out some
+    _check_settings(run, recipe)  # a trained drafter may leave out some stages
     return drafter
 
 
@@ -224,8 +225,16 @@ def check_context(drafter: Any, traces: list[Trace]) -> None:
         )
 
 
+def _check_settings(run: Run, recipe: Any) -> None:
+    for stage in chosen_stages(run, recipe):
+        _settings(run, stage)
+
+
 def _settings(run: Run, stage: Stage) -> TrainerConfig:
-    return dataclasses.replace(run.config.trainer, **stage.overrides)
+    try:
+        return dataclasses.replace(run.config.trainer, **stage.overrides)
+    except UserError as error:  # a stage may be shorter than the recipe's last one
+        raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
 
 
 def _fit_stage(

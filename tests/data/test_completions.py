@@ -325,7 +325,7 @@ def test_a_run_trains_on_a_servers_text_and_reports_on_its_own(
         (["data.engine=sglang"], "data.engine must be one of hf, vllm, openai"),
         (["data.engine=openai"], "names the servers of data.engine=openai"),
         (["data.servers=[http://a]"], "names the servers of data.engine=openai"),
-        (["data.engine=openai", "data.servers=[a:1]"], "data.servers must begin with http://"),
+        (["data.engine=openai", "data.servers=[a:1]"], "data.servers must be http://host"),
         (["data.engine_options={seed: 1}"], "data.engine_options are of data.engine=vllm"),
         (["data.engine=vllm", "data.engine_options=3"], "data.engine_options must be a mapping"),
     ],

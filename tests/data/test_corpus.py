@@ -8,13 +8,15 @@ import fcntl
 import gzip
 import itertools
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 
 from data import corpus, toy
 from data.corpus import Source, TokenFile, read_blocks, tokenised
-from tests.commands import write_jsonl
+from tests.commands import pipe, write_jsonl
 from tests.tiny import EOS
 from trainer.config import RunFault, UserError
 
@@ -224,6 +226,7 @@ def test_a_row_knows_its_documents_and_positions(target, tmp_path):
         ("a/b#colum=text", "unknown option 'colum'; did you mean 'column'?"),
         ("nothing.jsonl", "corpus file nothing.jsonl does not exist"),
         ("no/such/folder", "corpus no/such/folder does not exist"),
+        ("a" * 300 + ".txt", "corpus file aaa.* does not exist"),
         ("{tmp}#split=train", "split does not apply"),
     ],
 )
@@ -245,6 +248,12 @@ def test_rows_that_are_no_text_are_named(content, option, says, target, tmp_path
     (tmp_path / "raw.jsonl").write_text(content)
     with pytest.raises((UserError, RunFault), match=says):
         all_of(f"{tmp_path / 'raw.jsonl'}{option}", target, tmp_path)
+
+
+def test_a_corpus_is_not_read_from_a_pipe(tmp_path):
+    name = str(pipe(tmp_path / "raw.txt"))
+    with pytest.raises(UserError, match=r"corpus file .* is a pipe: name a regular file"):
+        Source.parse(name).identity()
 
 
 def test_a_folder_without_text_or_with_several_kinds(target, tmp_path):
@@ -311,3 +320,82 @@ def test_a_tokenizer_wider_than_the_target_is_refused(raw, tiny_folder, tmp_path
     narrow = Target.load(str(tiny_folder("llama", vocab_size=90)))
     with pytest.raises(UserError, match=r"CompatibilityError.* the target scores ids below 90"):
         all_of(raw, narrow, tmp_path)
+
+
+# --- what was damaged since -------------------------------------------------------------------
+
+
+def corpus_folder(cache):
+    (folder,) = (cache / "corpus").iterdir()
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite_block(folder, **changes):
+    """The second of the blocks."""
+    lines = (folder / "blocks.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | changes)
+    (folder / "blocks.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+DAMAGES = {
+    "a byte of tokens": lambda folder: flip(folder / "tokens.bin"),
+    "a byte of ends": lambda folder: flip(folder / "ends.bin"),
+    "tokens cut": lambda folder: os.truncate(folder / "tokens.bin", 100),
+    "ends cut": lambda folder: os.truncate(folder / "ends.bin", 9),
+    "tokens gone": lambda folder: (folder / "tokens.bin").unlink(),
+    "zeros": lambda folder: (folder / "tokens.bin").write_bytes(
+        bytes((folder / "tokens.bin").stat().st_size)
+    ),
+    "a checksum": lambda folder: rewrite_block(folder, sha256="0" * 64),
+    "a count of documents": lambda folder: rewrite_block(folder, documents=3),
+    "an early end": lambda folder: rewrite_block(folder, last=True),
+    "a block without counts": lambda folder: rewrite_block(folder, tokens=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("more", [False, True])
+def test_a_damaged_corpus_is_refused_and_the_remedy_works(target, raw, tmp_path, damage, more):
+    """`more`: when more tokens are wanted than there are, which once filled it up with zeros."""
+    expected = all_of(raw, target, tmp_path, 200 if more else 10**6).fingerprint
+    folder = corpus_folder(tmp_path)
+    DAMAGES[damage](folder)
+    with pytest.raises(UserError, match=rf"corpus {folder} is damaged \(.*\): delete this folder"):
+        all_of(raw, target, tmp_path)
+    shutil.rmtree(folder)
+    assert all_of(raw, target, tmp_path, 200 if more else 10**6).fingerprint == expected
+
+
+def test_hashes_are_compared_once_for_each_state_of_the_files(target, raw, tmp_path, monkeypatch):
+    all_of(raw, target, tmp_path)
+    compared, plain = [], corpus._chained
+
+    def chained(*parts):
+        compared.append(parts)
+        return plain(*parts)
+
+    monkeypatch.setattr(corpus, "_chained", chained)
+    all_of(raw, target, tmp_path)
+    first = len(compared)
+    assert first == len(read_blocks(corpus_folder(tmp_path))) - 1
+    all_of(raw, target, tmp_path)
+    assert len(compared) == first
+    os.utime(corpus_folder(tmp_path) / "tokens.bin", ns=(1, 1))
+    all_of(raw, target, tmp_path)
+    assert len(compared) == 2 * first
+
+
+def test_other_processes_only_look_at_the_sizes(target, raw, tmp_path, monkeypatch):
+    all_of(raw, target, tmp_path)
+    monkeypatch.setattr(corpus, "_chained", lambda *_: pytest.fail("compared twice"))
+    source = Source.parse(raw)
+    tokenised(source, target, 10**6, tmp_path, is_main=False)
+    os.truncate(corpus_folder(tmp_path) / "tokens.bin", 100)
+    with pytest.raises(UserError, match=r"tokens.bin has 100 bytes, \d+ were written"):
+        tokenised(source, target, 10**6, tmp_path, is_main=False)

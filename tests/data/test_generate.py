@@ -333,7 +333,7 @@ def test_the_teacher_does_not_depend_on_grouping(tiny_target, tmp_path):
 
 
 def test_the_command_says_where_the_traces_are(tmp_path, tiny_folder, capsys):
-    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(tmp_path, tiny_folder("llama")), *generate.READS)
     assert generate.main(words) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     (store,) = training_stores(tmp_path / "cache")
@@ -345,14 +345,14 @@ def test_the_command_says_where_the_traces_are(tmp_path, tiny_folder, capsys):
 
 def test_the_command_fills_the_folder_it_is_given(tmp_path, tiny_folder, capsys):
     words = command(tmp_path, tiny_folder("llama"), f"data.traces={tmp_path / 'own'}")
-    assert generate.main(only(words, "model", "data", "eval")) == 0
+    assert generate.main(only(words, *generate.READS)) == 0
     assert capsys.readouterr().out.strip().endswith(str(tmp_path / "own"))
     assert len(TraceStore.open(tmp_path / "own", None).load()) == 8
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_dry_run_of_the_command_writes_nothing(tmp_path, tiny_folder, capsys):
-    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(tmp_path, tiny_folder("llama")), *generate.READS)
     files = sorted(tmp_path.rglob("*"))
     assert generate.main([*words, "dry_run=true"]) == 0
     assert "traces: 8 rows" in capsys.readouterr().out
@@ -371,7 +371,7 @@ def test_two_processes_give_the_traces_of_one(tmp_path, tiny_folder):
             tmp_path, target, f"data.prompts={prompts}", f"data.traces={tmp_path / name}",
             "data.rows_per_shard=2",
         )  # fmt: skip
-        script = ("-m", "scripts.generate", *only(words, "model", "data", "eval"))
+        script = ("-m", "scripts.generate", *only(words, *generate.READS))
         code, out, err = finish(start(*launch, *script))
         assert code == 0, err
         assert out.count(" ended by themselves: ") == 1

@@ -6,8 +6,11 @@ import gzip
 import json
 import logging
 import re
+import socket
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -23,6 +26,7 @@ from data.prompts import (
     user_turns,
     with_answers,
 )
+from tests.commands import pipe
 from trainer.config import UserError
 
 CHAT_TEMPLATE = (
@@ -308,7 +312,19 @@ FILE_MISTAKES = [
     ("x.csv", 'prompt\n"a"b\n', "x.csv row 1 is not CSV ("),
     ("x.csv", "answer,prompt\nonly\n", "x.csv row 1: column 'prompt' must hold text, a list of us"),
     ("x.csv", "prompt\n", "x.csv holds no prompt that is not empty"),
-    ("x.parquet", "PAR?", "x.parquet is not a Parquet file ("),
+    ("x.jsonl", '{"prompt": ' + "[" * 9999, "x.jsonl line 1 is nested too deep; repair or drop it"),
+    (
+        "x.jsonl",
+        '{"prompt": "a"}\n{"id": ' + "9" * 5000,
+        "x.jsonl line 2 holds a whole number of th",
+    ),
+    ("x.json", "[" * 9999, "x.json is nested too deep; repair or drop it"),
+    ("x.json", '[{"id": ' + "9" * 5000, "x.json holds a whole number of thousands of digits; rep"),
+    ("x.jsonl", '{"messages": []}', "x.jsonl holds no prompt that is not empty"),
+    ("x.jsonl", json.dumps({f"c{i}": "a" for i in range(999)}), "x.jsonl has none of the usual"),
+    ("x.jsonl", json.dumps({"prompt": [{"role": "r" * 999}]}), "x.jsonl line 1: message 1 has the"),
+    ("x.csv", b"prompt\n\xff\n", "prompts file x.csv is not UTF-8 ("),
+    ("x.parquet", "PAR?", "x.parquet is not a Parquet file, or damaged ("),
     ("x.md", "a", "prompts file x.md must end in one of .jsonl .json .parquet .csv .txt, or in"),
     ("x.txt.gz", None, "prompts file x.txt.gz cannot be read (Not a gzipped file"),
 ]
@@ -321,6 +337,74 @@ def test_a_bad_file_is_named_with_the_rule(tmp_path, name, content, complaint):
     else:
         write(tmp_path, name, content)
     assert refused(load_prompts, name, count=9).startswith(complaint)
+
+
+def texts_or_complaint(name):
+    try:
+        return texts(load_prompts(name, count=999))
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_flipped_byte_of_a_parquet_file_is_found(tmp_path, checksums):
+    """Anywhere, where the pages have checksums; else it may only change a letter of the text."""
+    written = [f"What is {i} plus {i * i}?" for i in range(200)]
+    table = pyarrow.table({"prompt": written})
+    pyarrow.parquet.write_table(table, "x.parquet", write_page_checksum=checksums)
+    content, kept = (tmp_path / "x.parquet").read_bytes(), 0
+    for place in range(4, len(content), 97):
+        flipped = bytearray(content)
+        flipped[place] ^= 0xFF
+        (tmp_path / "x.parquet").write_bytes(flipped)
+        if isinstance(found := texts_or_complaint("x.parquet"), str):
+            assert found.startswith("x.parquet is not a Parquet file, or damaged (")
+            assert "\n" not in found
+        else:
+            kept += 1
+            assert found == written or not checksums
+    assert kept < 20
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt.gz", "x"])
+@pytest.mark.parametrize("what", ["pipe", "socket", "device"])
+def test_prompts_are_read_from_a_regular_file_alone(tmp_path, name, what):
+    path = tmp_path / name
+    if what == "pipe":
+        pipe(path)
+    elif what == "device":
+        path.symlink_to("/dev/null")
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(name)
+    message = refused(load_prompts, name, count=9)
+    assert message == f"prompts file {name} is a {what}: name a regular file"
+
+
+def test_a_folder_with_the_name_of_a_file_is_said_to_be_one(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    message = refused(load_prompts, "x.jsonl", count=9)
+    assert message == "prompts file x.jsonl is a folder: name a regular file"
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".jsonl", "a" * 300, "a" * 9999 + ".txt"])
+def test_a_name_that_no_file_can_have_is_named(name):
+    message = refused(load_prompts, name, count=9)
+    assert message.startswith("prompts file 'aaa")
+    assert message.endswith("cannot be read (File name too long)")
+
+
+def test_a_home_that_is_nobodys_is_no_fault_of_ours():
+    assert refused(load_prompts, "~nobody-here/x.txt", count=9).endswith("does not exist")
+
+
+def test_any_character_may_stand_in_a_prompt(tmp_path, base):
+    """NUL and escapes too: a model is asked about them."""
+    write_rows(
+        tmp_path, [{"prompt": "a\0b\x1b[31m", "domain": "d\0\n", "conversation_id": {"a": 1}}]
+    )
+    (prompt,) = load_prompts("x.jsonl", count=9)
+    assert base.decode(render(prompt.text, base)) == "<s>a\0b\x1b[31m"
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.txt.gz", "some/where/else", "/x"])
@@ -364,6 +448,13 @@ def test_toy_gives_its_domains_in_turn_with_their_continuations():
 def test_toy_evaluation_prompts_are_never_training_prompts():
     train = load_prompts("toy", count=600)
     refuse_overlap(train, load_prompts("toy", count=600, toy_split="eval"))
+
+
+def test_the_toy_is_not_drawn_for_ever():
+    message = refused(load_prompts, "toy", count=10**11)
+    assert message.startswith(
+        "the toy gives at most 100000 prompts, got 100000000000: lower data.n"
+    )
 
 
 def test_an_unknown_toy_domain_is_refused():

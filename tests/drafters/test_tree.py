@@ -73,6 +73,9 @@ def test_a_static_tree_is_kept_level_by_level():
         ([[1]], "more likely sibling"),
         ([[0], [0, 1]], "more likely sibling"),
         ([[-1]], "ranks >= 0"),
+        ([[0.5]], "a rank must be a whole number, got 0.5"),
+        ([["0"]], "a rank must be a whole number, got '0'"),
+        ({"0": 1}, "a rank must be a whole number, got '0'"),
     ],
 )
 def test_bad_static_trees_are_refused(paths, says):
@@ -85,10 +88,23 @@ def test_the_published_tree_has_25_nodes_of_depth_5():
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
 
 
-@pytest.mark.parametrize("text", ["dynamic", "dynamic:a:2", "dynamic:9", "no/such/file.json"])
+@pytest.mark.parametrize(
+    "text",
+    ["dynamic", "dynamic:a:2", "dynamic:9", "no/such/file.json", f"dynamic:{'9' * 5000}:2",
+     "dynamic:1000000:2", "a" * 5000],
+)  # fmt: skip
 def test_unknown_trees_are_refused(text):
-    with pytest.raises(UserError, match=r"eval\.tree"):
+    with pytest.raises(UserError, match=r"eval\.tree") as error:
         parse_tree(text)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("content", ["[" * 9999, "[[" + "9" * 5000 + "]]", "[[0]", "{}", "[[[0]]]"])
+def test_a_file_that_holds_no_tree_is_refused(tmp_path, content):
+    path = tmp_path / "tree.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"eval\.tree: .*tree.json is not a list of rank paths"):
+        parse_tree(str(path))
 
 
 def test_a_dynamic_tree_larger_than_its_candidates_is_refused():

@@ -23,6 +23,7 @@ from drafters.export.hf import export
 from eval.measure import Bench, Cost
 from eval.server import check_server, server_row
 from recipes.parts.online import Served, expected_rounds, target_laws
+from tests.proxy import running
 from trainer.config import EvalConfig
 
 pytestmark = pytest.mark.engine
@@ -85,9 +86,7 @@ def answers(target, address, log):
     prompts as ids and as text."""
     prompts = load_prompts("toy", count=12, seed=22, toy_split="eval")
     asked = [target.tokenizer(p.text).input_ids for p in prompts]
-    with RequestProxy(address, 0, log) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        root = f"http://127.0.0.1:{proxy.server_port}"
+    with running(RequestProxy(address, 0, log)) as proxy:
         for i, ids in enumerate(asked):
             content = {"model": served_model(address), "prompt": ids, "max_tokens": 48, "seed": i}
             if i % 3 == 0:
@@ -95,12 +94,11 @@ def answers(target, address, log):
             if i == 1:
                 content |= {"stream": True, "prompt": target.tokenizer.decode(ids)}
             body = urllib.request.Request(
-                f"{root}/v1/completions", json.dumps(content).encode(),
+                f"{proxy.address}/v1/completions", json.dumps(content).encode(),
                 {"Content-Type": "application/json"},
             )  # fmt: skip
             with urllib.request.urlopen(body, timeout=60) as answer:
                 answer.read()
-        proxy.shutdown()
     read = RequestLog(log, target, 256).read(99)
     assert [one.prompt_ids for one in read] == asked
     assert not any(one.retokenised for one in read)

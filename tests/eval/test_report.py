@@ -18,6 +18,7 @@ from eval.report import (
 )
 from eval.report_page import headline
 from eval.report_rows import DRAFTERS
+from tests.commands import pipe
 from tests.report_rows import measured, result_row
 from trainer.config import UserError
 
@@ -222,6 +223,11 @@ def test_damaged_and_missing_reports_are_user_errors(tmp_path):
     path.write_text("[]")
     with pytest.raises(UserError, match="not a report"):
         read_report(path)
+    path.write_text("[" * 9999)
+    with pytest.raises(UserError, match="is damaged"):
+        read_report(path)
+    with pytest.raises(UserError, match=r"report .* is a pipe: name a regular file"):
+        read_report(pipe(tmp_path / "pipe"))
     path.write_text(json.dumps(example_report()).replace('"top_p": 1.0', '"top_p": NaN', 1))
     with pytest.raises(UserError, match="top_p must be finite"):
         read_report(path)

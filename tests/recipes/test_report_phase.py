@@ -68,6 +68,9 @@ def test_a_calibrated_tree_needs_accuracies(medusa):
 def test_a_calibrated_tree_that_cannot_be_is_refused_before_a_model_is_loaded(text, K):
     with pytest.raises(UserError, match=r"must be calibrated:<nodes> with 1 to \d+ nodes at eval"):
         tree_depth(EvalConfig(K=K, tree=f"calibrated:{text}"))
+    huge = EvalConfig(K=10**11, tree="calibrated:" + "9" * 5000)
+    with pytest.raises(UserError, match=r"with 1 to 111110 nodes at eval\.K=100000000000"):
+        tree_depth(huge)
     assert tree_depth(EvalConfig(K=1, tree="calibrated:10")) == 0
 
 

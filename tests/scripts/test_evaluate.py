@@ -73,7 +73,7 @@ def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, fi
 
 def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder):
     name = str(finished / "run" / "export" / "transformers")
-    words = only(command(finished, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(finished, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     trained = json.loads((finished / "run" / "report.json").read_text())
     for key in COUNTED:
@@ -83,7 +83,7 @@ def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder)
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
     name = str(tiny_folder("gpt2", layers=1, width=16))
-    words = only(command(tmp_path, tiny_folder("llama")), "model", "data", "eval")
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words)
     assert row(report, name, 1.0)["alpha"] > 0
     decoded = row(report, name, 0.0, "decoding")

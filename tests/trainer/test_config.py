@@ -11,6 +11,7 @@ import yaml
 
 from recipes import base
 from tests.commands import ROOT
+from trainer.checks import require_address
 from trainer.config import (
     DataConfig,
     EvalConfig,
@@ -26,6 +27,7 @@ from trainer.config import (
 @dataclass
 class Method:
     beta: float = 0.5
+    draft_temperature: float = 1.0
     steps: int = 3
     name: str = "a"
     width: int | None = None
@@ -132,7 +134,44 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("trainer.lr=fast", "trainer.lr: cannot take 'fast'"),
         ("trainer.max_steps=null", "trainer.max_steps"),
         ("dry_run=flase", "dry_run"),
-        ("run.seed=-1", "run.seed must be >= 0, got -1"),
+        ("run.seed=-1", "run.seed must lie in 0..2147483647, got -1"),
+        ("run.seed=2147483648", "run.seed must lie in 0..2147483647, got 2147483648"),
+        ("eval.seed=18446744073709551616", "eval.seed must lie in 0..2147483647, got 18446"),
+        ("trainer.weight_decay=.inf", "trainer.weight_decay must be a number of float32: 0, or"),
+        ("trainer.max_grad_norm=.inf", "trainer.max_grad_norm must be a number of float32"),
+        ("trainer.lr=1e-45", "trainer.lr must be a number of float32"),
+        ("trainer.lr=1e39", "trainer.lr must be a number of float32"),
+        ("method.beta=.nan", "method.beta must be a number of float32: .*, got nan"),
+        ("method.data_mix={target: .nan}", "method.data_mix.target must be a number of float32"),
+        ("data.temperature=[1, 1e-45]", "data.temperature must be a number of float32"),
+        ("data.temperature=9e-6", "data.temperature must be 0 or >= 1e-05: logits divided by"),
+        ("eval.temperatures=[0, 9e-6]", "eval.temperatures must be 0 or >= 1e-05"),
+        ("method.draft_temperature=9e-6", "method.draft_temperature must be 0 or >= 1e-05"),
+        ("eval.temperatures=[1, 1.0]", "eval.temperatures must name each temperature once"),
+        ("method.steps=1000000000000", "method.steps must be below 1000000000000, got 1000000"),
+        ("data.samples_per_prompt=1000001", "data.samples_per_prompt must be at most 1000000"),
+        ("trainer.batch_size=1000001", "trainer.batch_size must be at most 1000000"),
+        ("eval.bootstrap_draws=1000001", "eval.bootstrap_draws must be at most 1000000"),
+        ("trainer.lora_rank=1000001", r"trainer.lora_rank must lie in 0..1000000 \(0: off\)"),
+        ("trainer.pack_tokens=1000001", "trainer.pack_tokens must lie in 0..1000000"),
+        (
+            "trainer.max_steps=5  trainer.lr_warmup_steps=6",
+            r"trainer.lr_warmup_steps must lie in 0..5 \(trainer.max_steps\), got 6",
+        ),
+        ("data.chat_template_kwargs={1: 2}", "data.chat_template_kwargs must have text as its"),
+        ("data.chat_template_kwargs={a: {1: 2}}", "data.chat_template_kwargs.a must have text as"),
+        ("data.chat_template_kwargs={a: 2020-01-01}", "kwargs.a must hold text, numbers, lists"),
+        ("data.chat_template_kwargs={a: '\ud800'}", "is not a YAML value"),
+        ("data.system_prompt=a\0b", "data.system_prompt must be text in UTF-8 without NUL"),
+        (
+            "data.system_prompt=\udce9",
+            r"must be text in UTF-8 without NUL characters, got '\\udce9'",
+        ),
+        ("data.stop_strings=['']", "data.stop_strings must hold text, got ''"),
+        ("data.stop_strings=[No]", r"data.stop_strings must hold text alone.*, got \[False\]"),
+        ("data.stop_strings=[[a]]", "data.stop_strings must hold text alone"),
+        ("eval.engine=http://h:abc", "eval.engine must be http://host:port or https://host:port"),
+        ("data.engine=openai  data.servers=[http://h:99999]", "data.servers must be http://host:p"),
         ("method.data_mix=0.5", "method.data_mix must be a mapping"),
         ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
         ("trainer.precision=fp16", "trainer.precision must be one of fp32, bf16"),
@@ -144,14 +183,79 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("data.top_p=0", r"data.top_p must lie in \(0, 1\], got 0"),
         ("data.eval_share=1", r"data.eval_share must lie in \[0, 1\)"),
         ("recipe", "arguments have the form key=value, got 'recipe'"),
-        ("trainer.lr=1 trainer.lr=2", "key 'trainer.lr' is given twice"),
+        ("trainer.lr=1  trainer.lr=2", "key 'trainer.lr' is given twice"),
         ("script.out=x", "unknown key 'script.out'"),
     ],
 )
 def test_a_wrong_value_is_said_with_its_key(word, says):
     with pytest.raises(UserError, match=says) as error:
-        made(*word.split(" "))
+        made(*word.split("  "))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "0x" + "f" * 5000, "[" * 999, "&a [*a]", "2020-13-45", "{2020-01-01: 1}"]
+)
+@pytest.mark.parametrize("key", ["trainer.max_steps", "trainer.lr", "data.temperature"])
+def test_a_value_that_python_cannot_hold_is_no_yaml(tmp_path, key, value):
+    with pytest.raises(UserError, match=f"{key}: .* is not a YAML value") as error:
+        made(f"{key}={value}")
+    assert len(str(error.value)) < 500
+    section, name = key.split(".")
+    with pytest.raises(UserError, match=r"layer\.yaml is not YAML"):
+        made(layer=f"{section}:\n  {name}: {value}\n", tmp_path=tmp_path)
+
+
+def test_a_value_too_large_for_its_type_is_cut_in_the_line():
+    with pytest.raises(
+        UserError, match=r"trainer.lr: cannot take 999.*\.\.\. \(int too large"
+    ) as e:
+        made(f"trainer.lr={'9' * 4000}")
+    assert len(str(e.value)) < 500
+
+
+def test_what_is_named_twice_counts_twice():
+    twice = made("data.temperature=[0.7, 0.7, 1]").data.temperature
+    assert twice == [0.7, 0.7, 1.0]
+    words = ("data.engine=openai", "data.servers=[http://a, http://a]")
+    assert made(*words).data.servers == ["http://a", "http://a"]
+
+
+def test_numbers_of_gpus_and_of_bytes_are_taken():
+    words = ("model.device_map=auto", "model.max_memory={0: 20GiB, cpu: 64GiB}")
+    assert made(*words).model.max_memory == {0: "20GiB", "cpu": "64GiB"}
+    words = ("data.engine=vllm", "data.engine_options={kv_cache_memory_bytes: 20000000000}")
+    assert made(*words).data.engine_options == {"kv_cache_memory_bytes": 20_000_000_000}
+    assert made("data.temperature=1e-5").data.temperature == [1e-5]
+
+
+# addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://127.0.0.1:8000", "https://a.example/v1/", "http://[::1]:80", "http://localhost"],
+)
+def test_an_address_is_taken(address):
+    require_address("key", address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ftp://h", "http://", "http://:80", "http://h:abc", "http://h:99999", "http://h:0",
+     "http://h h", "http://[::1", "http://h?x=1", "http://h#x", "http://a..b", "http://h\u00f6",
+     "http://" + "a" * 64 + ".b", "http://h\n"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(UserError, match=r"key must be http://host:port or https://host:port, got"):
+        require_address("key", address)
+
+
+@pytest.mark.parametrize("address", ["http://user:secret@h", "http://u:secret:x@h:abc"])
+def test_a_password_in_an_address_is_refused_and_not_shown(address):
+    with pytest.raises(UserError, match=r"no user name or password: .* OPENAI_API_KEY") as error:
+        require_address("key", address)
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("section", [DataConfig, TrainerConfig, EvalConfig])
@@ -243,3 +347,23 @@ def test_how_often_a_run_saves_is_no_part_of_its_identity():
     free = ["trainer.save_every=7", "trainer.wandb=offline", "run.stage=x", "run.dir=y"]
     assert compose("distillspec", Method, None, free).hash() == one.hash()
     assert compose("distillspec", Method, None, ["trainer.lr=7"]).hash() != one.hash()
+
+
+@pytest.mark.parametrize(
+    "text", ["Price ${5}", "${oc.env:HOME}", "${run.seed}", "${", "$${a}", "\\${a}"]
+)
+def test_text_is_taken_literally_never_looked_up(tmp_path, text):
+    words = [f"data.system_prompt={text}", f"data.stop_strings={json.dumps([text])}",
+             f"data.chat_template_kwargs={json.dumps({'a': text})}"]  # fmt: skip
+    config = compose("none", Method, None, words)
+    assert config.data.system_prompt == text
+    assert config.data.stop_strings == [text]
+    assert config.data.chat_template_kwargs == {"a": text}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose("none", Method, tmp_path / "config.yaml", []).to_dict() == config.to_dict()
+
+
+def test_a_number_is_never_looked_up_in_the_environment(monkeypatch):
+    monkeypatch.setenv("SEED", "7")
+    with pytest.raises(UserError, match=r"run.seed: cannot take '\$\{oc.env:SEED\}'"):
+        compose("none", Method, None, ["run.seed=${oc.env:SEED}"])

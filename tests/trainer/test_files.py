@@ -1,4 +1,4 @@
-"""Files are whole or were never there; a folder is replaced only where all in it is our own."""
+"""Files are whole or never there; a folder is replaced only where all in it was written here."""
 
 from __future__ import annotations
 

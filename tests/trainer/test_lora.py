@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, tiny_folder, monkeypatch):
         (["recipe=medusa2", "trainer.lora_rank=2"], "method.lora_rank"),
         (["recipe=specdecpp", "trainer.lora_rank=2"], "acceptance head"),
         (["recipe=medusa", "trainer.lora_rank=2"], "model.drafter"),
-        (["recipe=medusa", "trainer.lora_rank=-1"], "trainer.lora_rank must be >= 0"),
+        (["recipe=medusa", "trainer.lora_rank=-1"], "trainer.lora_rank must lie in 0.."),
         (["recipe=medusa", "trainer.lora_alpha=0"], "trainer.lora_alpha must be > 0"),
     ],
 )

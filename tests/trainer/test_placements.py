@@ -136,7 +136,7 @@ SHARED = "model.device_map=fsdp2"
 UNEVEN = {
     "gto": ("method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
             "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
-            "method.base_batch_size=2", "data.max_new_tokens=12"),
+            "method.base_batch_size=2", "data.max_new_tokens=12", "trainer.lr_warmup_steps=0"),
     "osd": ("data.num_prompts=24", "method.replay_share=0.3"),
 }  # fmt: skip
 ACCEPTANCE = ("alpha", "tokens_per_round", "engine_drafts", "engine_accepted")

@@ -1,0 +1,153 @@
+"""What makes a value wrong whatever its key is, and the errors that say so.
+
+A section of the configuration checks its own keys where it stands (`trainer/config.py`); what
+holds for every number, text, address, file or folder that a user names is checked here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class UserError(ValueError):
+    """A user's mistake: one readable line with key, value, rule and remedy. Exit code 2."""
+
+
+class RunFault(RuntimeError):
+    """A fault while running (NaN, damaged device, full disk): cause named, state saved. Exit 3."""
+
+
+def require(condition: bool, key: str, rule: str, value: object) -> None:
+    """Raise the uniform one-line complaint unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{key} must {rule}, got {excerpt(value)}")
+
+
+def require_counts(section: str, values: object, *names: str, most: float = math.inf) -> None:
+    """Keys of a section that must be >= 1, and at most `most`."""
+    for name in names:
+        key, value = f"{section}.{name}", getattr(values, name)
+        require(value >= 1, key, "be >= 1", value)
+        require(value <= most, key, f"be at most {most}", value)
+
+
+def excerpt(value: object, width: int = 200) -> str:
+    """`value` as part of one line, which a value of a thousand characters must not fill."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no number of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+# --- values --------------------------------------------------------------------------------------
+
+SEEDS = 2**31  # numpy takes 32 bits, each process adds its number, and servers read signed ones
+SMALLEST, LARGEST = 1.2e-38, 3.4e38  # of float32, in which models and optimisers compute
+LARGEST_WHOLE = 10**12  # more than any count, size or number of parameters here
+SIDE_BY_SIDE = 10**6  # the most that is held in memory of what a key counts
+GREEDY_BELOW = 1e-5  # vLLM's own bound of a temperature that is as good as 0
+
+
+def check_values(key: str, value: Any) -> None:
+    """Refuse what no key can hold, in `value` and below it: numbers that float32 cannot represent
+    or nothing here counts to, text that is no UTF-8, mappings whose keys are no text."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if type(name) is not int or key != "model.max_memory":  # the number of a GPU
+                require(isinstance(name, str), key, "have text as its keys", name)
+            check_values(key, name)
+            check_values(f"{key}.{name}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_values(key, inner)
+    elif isinstance(value, float):
+        rule = f"be a number of float32: 0, or of magnitude {SMALLEST} to {LARGEST}"
+        require(value == 0 or SMALLEST <= abs(value) <= LARGEST, key, rule, value)
+        if key.endswith(("temperature", "temperatures")):
+            rule = f"be 0 or >= {GREEDY_BELOW:g}: logits divided by less overflow"
+            require(value == 0 or value >= GREEDY_BELOW, key, rule, value)
+    elif isinstance(value, int):
+        require(abs(value) < LARGEST_WHOLE, key, f"be below {LARGEST_WHOLE}", value)
+    elif isinstance(value, str):
+        rule = "be text in UTF-8 without NUL characters"
+        require("\0" not in value and _encodes(value), key, rule, value)
+    else:
+        require(value is None, key, "hold text, numbers, lists and mappings alone", value)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, or a byte of a command line
+        return False
+    return True
+
+
+# --- what a value names --------------------------------------------------------------------------
+
+
+def is_address(text: object) -> bool:
+    return str(text).startswith(("http://", "https://"))
+
+
+def require_address(key: str, address: str) -> None:
+    """`address` of a server can be asked: what is wrong with it no further try would mend."""
+    if "@" in address:  # not shown: a password may stand before it
+        raise UserError(
+            f"{key} must hold no user name or password: name http://host:port alone, and put the "
+            "key of the service into OPENAI_API_KEY"
+        )
+    try:
+        parts = urlsplit(address)
+        (parts.hostname or "").encode("idna")  # of parts that are not empty and not too long
+        good = bool(parts.hostname) and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:
+        good = False
+    good = good and is_address(address) and re.fullmatch(r"[!-~]+", address) is not None
+    require(good, key, "be http://host:port or https://host:port", address)
+
+
+NAME_BYTES, PATH_BYTES = 255, 4096 - 512  # of one name; of a path, less what is put below it
+
+
+def require_folder(key: str, folder: str | Path) -> None:
+    """`folder` is there or can be made: nothing else has its name or that of one above it."""
+    place = Path(folder).absolute()
+    name = os.fsencode(place)
+    rule = f"be a path of at most {PATH_BYTES} bytes, {NAME_BYTES} between two slashes"
+    short = len(name) <= PATH_BYTES and max(map(len, name.split(b"/"))) <= NAME_BYTES
+    require(short and b"\0" not in name, key, f"{rule}, without NUL characters", str(folder))
+    there = next(p for p in (place, *place.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise UserError(f"{key}={folder} cannot be a folder, {there} is a file: name another place")
+
+
+def is_file(what: str, path: str | Path) -> bool:
+    """False where there is nothing of that name. UserError where `path` is something that cannot be
+    read to its end and again, such as a folder, a pipe or a device. `what` names it in the line."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{what} {excerpt(str(path))} cannot be read ({reason})") from error
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    found = next((name for test, name in kinds.items() if test(mode)), "a device")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{what} {path} is {found}: name a regular file")
+    return True
+
+
+def require_files(key: str, name: str | Path) -> None:
+    """Where `name` is a folder: no file in it is a pipe or a device, which never ends."""
+    for path in Path(name).iterdir() if os.path.isdir(name) else ():
+        if not path.is_dir():
+            is_file(f"{key}: the file", path)
