@@ -206,6 +206,27 @@ def test_typical_accepts_what_passes_the_threshold_and_takes_the_longest_path():
     assert strict.accepted.tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "accepted"),
+    [(0.5, 0.9, 1), (0.2, 3.0, 1), (0.5, 2.0, 0), (0.4, 1.1, 0), (0.34, 1.1, 0)],
+)
+def test_typical_takes_the_lower_of_its_two_limits(epsilon, delta, accepted):
+    """All three tokens have probability 1/3, which is exp(-H) too."""
+    tree = TokenTree(torch.tensor([[0]]), torch.tensor([[-1]]), None, torch.tensor([1]))
+    p, first = torch.full((1, 2, V), 1 / 3).double(), torch.tensor([2])
+    rule = Typical(epsilon, delta)
+    verdict = verify_tree(tree, p.log(), PLAIN, Replaying(()), first, rule)
+    assert verdict.accepted.tolist() == [accepted]
+
+
+def test_typical_takes_the_likelier_of_paths_of_one_length():
+    p = torch.tensor([[[0.7, 0.3, 1e-9]] * 5]).double()
+    for tokens, path in (([1, 0], [1]), ([0, 1], [0])):
+        tree = TokenTree(torch.tensor([tokens]), torch.tensor([[-1, -1]]), None, torch.tensor([2]))
+        given = (tree, p[:, :3].log(), PLAIN, Replaying(()), torch.tensor([2]))
+        assert verify_tree(*given, Typical()).path.tolist() == [path]
+
+
 def test_a_dynamic_tree_that_feeds_more_nodes_than_it_keeps_has_room(tiny_target):
     """16 nodes are fed to the drafter for the 4 that are kept."""
     target = tiny_target("llama")

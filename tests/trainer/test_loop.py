@@ -571,6 +571,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert not list((tmp_path / "b/checkpoints").glob(".tmp-*"))
 
 
+def test_a_signal_in_the_last_step_leaves_nothing_to_go_on_with(tmp_path):
+    class Signalling(Batches):
+        def at(self, index: int) -> Batch:
+            if index == 11:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().at(index)
+
+    result, drafter, rows = train(tmp_path / "a", batches=Signalling(2))
+    straight, expected, straight_rows = train(tmp_path / "b")
+    assert (result, rows) == (straight, straight_rows)
+    assert same_weights(drafter, expected)
+
+
 def test_tokens_per_second_of_a_resumed_run_are_its_own(tmp_path, monkeypatch):
     batches = StoppingBatches(2)
     batches.stop_at = 6
