@@ -452,7 +452,7 @@ def test_a_failed_export_leaves_the_earlier_one_and_others_folders_are_refused(
     (tmp_path / "thesis" / "chapter.md").write_text("precious")
     drafter.save_pretrained(tmp_path / "drafter")
     for name in ("thesis", "drafter"):
-        with pytest.raises(UserError, match="holds other files"):
+        with pytest.raises(UserError, match="holds files that were not exported here"):
             exported("vllm", drafter, tmp_path / name)
 
 

@@ -228,6 +228,7 @@ def test_what_cannot_be_packed_is_said_in_one_line(
     recipe, tokens, words_of_it, tmp_path, tiny_folder, capsys
 ):
     given = words(tmp_path, tiny_folder("llama"), recipe, f"trainer.pack_tokens={tokens}")
+    given += ["trainer.lr_warmup_steps=0"]
     given += ["method.algorithm=on_policy_gkd"] if recipe == "distillspec" else []
     assert train.main(given) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
