@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from data.cache import CachedModel
-from data.completions import complete, seen_to_be
+from data.completions import complete
 from data.decode import Continuation, Request, decode
 from data.prompts import Prompt, Turn, fixed_response_ids, render, user_turns, with_answers
 from data.sampling import Sampling, row_key
@@ -266,11 +266,10 @@ def _continuations(
     servers: Sequence[str],
 ) -> Iterator[Continuation]:
     if plan.served:
-        rows = complete(
-            servers, pending, max_new_tokens=plan.max_new_tokens, eos_ids=target.eos_ids,
-            concurrency=batch_size, stop_strings=plan.stop_strings,
+        return complete(
+            target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
+            stop_strings=plan.stop_strings,
         )  # fmt: skip
-        return seen_to_be(target, rows, len(pending))
     return decode(
         CachedModel(target.model), pending, max_new_tokens=plan.max_new_tokens,
         eos_ids=target.eos_ids, batch_size=batch_size, lookahead=plan.lookahead,

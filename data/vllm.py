@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from data.target import Target
+from data.web import past_proxy, urlopen
 from trainer.config import RunFault, UserError
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
@@ -51,6 +52,11 @@ def model_options(target: Target) -> dict[str, Any]:
     }
 
 
+def environment() -> dict[str, str]:
+    """Of a process with vLLM, whose parts ask each other on this machine."""
+    return DEFAULTS | dict(os.environ) | past_proxy(os.environ) | FORCED
+
+
 @contextlib.contextmanager
 def vllm_server(target: Target, options: Mapping[str, Any]) -> Iterator[str]:
     """The address of a server of the target on this machine, which ends with the block, and with
@@ -59,19 +65,21 @@ def vllm_server(target: Target, options: Mapping[str, Any]) -> Iterator[str]:
     RunFault where it does not start, with its last words."""
     python = engine_python()
     settings: dict[str, Any] = model_options(target) | {
-        "host": "127.0.0.1", "port": free_port(),
+        "host": "127.0.0.1",  # for this machine alone: whoever reaches it may use it
+        "port": free_port(),
         "generation_config": "vllm",  # no sampling defaults of the model's own
     }  # fmt: skip
     if not torch.cuda.is_available():
         settings["enforce_eager"] = True  # compiling takes longer than it saves there
     settings |= options
-    url = f"http://127.0.0.1:{settings['port']}"
+    host = str(settings["host"])
+    url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, GUARD, python, "-m", SERVER, *command_line(settings)], cwd=scratch,
-                env=DEFAULTS | dict(os.environ) | FORCED,
+                env=environment(),
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         assert process.stdin is not None
@@ -106,9 +114,9 @@ def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     began = time.monotonic()
     while True:
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            urlopen(f"{url}/health", 5).close()
             return
-        except OSError:
+        except (OSError, http.client.HTTPException):
             ended, waited = process.poll() is not None, time.monotonic() - began
             if ended or waited > START_S:
                 said = [s for s in log.read_text(errors="replace").splitlines() if s.strip()]

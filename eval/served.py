@@ -9,24 +9,24 @@ prompt; they must add up to its counters for the whole set. A server that runs a
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
-import os
 import re
 import subprocess
 import tempfile
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.completions import CHECKED, unlike
 from data.decode import Continuation
+from data.law import CHECKED, unlike
 from data.sampling import Sampling
 from data.target import Target
 from data.traces import Trace
-from data.vllm import DEFAULTS, FORCED, engine_python, model_options
+from data.vllm import engine_python, environment, model_options
+from data.web import urlopen
 from drafters.base import Budget
 from eval.engine import Speculated
 from eval.measure import Bench, Cost, Measurement, difference
@@ -142,7 +142,7 @@ def _run(python: Path, request: dict[str, Any]) -> dict[str, Any]:
         with log.open("w") as output:
             done = subprocess.run(
                 [python, WORKER, asked, answered], cwd=scratch,
-                env=DEFAULTS | dict(os.environ) | FORCED | IN_PROCESS,
+                env=environment() | IN_PROCESS,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         if done.returncode or not answered.exists():
@@ -250,7 +250,8 @@ def scrape(url: str) -> Counters:
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
     try:
-        with urllib.request.urlopen(address, timeout=10) as response:
-            return from_metrics(response.read().decode())
-    except OSError as error:  # of urllib too
+        with urlopen(address, 10) as response:
+            text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
         raise UserError(f"cannot read {address} ({error}): is the server running?") from error
+    return from_metrics(text)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 
 from data.completions import ask, continuation, served_model
+from data.decode import Request
 from data.traces import Trace
 from eval.measure import Bench, Cost, Measurement
 from eval.metrics import PromptCounters
@@ -39,9 +40,10 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     model, version = served_model(root), ask(f"{root}/version")["version"]
     for index, trace in enumerate(bench.traces):
         tokens = continuation(
-            root, model, trace.prompt_ids, bench.sampling, seed=config.seed + index,
+            root, model, Request(trace.prompt_ids, config.seed + index, bench.sampling),
             max_new_tokens=config.max_new_tokens, eos_ids=bench.target.eos_ids,
-        )  # fmt: skip
+            vocab_size=bench.target.vocab_size,
+        ).response_ids  # fmt: skip
         now = _settled(url, before, len(tokens) - 1)
         counters.append(_counted(now - before, tokens, trace))
         answers.append(tokens)

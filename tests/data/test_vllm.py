@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 import train
 from data import vllm as module
 from data.vllm import command_line, vllm_server
+from data.web import urlopen
 from tests.commands import ROOT, TWO, command, finish, start, stored_traces, training_stores
 from trainer.config import RunFault, UserError
 
@@ -24,7 +24,8 @@ FAKE = """
 import http.server, json, os, sys, threading, time
 
 with open(os.environ["FAKE_LOG"], "a") as log:
-    log.write(json.dumps({"pid": os.getpid(), "words": sys.argv[1:]}) + chr(10))
+    said = {"pid": os.getpid(), "words": sys.argv[1:], "no_proxy": os.environ.get("no_proxy")}
+    log.write(json.dumps(said) + chr(10))
 if os.environ.get("FAKE_VLLM") == "die":
     print("loading"), print("ValueError: no such model")
     sys.exit(1)
@@ -45,7 +46,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+host = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "0.0.0.0"
+http.server.ThreadingHTTPServer((host, port), Handler).serve_forever()
 """
 
 
@@ -77,9 +79,18 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts):
+@pytest.fixture
+def proxy(monkeypatch):
+    """One that the environment names and that answers nobody."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts, proxy):
     with vllm_server(target, {"max_model_len": 99, "enforce_eager": False}) as url:
-        urllib.request.urlopen(f"{url}/v1/models").close()
+        urlopen(f"{url}/v1/models", 5).close()
         (one,) = starts()
         assert Path(f"/proc/{one['pid']}").exists()
     assert ended(one["pid"])
@@ -87,10 +98,19 @@ def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts
     said = dict(itertools.pairwise(words))
     assert said["--model"] == str(Path(target.name).resolve())
     assert said["--dtype"] == "float32"
+    assert said["--host"] == "127.0.0.1"  # vLLM's own default is every interface
+    assert one["no_proxy"] == "127.0.0.1,localhost,::1"
     assert said["--generation-config"] == "vllm"  # else its penalties change the law
     assert said["--max-model-len"] == "99"
     assert "--no-enforce-eager" in words
     assert "--enforce-eager" not in words
+
+
+def test_the_server_listens_elsewhere_where_that_is_asked_for(target, starts):
+    with vllm_server(target, {"host": "127.0.0.2"}) as url:
+        assert url.startswith("http://127.0.0.2:")
+        urlopen(f"{url}/v1/models", 5).close()
+    assert dict(itertools.pairwise(starts()[0]["words"]))["--host"] == "127.0.0.2"
 
 
 def test_options_are_words_of_the_command_line():
@@ -113,7 +133,8 @@ def test_a_process_that_is_killed_leaves_no_server_behind(starts, tmp_path):
     code = (
         "import sys; from data import vllm\n"
         "process = vllm.subprocess.Popen([sys.executable, vllm.GUARD, sys.executable, '-m', "
-        "vllm.SERVER, '--port', str(vllm.free_port())], stdin=vllm.subprocess.PIPE)\n"
+        "vllm.SERVER, '--host', '127.0.0.1', '--port', str(vllm.free_port())], "
+        "stdin=vllm.subprocess.PIPE)\n"
         "print('started', flush=True); process.wait()"
     )
     process = subprocess.Popen(

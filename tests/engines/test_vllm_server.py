@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import threading
-import urllib.request
 
 import pytest
 
@@ -18,6 +17,7 @@ from data.request_proxy import RequestProxy
 from data.sampling import Sampling
 from data.target import Target
 from data.vllm import free_port, vllm_server
+from data.web import urlopen
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
 from eval.measure import Bench, Cost
@@ -94,12 +94,8 @@ def answers(target, address, log):
                 content["temperature"] = 0.0
             if i == 1:
                 content |= {"stream": True, "prompt": target.tokenizer.decode(ids)}
-            body = urllib.request.Request(
-                f"{root}/v1/completions", json.dumps(content).encode(),
-                {"Content-Type": "application/json"},
-            )  # fmt: skip
-            with urllib.request.urlopen(body, timeout=60) as answer:
-                answer.read()
+            data, kind = json.dumps(content).encode(), {"Content-Type": "application/json"}
+            urlopen(f"{root}/v1/completions", 60, data, kind).read()
         proxy.shutdown()
     read = RequestLog(log, target, 256).read(99)
     assert [one.prompt_ids for one in read] == asked

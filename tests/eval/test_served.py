@@ -75,6 +75,7 @@ class LLM:
         self.given, self.llm_engine = given, Box(engine_core=Box(shutdown=lambda: None))
     def generate(self, prompts, params, use_tqdm):
         import json
+        assert "localhost" in os.environ["no_proxy"] and "localhost" in os.environ["NO_PROXY"]
         with open(os.environ["FAKE_LOG"], "a") as log:
             log.write(json.dumps([self.given, [p.given for p in params]]) + "\\n")
         rounds = {"spec_decode_metrics": Box(per_step_drafted=[1, 1], per_step_accepted=[1, 0])}
@@ -363,3 +364,7 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
         found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row
         assert found["lossless"] == lossless
         assert ("does not sample the target's law" in (found.get("note") or "")) != lossless
+    answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
+    assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row[
+        "lossless"
+    ]

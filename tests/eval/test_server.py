@@ -16,6 +16,7 @@ from eval.report import build_report
 from eval.served import Counters
 from eval.server import check_server, server_row
 from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
+from tests.tiny import VOCAB_SIZE
 from trainer.config import RunFault, UserError
 
 COST = Cost(0.1, 1.0, 0.1, 0.1)
@@ -85,22 +86,33 @@ def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
     first = vllm_server.asked[0]
     assert first["prompt"] == bench.traces[0].prompt_ids
     assert first["stop_token_ids"] == list(bench.target.eos_ids)
+    assert [one["seed"] for one in vllm_server.asked] == [
+        bench.config.seed + index for index in range(len(bench.traces))
+    ]
     assert (first["temperature"], first["max_tokens"], first["model"]) == (0.0, NEW, "toy")
 
 
 def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_server):
-    vllm_server.changed = lambda tokens: [*tokens[:-1], tokens[-1] ^ 1]
+    others = [i for i in range(4, VOCAB_SIZE) if i not in measured[0].target.eos_ids]
+    vllm_server.changed = lambda tokens: [
+        *(others[token == others[0]] for token in tokens[:-1]),
+        tokens[-1],
+    ]
     row = server_row(measured[0], "draft", vllm_server.url, COST).row
-    assert row["identical_to_plain"] == 0
+    alone = [len(tokens) == 1 for tokens in measured[2].tokens]  # the EOS, which stays
+    assert row["identical_to_plain"] == sum(alone) / len(alone) < 1
     assert not row["lossless"]
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (lambda tokens: tokens[:2], "somebody else uses it"),
-        (lambda tokens: tokens * 9, "it did not draft in every round"),
+        (lambda tokens: tokens[-1:], "somebody else uses it"),  # the EOS alone
+        (lambda tokens: tokens[:1] * NEW, "it did not draft in every round"),
         (lambda tokens: [], "no token ids in the answer"),
+        (lambda tokens: (tokens * 9)[: NEW + 1], f"{NEW + 1} tokens, {NEW} were asked for"),
+        (lambda tokens: tokens[:2], "2 tokens without EOS"),
+        (lambda tokens: [VOCAB_SIZE], "no token id of the target"),
     ],
 )
 def test_counters_that_are_not_of_the_answer_are_a_fault(

@@ -1,0 +1,105 @@
+"""OpenAI-compatible servers of a tiny target's greedy answers, played on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+import types
+
+from data.generate import GenerationPlan, generate_traces
+from data.prompts import Prompt
+
+NEW = 12
+MODELS = {"data": [{"id": "tiny"}]}
+
+
+def plan_of(count=20, temperature=0.0, served=True, **options):
+    prompts = tuple(
+        Prompt(f"Question {i}: ", None, None, "test", "", f"c{i}") for i in range(count)
+    )
+    return GenerationPlan(
+        "test", prompts, (temperature,), max_new_tokens=NEW, served=served, **options
+    )
+
+
+def filled(plan, target, folder, servers=None, **options):
+    context = {} if servers is None else {"servers": lambda: contextlib.nullcontext(servers)}
+    return generate_traces(
+        target, plan, folder, batch_size=4, rows_per_shard=4, **context, **options
+    )
+
+
+@contextlib.contextmanager
+def played(known):
+    """Answers as `known` tells, prompt -> trace. `faults`: what the next requests get instead, a
+    status, "drop", "half" or "abort"; `models`: what it says of itself, the last first;
+    `down`: every request is dropped; `change`: of an answer's tokens; `beside`: further keys of an
+    answer."""
+    state = types.SimpleNamespace(
+        faults=[],
+        down=False,
+        models=[MODELS],
+        asked=[],
+        headers=[],
+        change=lambda ids: ids,
+        beside={},
+        most=0,
+        now=0,
+        delay=0,
+    )
+    lock = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def reply(self, content, status=200):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self):
+            if state.down:
+                return self.close_connection
+            return self.reply(state.models.pop() if len(state.models) > 1 else state.models[0])
+
+        def do_POST(self):
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                fault = "drop" if state.down else state.faults.pop() if state.faults else None
+                state.asked.append(content)
+                state.headers.append(dict(self.headers))
+                state.now += 1
+                state.most = max(state.most, state.now)
+            time.sleep(state.delay)
+            with lock:
+                state.now -= 1
+            if fault == "drop":
+                return None
+            if fault == "half":
+                self.send_response(500)
+                self.send_header("Content-Length", "99")
+                self.end_headers()
+                return self.wfile.write(b"half of wh")
+            if fault == "abort":
+                return self.reply({"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
+            if fault:
+                return self.reply({"message": "no"}, fault)
+            tokens = known[tuple(content["prompt"])].response_ids
+            choice = {"token_ids": state.change(list(tokens)), **state.beside}
+            return self.reply({"choices": [choice]})
+
+        def log_message(self, *_):
+            pass
+
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    state.url = f"http://127.0.0.1:{running.server_port}"
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield state
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
