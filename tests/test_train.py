@@ -198,7 +198,7 @@ def test_evaluation_prompts_are_held_out_by_hash_where_none_are_named(tmp_path, 
     assert trained
     assert measured
     assert not trained & measured
-    assert report["results"][0]["prompts"]["name"] == f"held out from {prompts}"
+    assert report["results"][0]["prompts"]["name"] == "held out from many.jsonl"
 
 
 def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):
