@@ -31,7 +31,6 @@ from tests.tiny import VOCAB_SIZE
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import make_optimizer
 from trainer.losses import divergence
-from trainer.redaction import shown
 from trainer.shift import supervised
 
 STEPS = 10
@@ -343,7 +342,7 @@ def test_a_finished_drafter_is_measured_on_its_own_target(finished, tmp_path):
             finished / "run", temperature=temperature, drafter="after", measured_by="offline"
         )
         (now,) = rows_of(
-            tmp_path, temperature=temperature, drafter=shown(str(drafter)), measured_by="offline"
+            tmp_path, temperature=temperature, drafter="drafter", measured_by="offline"
         )
         for key in ("tokens_per_round", "alpha", "next_token_loss", "target_changed"):
             assert now[key] == pytest.approx(before[key])
