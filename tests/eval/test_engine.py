@@ -79,6 +79,10 @@ def speculated(model, drafter, prompts, sampling=GREEDY, *, requests=None, seed=
         assert one.finish_reason == ("eos" if ended else "length")
         assert ended or len(one.response_ids) == options["max_new_tokens"]
         assert not any(r.truncated for r in one.rounds[:-1])
+        for r in one.rounds:  # nothing behind the cut is told
+            assert r.truncated == (r.emitted < r.engine_accepted + 1)
+            assert (r.first_reject_pos or 1) <= r.emitted
+            assert len(r.overlap) <= r.emitted
     return found
 
 
