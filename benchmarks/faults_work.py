@@ -36,7 +36,7 @@ TINY = (
     "data.num_prompts=8", "data.max_new_tokens=8", "data.batch_size=4", "data.rows_per_shard=2",
     "trainer.batch_size=4", "trainer.log_every=1", "trainer.save_every=1", "eval.num_prompts=4",
     "eval.max_new_tokens=8", "eval.timing_prompts=0", "eval.bootstrap_draws=5",
-    "eval.temperatures=0", "model.drafter=null",
+    "eval.temperatures=0", "model.drafter=null", "trainer.lr_warmup_steps=0",
 )  # fmt: skip
 RECIPES = {
     "run": ("recipe=distillspec", "trainer.max_steps=4", "method.draft_hidden_size=16",
@@ -45,9 +45,10 @@ RECIPES = {
                "method.num_groups=1", "method.group_size=2", "method.tree=dynamic:8:3:3",
                "method.base_max_steps=2", "method.base_batch_size=4", "trainer.max_steps=2",
                "trainer.eval_every=2"),
-    "sizes": ("recipe=fastdraft", "method.stages=[align]", "method.search_parameters=[600, 6000]",
+    "sizes": ("recipe=fastdraft", "method.stages=[align]", "method.from_scratch=true",
+              "method.search_parameters=[600, 6000]",
               "method.search_layers=[1]", "method.search_steps=4", "trainer.max_steps=2",
-              "data.temperature=1", "trainer.lr_warmup_steps=0"),
+              "data.temperature=1"),
 }  # fmt: skip
 
 
