@@ -6,7 +6,8 @@
         data.prompts_split=train_sft
 
 `python train.py` alone lists the recipes. Phases: generate, train, export, report; what is finished
-is skipped, what was killed goes on with the same command. `dry_run=true` prints what would be done.
+is skipped. If a run is killed, rerun the same command to resume it. `help=true` prints the keys of
+a recipe, `dry_run=true` what a run would do; both stop there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from trainer.config import Config, UserError, compose, require
+from recipes.common.config import Config, compose
+from trainer.config import UserError, require
 
 
 def resolve(arguments: list[str]) -> tuple[Config, Any]:
@@ -35,16 +37,20 @@ def main(arguments: list[str]) -> int:
     from recipes import base
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "accelerate", "datasets"):
+    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if not arguments:
         print(__doc__)
         print(base.listing())
         return 0
-    from recipes.phases import generate, report, run, train
-    from recipes.phases.dev import split_dev
+    from phases import generate, report, run, train
+    from phases.dev import split_dev
+    from phases.help import recipe_help
 
     try:
+        if "help=true" in arguments:
+            print(recipe_help(resolve([word for word in arguments if word != "help=true"])[0]))
+            return 0
         config, module = resolve(arguments)
         rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
         require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
@@ -53,8 +59,8 @@ def main(arguments: list[str]) -> int:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))
             generate.describe(config)
             print(f"run folder: {config.run_dir}")
-            if hasattr(module, "describe"):
-                print(module.describe(config))
+            if more := module.Recipe.describe(config):
+                print(more)
             return 0
         run.stop_softly()
         again = config.trainer.resume == "never"
@@ -66,24 +72,25 @@ def main(arguments: list[str]) -> int:
             texts = train.raw_texts(this, recipe)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
             start = start or train.build(this, recipe, traces, texts)
-            trains_head = getattr(recipe, "trains_acceptance", False)
+            trains_head = recipe.trains_acceptance
             report.check_drafter(start, config.eval, trains_head)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
             trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:
                 dev = split_dev(traces, config.run.seed)[1]
-                about = recipe.about() if hasattr(recipe, "about") else {}
+                about = recipe.about()
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
             this.target.meet()
         if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
             report.show(finished, config.run_dir)
+            return report.failed_export(finished)
     except Exception as error:
         return run.fail(error, arguments)
     return 0
 
 
 if __name__ == "__main__":
-    from recipes.phases.run import end
+    from phases.run import end
 
     end(main)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from data.traces import Trace
+from target.padding import right_padded
 from trainer.config import UserError
 from trainer.losses import CompressedTeacher
 from trainer.shift import response_mask, supervised
@@ -89,13 +90,9 @@ def collate(
     id."""
     starts = [len(p) for p in prompts]
     ends = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    width = max(ends)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids[i, : ends[i]] = torch.tensor([*prompt, *response])
-    positions = torch.arange(width).expand(len(prompts), -1).contiguous()
+    ids, positions = right_padded([[*p, *r] for p, r in zip(prompts, responses, strict=True)])
     documents = torch.where(positions < torch.tensor(ends).unsqueeze(1), 0, -1)
-    mask = response_mask(starts, ends, width)
+    mask = response_mask(starts, ends, ids.shape[1])
     mask[:, 0] = False  # nothing precedes the first token: there are no logits for it
     return Batch(
         ids,
@@ -212,9 +209,12 @@ def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
     )
 
 
+PREVIEW_CHARACTERS, PREVIEW_TOKENS = 240, 48  # of the prompt's end, of the response's beginning
+
+
 def preview(batch: Batch, tokenizer: Any) -> str:
     """The first supervised text with its trained tokens between brackets, for a look before step
-    1."""
+    1: the end of the prompt and the beginning of the response."""
     for text, (row, first) in enumerate(batch.starts()):
         prompt_ids, response_ids = batch.prompts[text], batch.responses[text]
         begin = first + len(prompt_ids)
@@ -223,9 +223,12 @@ def preview(batch: Batch, tokenizer: Any) -> str:
             break
     else:
         return "first batch: no response yet (the drafter generates it)"
-    shown = [tokenizer.decode([token]) for token in response_ids]
-    response = "".join(f"[{t}]" if on else t for t, on in zip(shown, trained, strict=True))
+    shown = [tokenizer.decode([token]) for token in response_ids[:PREVIEW_TOKENS]]
+    response = "".join(f"[{t}]" if on else t for t, on in zip(shown, trained, strict=False))
+    prompt = tokenizer.decode(prompt_ids)
     return (
         f"first batch, row {row} ({batch.sources[text]}): {len(prompt_ids)} prompt tokens, "
-        f"{sum(trained)} trained, in brackets\n{tokenizer.decode(prompt_ids)}{response}"
+        f"{sum(trained)} trained, in brackets\n"
+        f"{'...' * (len(prompt) > PREVIEW_CHARACTERS)}{prompt[-PREVIEW_CHARACTERS:]}"
+        f"{response}{'...' * (len(response_ids) > PREVIEW_TOKENS)}"
     )

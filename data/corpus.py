@@ -35,7 +35,7 @@ from huggingface_hub import HfApi
 from tqdm import tqdm
 
 from data import toy
-from data.target import Target
+from target.model import Target
 from trainer.checks import is_file
 from trainer.config import RunFault, UserError, suggest
 from trainer.files import read_json, write_atomic, write_json

@@ -30,12 +30,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.batches import Batch, collate
-from data.generate import _Meter
-from data.target import LayerId, Target, TargetOutputs, check_layers
 from data.traces import REMEDY, Trace, _differences, _size
+from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import RunFault, UserError, require
 from trainer.files import damaged, read_json, sync, write_json
 from trainer.lock import lock
+from trainer.progress import TokenProgress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 MANIFEST = "manifest.json"
@@ -259,11 +259,12 @@ def write_features(
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
             barrier()  # until here nobody writes: all have seen the same
             own = [shard for shard in shards[rank::world] if shard in remaining]
-            meter = _Meter(label, sum(len(shard.rows) for shard in own), enabled=rank == 0)
+            progress = TokenProgress(label, enabled=rank == 0)
+            progress.part("", total=sum(shard.num_tokens for shard in own))
             for shard in own:
-                tensors = _compute(target, shard, identity, batch_size, meter)
+                tensors = _compute(target, shard, identity, batch_size, progress)
                 _publish(tensors, shard, identity, scratch)
-            meter.close()
+            progress.close()
             barrier()
             if rank == 0:
                 entries = FeaturesStore(folder, identity, shards).entries
@@ -292,7 +293,11 @@ def _check_budget(
 
 
 def _compute(
-    target: Target, shard: _Shard, identity: dict[str, Any], batch_size: int, meter: _Meter
+    target: Target,
+    shard: _Shard,
+    identity: dict[str, Any],
+    batch_size: int,
+    progress: TokenProgress,
 ) -> _Tensors:
     """The tensors of one shard. No batch crosses shards: they are the same after any kill."""
     layout = shard.layout(identity).items()
@@ -318,14 +323,14 @@ def _compute(
             if bad:
                 name = f"trace {trace.index} ({trace.conversation_id!r}, turn {trace.turn})"
                 what = f"the target's output of layers {bad} is not finite in {name}"
-                raise RunFault(f"{meter.label}: {what}; check the target or model.dtype")
+                raise RunFault(f"{progress.name}: {what}; check the target or model.dtype")
             own = {name: values[j, :num_tokens] for name, values in stored.items()}
             for name, values in own.items():
                 tensors[name][first : first + num_tokens] = values
             sum_of_row = _sha256({name: own[name].view(torch.uint8).numpy() for name in own})
             tensors["sha256"][i + j] = torch.tensor(list(sum_of_row), dtype=torch.uint8)
             first += num_tokens
-            meter.advance(num_tokens)
+            progress.advance(num_tokens)
     return tensors
 
 

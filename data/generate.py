@@ -7,10 +7,9 @@ continues: finished rows are known by their keys, whichever process wrote them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from data.cache import CachedModel
-from data.completions import complete
-from data.decode import Continuation, Request, decode
+from data.config import DataConfig
 from data.prompts import Prompt, Turn, fixed_response_ids, render, user_turns, with_answers
-from data.sampling import Sampling, row_key
-from data.target import Target
 from data.traces import Trace, TraceIdentity, TraceStore, check_budget, estimate_bytes, trace_key
-from trainer.config import DataConfig, UserError
+from engines.completions import complete
+from target.cache import CachedModel
+from target.decode import Continuation, Request, decode
+from target.model import Target
+from target.sampling import Sampling, row_key
+from trainer.config import UserError
 from trainer.losses import compress
+from trainer.progress import TokenProgress
 
 TEACHER_GROUP = 16
 
@@ -104,8 +104,15 @@ class GenerationPlan:
 
 def traces_folder(plan: GenerationPlan, target: Target, cache_dir: str | Path) -> Path:
     """Stores are shared by all runs that ask for the same traces."""
-    digest = hashlib.sha256(repr(plan.identity(target)).encode()).hexdigest()[:12]
-    return Path(cache_dir) / "traces" / digest
+    identity, folder = plan.identity(target), Path(cache_dir) / "traces"
+    older = folder / _digest(repr(identity))  # as stores were named at first
+    if older.exists():
+        return older
+    return folder / _digest(json.dumps(dataclasses.asdict(identity), sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -238,11 +245,13 @@ def _fill(
             ),
         )
     teacher = _Teacher(target, plan) if plan.teacher_top_k or plan.teacher_samples else None
-    meter = _Meter(
-        label, sum(len(r.tag.turns) - len(r.tag.answers) for r in pending), enabled=rank == 0
-    )
+    progress = TokenProgress(label, enabled=rank == 0)
+    progress.part(
+        "", rows=sum(len(r.tag.turns) - len(r.tag.answers) for r in pending),
+        longest=plan.max_new_tokens + plan.lookahead,
+    )  # fmt: skip
     with store.writer(rank, rows_per_shard) as writer:
-        for done_row in _continuations(target, plan, pending, batch_size, servers):
+        for done_row in _continuations(target, plan, pending, batch_size, servers, progress):
             item = done_row.request.tag
             trace = _trace(plan, target, item, done_row)
             for finished in [trace] if teacher is None else teacher.add(trace):
@@ -251,10 +260,10 @@ def _fill(
             following = work.next_request(item)
             if following is not None:
                 pending.append(following)  # they are taken from the end of this very list
-            meter.advance(len(trace.response_ids))
+            progress.finish_row()
         for finished in teacher.rest() if teacher else ():
             writer.add(finished)
-    meter.close()
+    progress.close()
     if work.num_dropped:
         print(f"{label}: {work.num_dropped} prompts or later turns over {limit} tokens left out")
 
@@ -265,16 +274,21 @@ def _continuations(
     pending: list[Request],
     batch_size: int,
     servers: Sequence[str],
+    progress: TokenProgress,
 ) -> Iterator[Continuation]:
     if plan.served:
-        return complete(
+        for row in complete(
             target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
             stop_strings=plan.stop_strings,
-        )  # fmt: skip
-    return decode(
+        ):  # fmt: skip
+            progress.advance(len(row.response_ids))  # a server hands over whole answers
+            yield row
+        return
+    yield from decode(
         CachedModel(target.model), pending, max_new_tokens=plan.max_new_tokens,
         eos_ids=target.eos_ids, batch_size=batch_size, lookahead=plan.lookahead,
         tokenizer=target.tokenizer, stop_strings=plan.stop_strings, vocab_size=target.vocab_size,
+        on_tokens=progress.advance,
     )  # fmt: skip
 
 
@@ -344,41 +358,3 @@ class _Teacher:
             if block.tail_ids is not None and block.tail_logp is not None:
                 trace.tail_ids, trace.tail_logp = block.tail_ids.tolist(), block.tail_logp.tolist()
         return group
-
-
-class _Meter:
-    """A bar on a terminal, a plain line every ten seconds when piped."""
-
-    def __init__(self, label: str, total: int, enabled: bool):
-        self.label, self.total, self.enabled = label, total, enabled
-        self.rows = self.tokens = 0
-        self.began = self.last = time.monotonic()
-        self.bar = None
-        if enabled and total and sys.stderr.isatty():
-            self.bar = tqdm(total=total, desc=label, unit="row", dynamic_ncols=True)
-
-    def advance(self, tokens: int) -> None:
-        self.rows, self.tokens = self.rows + 1, self.tokens + tokens
-        now = time.monotonic()
-        if self.bar is not None:
-            self.bar.update()
-            self.bar.set_postfix_str(
-                f"{self.tokens / (now - self.began):.0f} tokens/s", refresh=False
-            )
-        elif self.enabled and now - self.last > 10:
-            self._line(now)
-
-    def _line(self, now: float) -> None:
-        self.last, spent = now, max(1e-9, now - self.began)
-        left = spent * (self.total - self.rows) / max(1, self.rows)
-        print(
-            f"{self.label}: {self.rows}/{self.total} rows, {self.tokens / spent:.0f} tokens/s, "
-            f"{left:.0f} s left",
-            flush=True,
-        )
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        elif self.enabled and self.total:
-            self._line(time.monotonic())

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from data.batches import Batch
-from data.target import Target, TargetOutputs
 from data.traces import Trace
+from target.model import Target, TargetOutputs
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32

@@ -20,9 +20,9 @@ import torch
 
 from data.batches import Batch, epoch_order, join_teachers, response_of
 from data.corpus import Source, TokenFile, tokenised
-from data.devices import decoder_of, device_of
-from data.target import Target
 from data.traces import Trace
+from target.devices import decoder_of, device_of
+from target.model import Target
 from trainer.config import UserError
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.prompts import render
-from data.sampling import Sampling
-from data.target import Target
+from target.model import Target
+from target.sampling import Sampling
 from trainer.checks import GREEDY_BELOW, is_file
 from trainer.config import UserError
 
@@ -37,7 +37,7 @@ MAX_BAD_SHARE = 0.1
 ENOUGH_LINES = 20  # of which that share may already stop a run that is under way
 NAMED = 5  # lines that are named with their reason
 POLL_S = 0.2
-# settings of a request under which the server's law is not the one `data.sampling.warp` makes
+# settings of a request under which the server's law is not the one `target.sampling.warp` makes
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
     "logit_bias": ({},), "n": (1,), "best_of": (1,), "min_tokens": (0,), "bad_words": ([],),
@@ -113,7 +113,7 @@ class RequestLog:
 
     def _seek(self, file: BinaryIO) -> None:
         """To where reading stopped; the line before it must be the one that was read, or blank: an
-        exchange that was deleted (data.request_file)."""
+        exchange that was deleted (engines.request_file)."""
         length, known = self.last
         file.seek(self.offset)
         for another_look in (True, False):  # it may be deleted at this moment

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.target import Target, TargetOutputs
-from drafters.base import Budget, DraftState, TrainedDrafter
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export.files import read_json
+from drafters.formats.files import read_json
+from drafters.round import Budget, DraftState
+from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError
 

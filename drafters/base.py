@@ -18,15 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from data.sampling import Sampling
-from data.target import LayerId, Target, TargetOutputs
-from drafters.tree import TokenTree, TreeShape
+from drafters.round import Budget, DraftState
+from drafters.trees.chain import Chain
+from drafters.trees.tree import TokenTree
+from target.model import LayerId, Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
@@ -34,111 +34,6 @@ if TYPE_CHECKING:
     from drafters.acceptance_head import AcceptanceHead
 
 ACCEPTANCE = "acceptance"  # the attribute that holds an acceptance head, and its tensors' prefix
-
-
-class RandomSource(Protocol):
-    """All randomness of drafter and verifier goes through these two calls, so that a test can
-    enumerate every path; `data.sampling.KeyedRandom` is the one used for decoding."""
-
-    def choice(self, probs: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor: ...
-
-    def flip(
-        self, probability: torch.Tensor, positions: torch.Tensor, stream: str
-    ) -> torch.Tensor: ...
-
-
-@dataclass
-class Signals:
-    """What a stop rule sees of the token just drafted, each [B] float. `confidence`: the largest
-    probability of the drafter's law, at temperature 1 or the sampling's; `probability`: the drafted
-    token's own; `score`: what the acceptance head gives the token before it, or itself where the
-    rule judges the last one; None where there is none to judge, or no rule asks."""
-
-    confidence: torch.Tensor
-    probability: torch.Tensor
-    score: torch.Tensor | None = None
-
-
-class StopRule:
-    """When a row drafts no further; made by `eval.policies`. It sees drafted tokens only, and the
-    token after which it stops is kept and verified: so every rule is lossless.
-
-    One object serves the rows of one decoding loop: `begin` and `keep` as of a drafter, `renew` for
-    rows that begin another answer, `verified` after each round. Depth 1 begins a round."""
-
-    name: str
-    uses_head: bool = False
-    judges_last: bool = False  # sees the head's score of the token just drafted: one forward more
-    replayable: bool = True  # a round depends on nothing but where it starts
-
-    def begin(self, rows: int, device: torch.device) -> None: ...
-
-    def renew(self, rows: torch.Tensor) -> None: ...
-
-    def keep(self, rows: torch.Tensor) -> None: ...
-
-    def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None: ...
-
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
-        """bool [B]: rows that stop after the token of this depth (from 1)."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much to draft this round: a chain of `max_tokens`, or a tree of that depth.
-
-    `stop`: ends a chain early, row by row. `tree`: its shape, None for a chain;
-    `sample_children`: under sampling, draw the children of a static tree from the drafter's law
-    without replacement instead of taking the most likely ones.
-    """
-
-    max_tokens: int
-    stop: StopRule | None = None
-    tree: TreeShape | None = None
-    sample_children: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tree is not None and self.tree.depth > self.max_tokens:
-            raise UserError(
-                f"a tree of depth {self.tree.depth} needs a budget of as many tokens, got "
-                f"{self.max_tokens}"
-            )
-
-    @property
-    def policy(self) -> str:
-        """As `eval.policy` spells it."""
-        return "fixed" if self.stop is None else self.stop.name
-
-    @property
-    def max_nodes(self) -> int:
-        """Of what is verified."""
-        return self.tree.num_nodes if self.tree else self.max_tokens
-
-    @property
-    def max_slots(self) -> int:
-        """Of target and drafter behind the committed text: a dynamic tree feeds more nodes to the
-        drafter than it keeps."""
-        return max(self.max_nodes, self.tree.num_fed if self.tree else 0)
-
-
-@dataclass
-class DraftState:
-    """What a drafter sees of the decoding loop at the start of a round.
-
-    ids: [B, S] int64 committed tokens, right-padded; lengths: [B] int64 how many are committed,
-    always at least two (a prompt and the token of its prefill); max_length: their maximum, known
-    on the host; `sampling`: of the drafter; `outputs`: the target's states it asked for,
-    hidden[layer] [B, S, H], valid at the positions 0..lengths-2 (the last committed token has not
-    been through the target).
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-    max_length: int
-    sampling: Sampling
-    random: RandomSource
-    outputs: TargetOutputs | None = None
 
 
 @runtime_checkable
@@ -273,16 +168,24 @@ class TrainedDrafter(torch.nn.Module):
         [B, n, vocab_size] of their children."""
         raise NotImplementedError
 
-    def propose(self, state: DraftState, budget: Budget) -> TokenTree:
-        from drafters.draft import draft
+    def acceptance_score(self) -> torch.Tensor:
+        """[B] float32: what the acceptance head gives the token that `extend` fed last."""
+        return acceptance_of(self).probability(self.hidden)
 
-        return draft(self, state, budget)
+    def propose(self, state: DraftState, budget: Budget) -> TokenTree:
+        shape = budget.tree or Chain(budget.max_tokens, budget.stop)
+        return shape.grow(self, state)
 
     # --- what it needs to serve ------------------------------------------------------------------
 
     def served_target(self) -> Target | None:
         """The target that verifies, where it was trained with the drafter; None: the given one."""
         return None
+
+    def servable(self, folder: Path, ours: bool = False) -> tuple[TrainedDrafter, Target | None]:
+        """What an engine loads, and the target it needs beside it, which is written to `folder`
+        (`ours`: of `whole_folder`); None: the one it was made for."""
+        return self, None
 
     def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
         """Those that drafting reads, the acceptance head's left out."""
@@ -330,6 +233,15 @@ class TrainedDrafter(torch.nn.Module):
         (folder / "drafter.json").write_text(json.dumps(about | self.about(), indent=1) + "\n")
         if self.acceptance is not None:
             self.acceptance.save(folder)
+
+
+def acceptance_of(drafter: TrainedDrafter) -> AcceptanceHead:
+    if drafter.acceptance is None:
+        raise UserError(
+            "CapabilityError: eval.policy=head:... needs a drafter with an acceptance head, which "
+            f"this one, of kind {drafter.kind!r}, has not: train it with recipe=specdecpp"
+        )
+    return drafter.acceptance
 
 
 def served_target(drafter: Any) -> Target | None:

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.cache import CachedModel, TreeSlots
-from data.devices import decoder_of
-from data.target import (
+from drafters.base import TrainedDrafter
+from drafters.round import Budget, DraftState
+from target.cache import CachedModel, TreeSlots
+from target.devices import decoder_of
+from target.model import (
     LayerId,
     Target,
     TargetOutputs,
     captured,
-    check_same_vocabulary,
     load_causal_lm,
     output_head,
 )
-from drafters.base import Budget, DraftState, TrainedDrafter
+from target.vocabulary import check_same_vocabulary
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 

@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from data.target import Target, TargetOutputs
-from drafters.base import Budget, DraftState, TrainedDrafter
+from drafters.base import TrainedDrafter
 from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys, attend, layer_config
 from drafters.medusa import (
     ResidualLayers,
@@ -34,6 +33,8 @@ from drafters.medusa import (
     save_tensors,
     zero_linear,
 )
+from drafters.round import Budget, DraftState
+from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.shift import at_index

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from data.devices import is_plain
-from data.target import Target
+from target.devices import is_plain
+from target.model import Target
 
 RMSNorm = LlamaRMSNorm
 
@@ -204,7 +204,7 @@ def attend_unrolled(
 
 
 class SlotKeys:
-    """Keys and values of one layer in slots of the caller's choice, as `data.cache` has them."""
+    """Keys and values of one layer in slots of the caller's choice, as `target.cache` has them."""
 
     def __init__(self, rows: int, capacity: int):
         self.rows, self.capacity = rows, capacity

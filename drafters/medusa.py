@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from data.target import Target, TargetOutputs
-from drafters.base import Budget, DraftState, TrainedDrafter, check_fingerprint
+from drafters.base import TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
+from drafters.round import Budget, DraftState
+from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
 from trainer.shift import at_index

@@ -1,7 +1,7 @@
 """Medusa-2: Medusa's heads on a target that was trained with them, through an adapter.
 
 Cai et al. 2024, arXiv:2401.10774, Sec. 3.2. The drafter owns heads and adapter; the target it was
-built for is left alone (`data.adapted`). What serves, and what its output equals, is the adapted
+built for is left alone (`target.adapted`). What serves, and what its output equals, is the adapted
 target: `served_target`.
 """
 
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data.adapted import AdaptedTarget, LoraSettings
-from data.target import Target, TargetOutputs
 from drafters.medusa import MedusaDrafter, MedusaSettings, read_about
+from target.adapted import AdaptedTarget, LoraSettings
+from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
@@ -72,13 +72,13 @@ class Medusa2Drafter(MedusaDrafter):
         own = self.named_parameters()
         return [p for name, p in own if not name.startswith(f"{ADAPTER}.")]
 
-    def merged(self, folder: Path, ours: bool = False) -> MedusaDrafter:
-        """The heads as plain Medusa's on the merged target, which is written to `folder` (`ours`:
-        see `whole_folder`)."""
-        drafter = MedusaDrafter(self.settings, self.adapted.merged(folder, ours))
+    def servable(self, folder: Path, ours: bool = False) -> tuple[MedusaDrafter, Target]:
+        """The heads as plain Medusa's, on the merged target."""
+        target = self.adapted.merged(folder, ours)
+        drafter = MedusaDrafter(self.settings, target)
         drafter.load_state_dict(self._heads())
         drafter.rank_accuracy = self.rank_accuracy
-        return drafter.eval()
+        return drafter.eval(), target
 
     # --- own format ------------------------------------------------------------------------------
 

@@ -9,19 +9,22 @@ everything else is counted after cutting the output.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from data.cache import CachedModel, place_tree
-from data.decode import Request
-from data.sampling import KeyedRandom, Sampling, warp
-from data.target import LayerId, TargetOutputs, captured
-from drafters.base import Budget, Drafter, DraftState
-from drafters.tree import TokenTree
-from eval.metrics import Round
-from eval.verify import Typical, Verdict, verify_chain, verify_tree
+from drafters.base import Drafter
+from drafters.round import Budget, DraftState
+from drafters.trees.tree import TokenTree
+from eval.rounds import Round, RoundIds
+from eval.verifiers.base import Verdict, Verifier
+from eval.verifiers.token import Token
+from target.cache import CachedModel, place_tree
+from target.decode import Request
+from target.model import LayerId, TargetOutputs, captured
+from target.sampling import KeyedRandom, Sampling, warp
+from trainer.config import RunFault
 
 
 @dataclass
@@ -44,7 +47,9 @@ class _Row:
 class SpeculativeDecoder:
     """`sampling`: of the target, all requests alike; `draft_sampling`: of the drafter, the same
     unless given; `vocab_size`: the target's logits past it are padding and no law has mass there;
-    `timed`: synchronise and record seconds per round; `typical`: Medusa's lossy rule for trees."""
+    `timed`: synchronise and record seconds per round; `verifier`: token by token unless given;
+    `shown`: tags of the requests whose rounds keep their token ids; `on_tokens` is called with the
+    number of tokens that each forward adds to an answer."""
 
     def __init__(
         self,
@@ -59,9 +64,12 @@ class SpeculativeDecoder:
         draft_sampling: Sampling | None = None,
         vocab_size: int | None = None,
         timed: bool = False,
-        typical: Typical | None = None,
+        verifier: Verifier | None = None,
+        shown: Collection[str] = (),
+        on_tokens: Callable[[int], None] = lambda _: None,
     ):
-        self.typical = typical
+        self.shown, self.on_tokens = tuple(shown), on_tokens
+        self.verifier = verifier or Token()
         self.target, self.drafter, self.sampling, self.budget = target, drafter, sampling, budget
         self.draft_sampling = draft_sampling or sampling
         self.eos, self.max_new_tokens = set(eos_ids), max_new_tokens
@@ -146,6 +154,7 @@ class SpeculativeDecoder:
         self.ids[rows, : ids.shape[1]] = ids
         self.ids[rows, ends] = chosen
         self.lengths[rows] = ends + 1
+        self.on_tokens(len(taken))
         for index, request, token in zip(free, taken, chosen.tolist(), strict=True):
             self.rows[index] = _Row(request, [token])
             if token in self.eos or self.max_new_tokens == 1:
@@ -207,9 +216,13 @@ class SpeculativeDecoder:
                     overlap=overlaps[index][: min(accepted + 1, submitted, kept)],
                     truncated=kept < len(new),
                     engine_accepted=accepted,
+                    ids=_ids(tree, verdict, index, new[:kept], submitted)
+                    if row.request.tag in self.shown
+                    else None,
                 )
             )
             row.tokens += new[:kept]
+            self.on_tokens(kept)
             if row.tokens[-1] in self.eos or len(row.tokens) >= self.max_new_tokens:
                 yield self._finish(index)
 
@@ -232,9 +245,12 @@ class SpeculativeDecoder:
             first=longest - 1 if len(self.rows) == 1 and place is None else None,
             tree=place,
         )[..., : self.vocab_size]
-        if tree.is_chain:
-            return verify_chain(tree, logits, self.sampling, random, self.lengths, active)
-        return verify_tree(tree, logits, self.sampling, random, self.lengths, self.typical)
+        if self.sampling.temperature > 0 and tree.form not in self.verifier.judges:
+            raise RunFault(
+                f"the verifier {self.verifier.name} judges {', '.join(self.verifier.judges)}: what "
+                f"was drafted is {tree.form}"
+            )
+        return self.verifier(tree, logits, self.sampling, random, self.lengths, active)
 
     def _commit(
         self, tree: TokenTree, verdict: Verdict, found: dict[LayerId, torch.Tensor]
@@ -301,3 +317,13 @@ class SpeculativeDecoder:
         if self.timed and self.ids.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _ids(
+    tree: TokenTree, verdict: Verdict, row: int, emitted: list[int], submitted: int
+) -> RoundIds:
+    drafted = tree.tokens[row, :submitted].tolist()
+    if verdict.path is None:
+        return RoundIds(drafted, emitted)
+    path = [node for node in verdict.path[row].tolist() if node >= 0]
+    return RoundIds(drafted, emitted, tree.parents[row, :submitted].tolist(), path)

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from data.batches import collate
-from data.cache import CachedModel
-from data.decode import Request
-from data.sampling import KeyedRandom, Sampling, row_key
-from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import Budget, Drafter, DraftState, TrainedDrafter
-from drafters.causal_lm import parameters_read
-from drafters.draft import acceptance_of
+from drafters.base import Drafter
+from drafters.round import Budget
+from drafters.trees.tree import TOP
+from eval.config import EvalConfig
+from eval.costs import Cost
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import (
     PromptCounters,
-    Round,
     check_invariants,
     counters_from_rounds,
     per_domain,
     summarise,
 )
 from eval.offline import OfflineEvaluator
-from eval.policies import Recorder, budget_for
+from eval.policies.table import budget_for
 from eval.replay import TreeReplay
-from eval.report import COUNTING
+from eval.report.rows import role_of
+from eval.report.schema import COUNTING
+from eval.rounds import Round
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
-from eval.verify import Typical
-from trainer.config import EvalConfig
+from eval.verifiers.base import Verifier
+from eval.verifiers.table import parse_verifier
+from eval.verifiers.token import Token
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling, row_key
 from trainer.losses import ce_hard
+from trainer.progress import TokenProgress
 from trainer.shift import align
+from trainer.specs import spelled
 
 NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
 
@@ -49,100 +54,7 @@ class Measurement:
     row: dict[str, Any]
     counters: list[PromptCounters]
     rounds: list[Round] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of a drafter against the target. `round_time`: drafting of one round over one target forward
-    on one token; `verify`: the target's forward on what is verified over that on one token;
-    bytes and parameters: of a round's drafting over a step of the target."""
-
-    round_time: float
-    verify: float
-    round_bytes: float
-    round_parameters: float
-
-
-def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
-    """(bytes, parameters) one decoding step reads."""
-    read = parameters_read(model)
-    return sum(p.numel() * p.element_size() for p in read), sum(p.numel() for p in read)
-
-
-def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
-    """(bytes, parameters) that a round of so many draft forwards reads, the target's head where the
-    drafter uses it included. A drafter with one head per depth reads each head once."""
-    own = list(drafter.drafting_parameters())
-    head = drafter.output_head(1).weight
-    shared = [] if any(p is head for p in own) else [head]
-    share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
-    counts = [sum(p.numel() for p in group) for group in (own, shared)]
-    sizes = [sum(p.numel() * p.element_size() for p in group) for group in (own, shared)]
-    return sizes[0] * share + sizes[1] * forwards, counts[0] * share + counts[1] * forwards
-
-
-@torch.inference_mode()
-def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> float:
-    """Median seconds of one cached forward of `tokens` tokens at batch 1."""
-    cached = CachedModel(model)
-    device = cached.device
-    cached.begin(1, context + tokens)
-    positions = torch.arange(context + tokens, device=device).unsqueeze(0)
-    first, last = positions[:, :context], positions[:, context:]
-    cached.forward(torch.ones_like(first), first, used=context, first=0)
-    spent = []
-    for _ in range(18):
-        began = time.perf_counter()
-        cached.forward(torch.ones_like(last), last, used=context + tokens, first=context)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - began)
-    return sorted(spent[3:])[7]
-
-
-@torch.inference_mode()
-def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64):
-    """Median seconds of drafting one round at batch 1."""
-    device = target.device
-    ids = torch.ones(1, context, dtype=torch.long, device=device)
-    capacity = context + budget.max_tokens + budget.max_slots + 2
-    hidden = target.outputs(ids, layers=drafter.target_layers, logits=False).hidden
-    lengths = torch.tensor([context - 1], device=device)
-    state = DraftState(
-        ids, lengths, context - 1, Sampling(0.0), KeyedRandom(torch.zeros_like(lengths)),
-        TargetOutputs(hidden),
-    )  # fmt: skip
-    drafter.begin(1, capacity)
-    if budget.stop is not None:
-        budget.stop.begin(1, device)
-    prompt = TargetOutputs({layer: states[:, :-2] for layer, states in hidden.items()})
-    drafter.prefill(torch.tensor([0], device=device), ids[:, :-2], lengths - 1, prompt)
-    spent = []
-    for _ in range(18):
-        began = time.perf_counter()
-        drafter.propose(state, budget)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - began)
-    return sorted(spent[3:])[7]
-
-
-def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
-    """Measured on this machine; a training-free drafter reads nothing and costs next to nothing."""
-    step = step_seconds(target.model)
-    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
-    if not isinstance(drafter, TrainedDrafter):
-        return Cost(0.0, verify, 0.0, 0.0)
-    read = read_per_round(drafter, budget.max_tokens)
-    if budget.stop is not None and budget.stop.uses_head:
-        head = list(acceptance_of(drafter).parameters())
-        counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
-        read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
-    whole = read_per_step(target.model)
-    # of all that a round may draft: a stop rule ends it where it likes, on text that says nothing
-    stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
-    ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
-    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
+    shown: list[Speculated] = field(default_factory=list)  # the answers that the report shows
 
 
 GATHERED = (
@@ -163,14 +75,12 @@ class Bench:
         config: EvalConfig,
         prompts: dict[str, str],
         about: dict[str, Any] | None = None,
+        progress: TokenProgress | None = None,
     ):
         """`prompts`: their name and hash; `about`: what all rows say beside their numbers."""
-        self.target, self.traces, self.sampling, self.config = (
-            target,
-            list(traces),
-            sampling,
-            config,
-        )
+        self.progress = progress or TokenProgress("", enabled=False)
+        self.target, self.traces = target, list(traces)
+        self.sampling, self.config = sampling, config
         self.prompts, self.about = prompts, dict(about or {})
         if target.sharded is not None:
             self.about["note"] = GATHERED
@@ -182,7 +92,8 @@ class Bench:
         budget = budget_for(drafter, self.config.policy, self.config.K)
         if budget.stop is not None and not budget.stop.replayable:
             budget = Budget(budget.max_tokens)
-        result = self.offline(drafter, budget=budget)
+        self._replays(name)
+        result = self.offline(drafter, budget=budget, on_tokens=self.progress.advance)
         extra: dict[str, Any] = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
@@ -191,18 +102,41 @@ class Bench:
 
     def replayed_tree(self, name: str, drafter: Any, cost: Cost, budget: Budget) -> Measurement:
         """Acceptance of deterministic trees without decoding."""
-        counters = TreeReplay(self.target, self.traces, self.sampling, budget)(drafter)
+        self._replays(f"{name}, tree")
+        replay = TreeReplay(
+            self.target, self.traces, self.sampling, budget, on_tokens=self.progress.advance
+        )
+        counters = replay(drafter)
         return Measurement(self._row(name, counters, cost, "offline", budget), counters)
 
+    def _replays(self, name: str) -> None:
+        total = sum(len(trace.response_ids) for trace in self.traces)
+        self.progress.part(f"T={self.sampling.temperature:g}, {name}, replayed", total=total)
+
     def decoded(
-        self, name: str, drafter: Drafter, cost: Cost, budget: Budget | None = None
+        self,
+        name: str,
+        drafter: Drafter,
+        cost: Cost,
+        budget: Budget | None = None,
+        shown: Collection[str] = (),
     ) -> Measurement:
         """Real speculative decoding of every prompt; a few also one by one against transformers'
-        own generate, for tokens/s and (T=0) for equality."""
+        own generate, for tokens/s and (T=0) for equality. The answers to the prompts with the
+        hashes `shown` are returned with their token ids."""
         budget = budget or budget_for(drafter, self.config.policy, self.config.K)
         cached = CachedModel(self.target.model)
-        decoder = self._decoder(cached, drafter, self.config.batch_size, budget)
-        finished = {s.request.tag: s for s in decoder.run(self.requests())}
+        decoder = self._decoder(
+            cached, drafter, self.config.batch_size, budget, shown=shown,
+            on_tokens=self.progress.advance,
+        )  # fmt: skip
+        label = f"T={self.sampling.temperature:g}, {name}{', tree' * (budget.tree is not None)}"
+        longest = self.config.max_new_tokens
+        self.progress.part(f"{label}, decoded", rows=len(self.traces), longest=longest)
+        finished = dict[str, Speculated]()
+        for one in decoder.run(self.requests()):
+            finished[one.request.tag] = one
+            self.progress.finish_row()
         counters, rounds = [], []
         for trace in self.traces:
             one = finished[trace.prompt_hash]
@@ -217,7 +151,7 @@ class Bench:
                 )
             )
             rounds += one.rounds
-        differing = self._time(cached, drafter, counters, budget)
+        differing = self._time(cached, drafter, counters, budget, label)
         for one in counters:  # alpha is a mean over all response positions, not over tested ones
             one.overlap_sum = one.overlap_count = 0.0
         row = self._row(name, counters, cost, "decoding", budget)
@@ -229,7 +163,7 @@ class Bench:
             row["num_compared"] = sum(one.identical is not None for one in counters)
             row["differing_prompts"] = differing
             row["lossless"] = row["lossless"] and all(one["near_tie"] for one in differing)
-        return Measurement(row, counters, rounds)
+        return Measurement(row, counters, rounds, [finished[tag] for tag in shown])
 
     def requests(self) -> list[Request]:
         return [
@@ -249,6 +183,8 @@ class Bench:
         batch_size: int,
         budget: Budget,
         timed: bool = True,
+        shown: Collection[str] = (),
+        on_tokens: Callable[[int], None] = lambda _: None,
     ) -> SpeculativeDecoder:
         return SpeculativeDecoder(
             cached,
@@ -260,13 +196,18 @@ class Bench:
             batch_size=batch_size,
             vocab_size=self.target.vocab_size,
             timed=timed,
-            typical=self._typical(budget),
+            verifier=self.verifier(budget),
+            shown=shown,
+            on_tokens=on_tokens,
         )
 
-    def _typical(self, budget: Budget) -> Typical | None:
-        if self.config.verifier != "typical" or budget.tree is None:
-            return None
-        return Typical(self.config.typical_epsilon, self.config.typical_delta)
+    def verifier(self, budget: Budget, measured_by: str = "decoding") -> Verifier:
+        """eval.verifier where it judges what is drafted. Chains beside its trees are verified token
+        by token, and so is what an engine serves and what is replayed where it cannot be."""
+        asked = parse_verifier(self.config.verifier)
+        replayed = measured_by == "offline" and asked.replayable(self.sampling)
+        own = budget.form in asked.judges and (measured_by == "decoding" or replayed)
+        return asked if own else Token()
 
     def _time(
         self,
@@ -274,13 +215,17 @@ class Bench:
         drafter: Drafter,
         counters: list[PromptCounters],
         budget: Budget,
+        label: str,
     ) -> list[dict[str, Any]]:
         """Alternate plain and speculative decoding prompt by prompt, after one warm-up of each."""
         chosen = spread([t.domain for t in self.traces], self.config.timing_prompts)
         decoder = self._decoder(cached, drafter, 1, budget, timed=False)
         requests = self.requests()
         differing = []
-        for turn, index in enumerate([chosen[0], *chosen] if chosen else []):
+        turns = [chosen[0], *chosen] if chosen else []
+        longest = self.config.max_new_tokens
+        self.progress.part(f"{label}, timed", rows=2 * len(turns), longest=longest)
+        for turn, index in enumerate(turns):
             plain, plain_s = timed(
                 lambda i=index: plain_generate(
                     self.target,
@@ -293,6 +238,9 @@ class Bench:
             ours, ours_s = timed(
                 lambda i=index: next(iter(decoder.run([requests[i]]))), self.target
             )
+            self.progress.advance(len(plain) + len(ours.response_ids))
+            self.progress.finish_row()
+            self.progress.finish_row()
             if turn == 0:
                 continue
             one = counters[index]
@@ -322,22 +270,24 @@ class Bench:
         share = (drafted or K) / K if tree is None else 1.0
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost
         paid = None if budget.stop is not None and drafted == 0 else tokens
-        typical = self._typical(budget) is not None and self.sampling.temperature > 0
+        verifier = self.verifier(budget, measured_by)
+        sampled = tree is not None and tree.siblings != TOP
         return summary | {
             "drafter": name,
+            "role": role_of(name),
             "prompts": self.prompts,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
-            "verifier": config.verifier if tree is not None else "token",
+            "verifier": spelled(verifier),
             "policy": budget.policy,
             "K": K,
             "tree": None if tree is None else tree.describe(),
-            "tree_children": config.tree_children if tree is not None else None,
+            "tree_children": None if tree is None else "sampled" if sampled else "top",
             "nodes": budget.max_nodes,
             "counting": COUNTING,
             "bonus_counted": True,
-            "lossless": not typical,
+            "lossless": verifier.lossless(self.sampling),
             "measured_by": measured_by,
             "cost_ratio": cost.round_time / K,
             "verify_cost": cost.verify,
@@ -422,7 +372,7 @@ def plain_generate(
         pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
         # ids without a token: their logits are padding
         suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
-        synced_gpus=False,  # processes wait for each other in `data.sharded`
+        synced_gpus=False,  # processes wait for each other in `target.sharded`
         **options,
     )  # fmt: skip
     return output[0, len(prompt_ids) :].tolist()

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.sampling import Sampling, warp
-from data.target import Target
 from data.traces import Trace
-from drafters.base import Budget, Signals, StopRule
-from drafters.draft import Stops, acceptance_of
+from drafters.base import acceptance_of
+from drafters.round import Budget, Signals, StopRule
+from drafters.trees.chain import Stops
 from eval.metrics import PromptCounters
+from target.model import Target
+from target.sampling import Sampling, warp
 from trainer.config import UserError
 
 CONFIDENCE_BINS = 10
@@ -162,13 +163,15 @@ class OfflineEvaluator:
         drafter: Any,
         draft_sampling: Sampling | None = None,
         budget: Budget | None = None,
+        on_tokens: Callable[[int], None] = lambda _: None,
     ) -> OfflineResult:
-        """`budget`: another stop rule than the evaluator's own."""
+        """`budget`: another stop rule than the evaluator's own; `on_tokens` is called after each
+        batch with its response tokens."""
         draft_sampling = draft_sampling or self.sampling
         rule = (budget or self.budget).stop
         if rule is not None and not rule.replayable:
             raise UserError(
-                f"eval.policy={rule.name}: its rounds depend on those before, which acceptance "
+                f"eval.policy={rule.policy}: its rounds depend on those before, which acceptance "
                 "without decoding does not follow"
             )
         counters: list[PromptCounters] = []
@@ -220,6 +223,7 @@ class OfflineEvaluator:
                     one.overlap_sum, one.overlap_count = float(overlap[row, real[row]].sum()), n
                     one.greedy_sum, one.greedy_count = float(greedy[row, real[row]].sum()), n
                 counters.append(one)
+            on_tokens(int(lengths.sum()))
         by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
         return OfflineResult(counters, _calibration(confidence, agreement), by_depth, visits)
 

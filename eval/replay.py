@@ -9,23 +9,26 @@ tokens, lives here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from data.sampling import KeyedRandom, Sampling
-from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import Budget, DraftState
-from drafters.tree import MAX_RANKS, TokenTree
-from eval.metrics import PromptCounters, Round, counters_from_rounds
+from drafters.round import Budget, DraftState
+from drafters.trees.calibrated import MAX_RANKS
+from drafters.trees.tree import TOP, TokenTree
+from eval.metrics import PromptCounters, counters_from_rounds
+from eval.rounds import Round
+from target.model import Target, TargetOutputs
+from target.sampling import KeyedRandom, Sampling
 from trainer.config import UserError
 
 
 class TreeReplay:
-    """Traces of one sampling against trees of `budget.tree`; counters as decoding has them."""
+    """Traces of one sampling against trees of `budget.tree`; counters as decoding has them.
+    `on_tokens` is called with the response tokens of each round."""
 
     def __init__(
         self,
@@ -34,11 +37,13 @@ class TreeReplay:
         sampling: Sampling,
         budget: Budget,
         batch_size: int = 16,
+        on_tokens: Callable[[int], None] = lambda _: None,
     ):
-        if budget.sample_children and sampling.temperature > 0:
+        self.on_tokens = on_tokens
+        if budget.form != TOP and sampling.temperature > 0:
             raise UserError(
-                "eval.tree_children=sampled: acceptance given the text is not known for sampled "
-                "trees, only decoding measures them"
+                "acceptance given the text is known for trees of the most likely tokens alone: "
+                f"only decoding measures those whose siblings are {budget.form}"
             )
         for trace in traces:
             if len(trace.lookahead_ids) < budget.max_tokens - 1:
@@ -83,6 +88,7 @@ class TreeReplay:
         lengths = starts + 1
         keys = torch.zeros(len(group), dtype=torch.long, device=device)
         found: list[list[Round]] = [[] for _ in group]
+        self.on_tokens(len(group))  # the first of each response is the prefill's
         live = [len(t.response_ids) > 1 for t in group]
         while any(live):
             state = DraftState(
@@ -101,6 +107,7 @@ class TreeReplay:
                 room = len(trace.response_ids) - done
                 rejected = node in parents[row]
                 found[row].append(_round(trace, tree, accepted, rejected, room, done))
+                self.on_tokens(found[row][-1].emitted)
                 live[row] = accepted + 1 < room
                 steps.append(accepted + 1 if live[row] else 0)
             lengths = lengths + torch.tensor(steps, device=device)
@@ -146,10 +153,15 @@ def _round(
 
 @torch.inference_mode()
 def rank_accuracy(
-    target: Target, traces: Sequence[Trace], drafter: Any, depth: int, batch_size: int = 16
+    target: Target,
+    traces: Sequence[Trace],
+    drafter: Any,
+    depth: int,
+    batch_size: int = 16,
+    on_tokens: Callable[[int], None] = lambda _: None,
 ) -> list[list[float]]:
     """[depth][rank]: how often the rank-th token of a depth is the target's, the tokens before it
-    being right; over all starts of the traces. For `drafters.tree.calibrated_tree`."""
+    being right; over all starts of the traces. For `drafters.trees.calibrated`."""
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
     order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
@@ -173,4 +185,5 @@ def rank_accuracy(
                 match = best == ids[row, first:last].unsqueeze(-1)
                 hits[j] += match.sum(0).cpu().numpy()
                 tried[j] += last - first
+        on_tokens(sum(len(trace.response_ids) for trace in group))
     return (hits / np.maximum(tried, 1)[:, None]).tolist()

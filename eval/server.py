@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 
-from data.completions import ask, continuation, served_model
-from data.decode import Request
 from data.traces import Trace
-from eval.measure import Bench, Cost, Measurement
+from engines.completions import ask, continuation, served_model
+from engines.vllm_run import EngineCounters, scrape
+from eval.costs import Cost
+from eval.measure import Bench, Measurement
 from eval.metrics import PromptCounters
-from eval.served import Counters, engine_row, scrape
+from eval.served import engine_row
+from target.decode import Request
 from trainer.config import RunFault, UserError
 
 PATIENCE_S = 10.0  # the last round's counters may come after the answer
@@ -60,7 +62,7 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     return measured
 
 
-def _settled(url: str, before: Counters, emitted: int) -> Counters:
+def _settled(url: str, before: EngineCounters, emitted: int) -> EngineCounters:
     """The counters once they account for all emitted tokens of the answer."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -77,7 +79,7 @@ def _settled(url: str, before: Counters, emitted: int) -> Counters:
         time.sleep(0.02)
 
 
-def _counted(new: Counters, tokens: list[int], trace: Trace) -> PromptCounters:
+def _counted(new: EngineCounters, tokens: list[int], trace: Trace) -> PromptCounters:
     """Of one answer. Only its last round can have been cut, at EOS or at the limit; a cut round
     emits no token of the target's own."""
     emitted, K = len(tokens) - 1, len(new.accepted_per_position)

@@ -2,7 +2,7 @@
 
 Every node has the probability that the target would follow the path to it; from these come the
 expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134). Trees
-are built by `drafters.draft`, as in decoding, and scored in one target forward behind the cached
+are grown as in decoding, and scored in one target forward behind the cached
 text, a row for each prefix. A prefix of n tokens is those at 0..n-1; its tree competes with the
 tokens from n on. No gradient anywhere.
 """
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from data.cache import CachedModel, place_tree
-from data.sampling import KeyedRandom, Sampling
-from data.target import LayerId, Target, TargetOutputs, captured
-from drafters.base import DraftState
-from drafters.tree import TokenTree, TreeShape
-from eval.policies import tree_budget
+from drafters.round import Budget, DraftState, Shape
+from drafters.trees.tree import TokenTree
+from target.cache import CachedModel, place_tree
+from target.model import LayerId, Target, TargetOutputs, captured
+from target.sampling import KeyedRandom, Sampling
 from trainer.chunked import CHUNK_ELEMENTS
 
 AGGREGATIONS = ("lse", "lse_mean", "max", "mean", "node_sum")
@@ -118,11 +117,11 @@ class TreeScorer:
     def __init__(
         self,
         target: Target,
-        shape: TreeShape,
+        shape: Shape,
         temperature: float = 1.0,
         chunk_slots: int = CHUNK_SLOTS,
     ):
-        self.target, self.budget = target, tree_budget(shape)
+        self.target, self.budget = target, Budget.of(shape)
         self.temperature, self.chunk_slots = temperature, chunk_slots
         self.model = CachedModel(target.model)
 

@@ -18,15 +18,20 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from torch import nn
 
 from data.batches import SOURCES, Batch, collate
-from data.target import ProjectedLogits, Target, TargetOutputs
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
-from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
-from trainer.chunked import chunked_divergence
+from recipes import base
+from recipes.base import Context, Needs, Objective, Stage, Start, check_kind, unwrapped
+from recipes.common.divergence import DivergenceConfig
+from target.model import ProjectedLogits, Target, TargetOutputs, TargetRequest
+from trainer.chunked import OutputHead, chunked_divergence
 from trainer.config import RunFault, UserError, require
-from trainer.losses import LossOutput, check_options, divergence, position_weights, reduce
+from trainer.divergence import Divergence
+from trainer.losses import LossOutput, position_weights, reduce
+from trainer.objective import State
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
 ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
@@ -45,29 +50,31 @@ def _default_mix() -> dict[str, float]:
 
 
 @dataclass
-class Config:
-    algorithm: str | None = None  # a named pair of divergence and data mix, see ALGORITHMS
-    divergence: str = DEFAULT_DIVERGENCE
-    beta: float = 0.5  # of jsd
-    eta: float = 3.0  # of lk_hybrid
-    mix: float = 0.9  # of kl_mix
-    draft_temperature: float = 1.0
-    teacher_temperature: float = 1.0
-    loss_temperature_scale: bool = False
-    reduction: str = "token"  # or sequence: the paper's formula
+class Config(DivergenceConfig):
+    # a divergence and a data mix by the name that the paper gives them; null: as set below
+    algorithm: str | None = None
+    divergence: str = DEFAULT_DIVERGENCE  # loss between the target's distribution and the drafter's
+    # mean over tokens, or over the means of the sequences, which is the paper's formula
+    reduction: str = "token"
+    # shares of the training text by who wrote it: fixed (the data set), target, draft
     data_mix: dict[str, float] = field(default_factory=_default_mix)
-    mix_per: str = "batch"  # or example
-    warm_start_steps: int = 0  # of fkl first: tvd stalls where the overlap is near 0
-    draft_ramp_share: float = 0.1  # draft text rises to its share over this part of the steps
-    refresh_every: int = 1  # generate draft text anew every so many draws
-    gen_temperature: float = 1.0
-    teacher: str = "live"  # or compressed: stored with the traces
-    approx: str | None = None  # bucket: one bucket for the compressed teacher's tail
-    control: bool = True  # also train on cross-entropy for the same number of steps
-    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # default: half the target's
+    mix_per: str = "batch"  # whether a batch or each of its rows draws its source
+    # steps with fkl before the divergence that is set: tvd learns little where the overlap is small
+    warm_start_steps: int = 0
+    # share of the steps over which the drafter's own text rises to its share
+    draft_ramp_share: float = 0.1
+    refresh_every: int = 1  # the drafter's own text is drawn anew every so many batches
+    gen_temperature: float = 1.0  # at which the drafter's own text is drawn
+    # the target's distribution: computed in training, or stored compressed with the traces
+    teacher: str = "live"
+    approx: str | None = None  # how the compressed teacher's tail counts; bucket: as one token
+    # train a second drafter on cross-entropy for as many steps, as a row to compare with
+    control: bool = True
+    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.algorithm is not None:
             if self.algorithm not in ALGORITHMS:
                 raise UserError(
@@ -97,10 +104,9 @@ class Config:
                 f"{self.data_mix}"
             )
         compressed = self.teacher == "compressed"
-        check_options(
-            self.divergence, self.draft_temperature, self.teacher_temperature, beta=self.beta,
-            eta=self.eta, mix=self.mix, approx=self.approx, compressed=compressed,
-        )  # fmt: skip
+        require(self.approx in (None, "bucket"), "method.approx", "be null or bucket", self.approx)
+        if compressed:
+            self.parsed_divergence.check_compressed(self.approx)
         require(
             self.teacher in ("live", "compressed"),
             "method.teacher",
@@ -148,15 +154,10 @@ class Config:
         require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
 
 
-class Recipe:
-    target_access = "outputs"
-    packs = True
-
+class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
-        self.drafter: Any = None  # set by the loop
-        self._pool: list[Batch] = []  # draft text, re-used between refreshes
-        self._ended: list[bool] = []  # whether the latest draft responses were empty
+        self.distillation = OnPolicyDistillation(config, target)
 
     def stages(self) -> list[Stage]:
         config = self.config
@@ -166,11 +167,20 @@ class Recipe:
             ramp_share=config.draft_ramp_share,
             teacher=config.teacher == "compressed",
         )
-        main = Stage("distill", needs, start="base", row="after")
+        main = Stage(
+            "distill", self.distillation, needs, start="base", row="after", packs=True,
+            prepare=self._begin,
+        )  # fmt: skip
         if not config.control:
             return [main]
         # cross-entropy on the data set's own responses, on the target's where it has none
-        return [Stage("control", Needs({"fixed": 1.0}), start="base", row="control"), main]
+        hard, text = CrossEntropy(config, self.target), Needs({"fixed": 1.0})
+        control = Stage("control", hard, text, start="base", row="control", packs=True)
+        return [control, main]
+
+    def _begin(self, start: Start) -> Any:
+        self.distillation.begin(start.max_new_tokens)
+        return start.drafter
 
     def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
         width = (
@@ -184,13 +194,115 @@ class Recipe:
     def accept(self, drafter: Any) -> None:
         check_kind(drafter, "causal_lm", "distillspec")
 
-    def begin(self, stage: Stage, max_new_tokens: int) -> None:
-        """Called before each stage; `max_new_tokens` bounds the drafter's own responses."""
-        self.control = stage.row == "control"
-        self.max_new_tokens = max_new_tokens
-        self._pool, self._ended = [], []
 
-    # --- data drawn anew -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Scored:
+    """The N supervised positions of a batch: rows, index [N] int64 of their logits; labels [N]
+    int64; the drafter's states [N, d] and its output head; target: logits [B, L, V] where they are
+    live or kept in memory."""
+
+    batch: Batch
+    rows: torch.Tensor
+    index: torch.Tensor
+    labels: torch.Tensor
+    states: torch.Tensor
+    head: OutputHead
+    target: torch.Tensor | ProjectedLogits | None
+
+
+class CrossEntropy(Objective):
+    """Cross-entropy on every token of the responses, whoever wrote them, at the temperatures of the
+    divergence in `config`."""
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.divergence = config.parsed_divergence
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return [batch.count(batch.supervised(), self.config.reduction)]
+
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
+        """Masked mean over response positions; prompts and padding are excluded."""
+        full = target_outputs.logits if target_outputs is not None else None
+        rows, index = batch.supervised().nonzero(as_tuple=True)
+        labels = batch.input_ids[rows, index + 1]
+
+        def score(_: int, states: torch.Tensor) -> LossOutput:
+            head = unwrapped(drafter).output_head(1)
+            found = Scored(batch, rows, index, labels, states[rows, index], head, full)
+            return self.score(found, step)
+
+        return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+
+    def score(self, scored: Scored, step: int) -> LossOutput:
+        return self.of(self.divergence.instead("ce_hard"), scored)
+
+    def of(self, divergence: Divergence, scored: Scored) -> LossOutput:
+        """That divergence, summed over the positions."""
+        config, batch = self.config, scored.batch
+        texts, num_texts = batch.texts_of(scored.rows, scored.index), len(batch.prompts)
+        if scored.target is None and divergence.name != "ce_hard":
+            logits = scored.head.logits(scored.states)
+            values = divergence(logits, batch.teacher, scored.labels, approx=config.approx)
+            total, count = reduce(values, texts, num_texts, config.reduction)
+            return LossOutput([(total, count, 1.0)])
+        weights, count = position_weights(texts, num_texts, config.reduction)
+
+        def teacher(span: slice) -> torch.Tensor:
+            assert scored.target is not None
+            logits = scored.target[scored.rows[span], scored.index[span]]
+            return logits[..., : self.target.vocab_size]
+
+        loss = chunked_divergence(
+            divergence, scored.states, scored.head,
+            teacher if scored.target is not None else None, scored.labels, weights,
+        )  # fmt: skip
+        metrics: dict[str, Any] = {}
+        if scored.target is not None:
+            metrics["overlap"] = (loss.overlap.sum(), float(len(scored.labels)))
+        return LossOutput([(loss.total, count, 1.0)], metrics)
+
+
+class Distillation(CrossEntropy):
+    """D(p || q) on stored text."""
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        """Logits of the live target, unless hard labels or the stored teacher do."""
+        if self.divergence_at(step).name == "ce_hard" or batch.teacher is not None:
+            return None
+        return TargetRequest(logits=True)
+
+    def divergence_at(self, step: int) -> Divergence:
+        """The divergence of that step."""
+        warm = step < self.config.warm_start_steps and self.divergence.name != "ce_hard"
+        return self.divergence.instead("fkl") if warm else self.divergence
+
+    def score(self, scored: Scored, step: int) -> LossOutput:
+        return self.of(self.divergence_at(step), scored)
+
+
+class OnPolicyDistillation(Distillation):
+    """The same on a mixture of stored text and the drafter's own, which is sampled while it
+    trains."""
+
+    max_new_tokens: int
+
+    def begin(self, max_new_tokens: int) -> None:
+        """Before the first step. `max_new_tokens`: of a sampled response."""
+        self.max_new_tokens = max_new_tokens
+        self._pool: list[Batch] = []  # draft text, re-used between refreshes
+        self._ended: list[bool] = []  # whether the latest draft responses were empty
+
+    def score(self, scored: Scored, step: int) -> LossOutput:
+        output = super().score(scored, step)
+        batch = scored.batch
+        drawn = [r for r, s in zip(batch.responses, batch.sources, strict=True) if s == "draft"]
+        if drawn:
+            ended = sum(bool(r) and r[-1] in self.target.eos_ids for r in drawn)
+            output.metrics["draft_eos_rate"] = (torch.tensor(float(ended)), float(len(drawn)))
+        return output
 
     def refresh(self, step: int, context: Context) -> Batch | None:
         """Give the batch's draft rows a response sampled from the current drafter. Between
@@ -220,93 +332,12 @@ class Recipe:
         self._pool = [*self._pool, fresh][-self.config.refresh_every :]
         return fresh
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The pools of draft text, one for each process, when they outlive a step."""
         kept = self._pool if self.config.refresh_every > 1 else []
         mine = [[b.prompts, b.responses, b.sources, b.index] for b in kept]
         return {"pools": gather_object([mine])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pool = [collate(*row) for row in state["pools"][PartialState().process_index]]
-
-    # --- loss ------------------------------------------------------------------------------------
-
-    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Logits of the live target, unless hard labels or the stored teacher do."""
-        if self._divergence(step) == "ce_hard" or batch.teacher is not None:
-            return None
-        return TargetRequest(logits=True)
-
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return [batch.count(batch.supervised(), self.config.reduction)]
-
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        """Masked mean over response positions of D(p || q), prompts and padding excluded."""
-        full = target_outputs.logits if target_outputs is not None else None
-        rows, index = batch.supervised().nonzero(as_tuple=True)
-        labels = batch.input_ids[rows, index + 1]
-        scored = self.drafter(
-            batch.input_ids,
-            None,
-            1,
-            lambda _, states: self._score(
-                states[rows, index], labels, rows, index, full, batch, step
-            ),
-            batch.position_ids,
-        )
-        return scored[0]
-
-    def _score(
-        self,
-        states: torch.Tensor,
-        labels: torch.Tensor,
-        rows: torch.Tensor,
-        index: torch.Tensor,
-        full: torch.Tensor | ProjectedLogits | None,
-        batch: Batch,
-        step: int,
-    ) -> LossOutput:
-        """states [N, d] of the N supervised positions; their labels, rows and logit indices [N];
-        full: the target's logits [B, L, V] where they are live or kept."""
-        config, name = self.config, self._divergence(step)
-        head = getattr(self.drafter, "module", self.drafter).output_head(1)
-        options = {
-            "beta": config.beta, "eta": config.eta, "mix": config.mix,
-            "draft_temperature": config.draft_temperature,
-            "teacher_temperature": config.teacher_temperature,
-            "loss_temperature_scale": config.loss_temperature_scale,
-        }  # fmt: skip
-        texts, num_texts = batch.texts_of(rows, index), len(batch.prompts)
-        if full is None and name != "ce_hard":
-            values = divergence(
-                name, head.logits(states), batch.teacher, labels, approx=config.approx, **options
-            )
-            total, count = reduce(values, texts, num_texts, config.reduction)
-            return LossOutput([(total, count, 1.0)], self._metrics(batch))
-        weights, count = position_weights(texts, num_texts, config.reduction)
-
-        def teacher(span: slice) -> torch.Tensor:
-            assert full is not None
-            return full[rows[span], index[span]][..., : self.target.vocab_size]
-
-        loss = chunked_divergence(
-            name, states, head, teacher if full is not None else None, labels, weights, **options
-        )
-        metrics = self._metrics(batch)
-        if full is not None:
-            metrics["overlap"] = (loss.overlap.sum(), float(len(labels)))
-        return LossOutput([(loss.total, count, 1.0)], metrics)
-
-    def _divergence(self, step: int) -> str:
-        if self.control:
-            return "ce_hard"
-        warm = step < self.config.warm_start_steps and self.config.divergence != "ce_hard"
-        return "fkl" if warm else self.config.divergence
-
-    def _metrics(self, batch: Batch) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        drawn = [r for r, s in zip(batch.responses, batch.sources, strict=True) if s == "draft"]
-        if drawn:
-            ended = sum(bool(r) and r[-1] in self.target.eos_ids for r in drawn)
-            metrics["draft_eos_rate"] = (torch.tensor(float(ended)), float(len(drawn)))
-        return metrics
+    def load_state_dict(self, state: State) -> None:
+        pools: Any = state["pools"]
+        self._pool = [collate(*row) for row in pools[PartialState().process_index]]

@@ -13,39 +13,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.traces import Trace
-from drafters.eagle import EagleDrafter, EagleSettings
-from recipes.parts.heads import HeadConfig, HeadRecipe
-from trainer.config import UserError, require
+from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
+from recipes.common.heads import HeadConfig, HeadRecipe
+from trainer.config import require
 
 
 @dataclass
 class Config(HeadConfig):
-    divergence_weight: float = 0.1  # the published weights: 0.1 and 1.0
+    divergence_weight: float = 0.1  # weight of the divergence; published: 0.1
+    # weight of SmoothL1 between the head's states and the target's; published: 1
     feature_weight: float = 1.0
     feature_noise: float = 0.1
     depth_decay: float = 1.0
-    steps: int = 1
+    steps: int = 1  # times the head reads its own states in training; more than 1: HASS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
 
 
-class Recipe(HeadRecipe):
+class Recipe(HeadRecipe[Config]):
     kind = "eagle"
 
     def accept(self, drafter: Any) -> None:
         super().accept(drafter)
-        if drafter.settings.version != 1:
-            raise UserError("model.drafter is an EAGLE-3 head: train it with recipe=eagle3")
         drafter.settings.detach_recycled = self.config.steps > 1
 
     @property
     def depth(self) -> int:
         return self.config.steps
 
-    def build(self, traces: Sequence[Trace]) -> EagleDrafter:
-        settings = EagleSettings(
-            1, ["final_norm"], self.target.hidden_size, detach_recycled=self.config.steps > 1
+    def build(self, traces: Sequence[Trace]) -> Eagle1Drafter:
+        settings = Eagle1Settings(
+            ["final_norm"], self.target.hidden_size, detach_recycled=self.config.steps > 1
         )
-        return EagleDrafter.build(self.target, settings)
+        return Eagle1Drafter.build(self.target, settings)

@@ -13,31 +13,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.target import LayerId, Target, check_layers
 from data.traces import Trace
-from drafters.eagle import EagleDrafter, EagleSettings, default_captures
-from recipes.parts.heads import HeadConfig, HeadRecipe, frequent_tokens, say_coverage
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
+from recipes.common.heads import HeadConfig, HeadRecipe, frequent_tokens, say_coverage
+from target.model import LayerId, Target, check_layers
 from trainer.config import UserError, require
 
 
 @dataclass
 class Config(HeadConfig):
-    steps: int = 4  # unrolled; 7 in the published recipe, what is drafted at least
-    layers: list[int] = field(default_factory=list)  # outputs captured; default 1, L/2-1, L-4
-    draft_vocab_size: int | None = None  # most frequent tokens of the traces; null: all
-    head_from_target: bool = True  # start the head as the target's rows
-    layer_from_target: bool = True  # start the layer as the target's last one
-    norm_before_residual: bool = False
+    # drafting steps that training unrolls, as many as are drafted at least; published: 7
+    steps: int = 4
+    # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
+    layers: list[int] = field(default_factory=list)
+    # size of a reduced vocabulary, of the most frequent tokens of the traces; null: all tokens
+    draft_vocab_size: int | None = None
+    head_from_target: bool = True  # the output matrix starts as rows of the target's
+    layer_from_target: bool = True  # the layer starts as the target's last one
+    norm_before_residual: bool = False  # the residual stream starts at the normed state
     fc_norm: bool = False  # EAGLE-3.1: normalise each captured state
-    norm_output: bool = False  # EAGLE-3.1: recycle the normed state
+    norm_output: bool = False  # EAGLE-3.1: the next step reads the normed state
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
 
 
-class Recipe(HeadRecipe):
-    kind = "eagle"
+class Recipe(HeadRecipe[Config]):
+    kind = "eagle3"
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
@@ -46,14 +49,12 @@ class Recipe(HeadRecipe):
 
     def accept(self, drafter: Any) -> None:
         super().accept(drafter)
-        if drafter.settings.version != 3:
-            raise UserError("model.drafter is an EAGLE-1 head: train it with recipe=eagle")
         if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
             raise UserError(
                 f"model.drafter reads the layers {list(drafter.target_layers)}, got "
                 f"method.layers={self.config.layers}: leave method.layers out"
             )
-        self._captures = drafter.target_layers
+        self.objective.captures = self._captures = drafter.target_layers
 
     @property
     def builds_from_traces(self) -> bool:
@@ -67,16 +68,16 @@ class Recipe(HeadRecipe):
     def captures(self) -> tuple[LayerId, ...]:
         return self._captures
 
-    def build(self, traces: Sequence[Trace]) -> EagleDrafter:
+    def build(self, traces: Sequence[Trace]) -> Eagle3Drafter:
         config = self.config
         kept, covered = frequent_tokens(traces, config.draft_vocab_size, self.target)
         say_coverage(config.draft_vocab_size, covered)
-        settings = EagleSettings(
-            3, list(self.captures), self.target.hidden_size,
+        settings = Eagle3Settings(
+            list(self.captures), self.target.hidden_size,
             norm_before_residual=config.norm_before_residual, fc_norm=config.fc_norm,
             norm_output=config.norm_output,
         )  # fmt: skip
-        return EagleDrafter.build(
+        return Eagle3Drafter.build(
             self.target,
             settings,
             kept=kept,

@@ -21,12 +21,14 @@ from typing import Any
 from data.batches import Batch, collate
 from data.corpus import Source
 from data.packing import RawText, check_separation
-from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
-from recipes import distillspec
-from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
-from recipes.parts.draft_size import SizeSearch, check_search
+from recipes import base, distillspec
+from recipes.base import Context, Needs, Stage, check_kind
+from recipes.common.config import Config as RunConfig
+from recipes.common.divergence import DivergenceConfig
+from recipes.common.draft_size import SizeSearch, check_search
+from target.model import Target
 from trainer.config import UserError, require
 from trainer.losses import LossOutput
 
@@ -34,39 +36,44 @@ STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}
 
 
 @dataclass
-class Config:
-    stages: list[str] = field(default_factory=lambda: list(STAGES))  # in this order, or fewer
+class Config(DivergenceConfig):
+    stages: list[str] = field(default_factory=lambda: list(STAGES))  # stages that are trained
     from_scratch: bool = False  # continue or align a drafter that was not pre-trained
-    corpus: dict[str, float] = field(default_factory=lambda: {"toy:prose": 1.0})  # shares
+    # raw text of stage pretrain by source, with its share: toy:<domain>, a file or folder, or
+    # org/name#split=train&column=text of the Hub
+    corpus: dict[str, float] = field(default_factory=lambda: {"toy:prose": 1.0})
+    # raw text of stage continue; published: two parts code to one part text
     continue_corpus: dict[str, float] = field(
-        default_factory=lambda: {"toy:code": 2.0, "toy:prose": 1.0}  # code : text of the paper
+        default_factory=lambda: {"toy:code": 2.0, "toy:prose": 1.0}
     )
-    context: int = 128  # tokens of a packed row
-    separate_documents: bool = True  # or false: attention runs across the documents of a row
-    pretrain_steps: int = 2000
-    pretrain_lr: float = 1e-3
-    continue_steps: int = 1000
-    continue_lr: float = 5e-4
-    warmup_share: float = 0.02  # of the steps of both
-    weight_decay: float = 0.1  # of both; the alignment has trainer.weight_decay
-    divergence: str = "ce_hard"  # of the alignment
-    ce_share: float = 0.0  # of cross-entropy beside another divergence; 0.5 in the paper
-    beta: float = 0.5  # of jsd
-    eta: float = 3.0  # of lk_hybrid
-    mix: float = 0.9  # of kl_mix
-    reduction: str = "token"  # or sequence
-    train_prompts: bool = False  # the alignment learns the prompts' tokens too
-    teacher: str = "live"  # or compressed: stored with the traces
-    approx: str | None = None  # bucket: one bucket for the compressed teacher's tail
-    draft_layers: int | None = None  # default: 1
-    draft_hidden_size: int | None = None  # default: half the target's
-    tie_embeddings: bool | None = None  # default: as the target does
-    search_parameters: list[int] = field(default_factory=list)  # besides embeddings; []: no search
-    search_layers: list[int] = field(default_factory=lambda: [1, 2, 4])
-    search_steps: int = 100  # of the first stage, for every shape
-    search_by: str = "mbsu_params"  # or mbsu (bytes), modelled_speedup (measured time)
+    context: int = 128  # tokens of a row of raw text
+    separate_documents: bool = True  # documents in one row do not see each other
+    pretrain_steps: int = 2000  # steps of stage pretrain
+    pretrain_lr: float = 1e-3  # rate of stage pretrain
+    continue_steps: int = 1000  # steps of stage continue
+    continue_lr: float = 5e-4  # rate of stage continue
+    # share of the steps of both over which the learning rate rises
+    warmup_share: float = 0.02
+    weight_decay: float = 0.1  # of both; stage align has trainer.weight_decay
+    divergence: str = "ce_hard"  # loss of stage align
+    ce_share: float = 0.0  # share of cross-entropy beside another divergence; published: 0.5
+    reduction: str = "token"  # mean over tokens, or over the means of the sequences
+    train_prompts: bool = False  # stage align learns the tokens of the prompts too
+    # the target's distribution: computed in training, or stored compressed with the traces
+    teacher: str = "live"
+    approx: str | None = None  # how the compressed teacher's tail counts; bucket: as one token
+    draft_layers: int | None = None  # layers of the drafter; null: 1
+    draft_hidden_size: int | None = None  # width of the drafter; null: half the target's
+    tie_embeddings: bool | None = None  # embedding and output matrix are one; null: as the target
+    # sizes to try, in parameters besides embedding and output matrix; []: no search
+    search_parameters: list[int] = field(default_factory=list)
+    search_layers: list[int] = field(default_factory=lambda: [1, 2, 4])  # depths to try
+    search_steps: int = 100  # steps of the first stage for every shape
+    # what chooses the size: tokens per round over parameters or bytes read, or measured times
+    search_by: str = "mbsu_params"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_order = [name for name in STAGES if name in self.stages]
         require(
             bool(self.stages) and self.stages == in_order, "ConfigError: method.stages",
@@ -105,9 +112,8 @@ class Config:
 
     def alignment(self) -> distillspec.Config:
         return distillspec.Config(
-            divergence=self.divergence, beta=self.beta, eta=self.eta, mix=self.mix,
-            reduction=self.reduction, teacher=self.teacher, approx=self.approx,
-            data_mix={"target": 1.0}, control=False,
+            divergence=self.divergence, reduction=self.reduction, teacher=self.teacher,
+            approx=self.approx, data_mix={"target": 1.0}, control=False,
         )  # fmt: skip
 
 
@@ -128,60 +134,41 @@ def check_shares(key: str, shares: Any) -> None:
         Source.parse(name)
 
 
-def describe(config: Any) -> str:
-    """What the stages read of raw text, for `dry_run`."""
-    method, trainer, lines = config.method, config.trainer, []
-    row = trainer.batch_size * trainer.gradient_accumulation_steps * method.context
-    for stage, steps, shares in (
-        ("pretrain", method.pretrain_steps, method.corpus),
-        ("continue", method.continue_steps, method.continue_corpus),
-    ):
-        if stage in method.stages:
-            tokens = steps * row
-            lines.append(
-                f"raw text of stage {stage}: {tokens} tokens per process from {shares}, at most "
-                f"{4 * tokens / 1e6:.1f} MB in {config.data.cache_dir}"
-            )
-    return "\n".join(lines)
+class Alignment(distillspec.Distillation):
+    """DistillSpec on the target's text, with a share of cross-entropy on its tokens, or on those of
+    the prompts too."""
 
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config.alignment(), target)
+        self.ce_share, self.train_prompts = config.ce_share, config.train_prompts
 
-class Alignment(distillspec.Recipe):
-    """DistillSpec on the target's text, with a share of cross-entropy on its tokens."""
-
-    def __init__(self, config: distillspec.Config, target: Target, ce_share: float):
-        super().__init__(config, target)
-        self.ce_share, self.hard = ce_share, False  # hard: cross-entropy, whatever the divergence
-
-    @property
-    def mixed(self) -> bool:
-        return self.ce_share > 0 and not self.control
+    def refresh(self, step: int, context: Context) -> Batch | None:
+        batch = context.batch
+        if not self.train_prompts:
+            return batch
+        pairs = zip(batch.prompts, batch.responses, strict=True)
+        whole = [prompt + response for prompt, response in pairs]
+        return collate([[] for _ in whole], whole, batch.sources, batch.index)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        return super().denominators(batch, step) * (1 + self.mixed)
+        return super().denominators(batch, step) * (2 if self.ce_share else 1)
 
-    def _divergence(self, step: int) -> str:
-        return "ce_hard" if self.hard else super()._divergence(step)
-
-    def _score(self, *given: Any) -> LossOutput:
+    def score(self, scored: distillspec.Scored, step: int) -> LossOutput:
         """Both losses of the same states."""
-        soft = super()._score(*given)
-        if not self.mixed:
+        soft = super().score(scored, step)
+        if not self.ce_share:
             return soft
-        self.hard = True
-        hard = super()._score(*given)
-        self.hard = False
+        hard = self.of(self.divergence.instead("ce_hard"), scored)
         parts = ((soft, 1 - self.ce_share), (hard, self.ce_share))
         terms = [(total, count, part) for one, part in parts for total, count, _ in one.terms]
         return LossOutput(terms, soft.metrics)
 
 
-class Recipe:
-    target_access = "outputs"
-
+class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
-        self.inner = Alignment(config.alignment(), target, config.ce_share)
-        self.aligning = False
+        self.pretraining = distillspec.CrossEntropy(config.alignment(), target)
+        self.alignment = Alignment(config, target)
         self.size_search = SizeSearch(config, target) if config.search_parameters else None
         self.builds_from_traces = self.size_search is not None
         require(
@@ -189,39 +176,28 @@ class Recipe:
             f"be at most the target's context {target.context}", config.context,
         )  # fmt: skip
 
-    @property
-    def drafter(self) -> Any:
-        return self.inner.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Any) -> None:
-        self.inner.drafter = drafter
-
-    # --- stages ----------------------------------------------------------------------------------
-
     def stages(self) -> list[Stage]:
         config = self.config
-        teacher = config.teacher == "compressed"
-        needs = {
-            "pretrain": Needs({}, text=self._text(config.corpus)),
-            "continue": Needs({}, text=self._text(config.continue_corpus)),
-            "align": Needs({"target": 1.0}, teacher=teacher),
-        }
-        overrides = {
-            "pretrain": self._overrides(config.pretrain_steps, config.pretrain_lr),
-            "continue": self._overrides(config.continue_steps, config.continue_lr),
-            "align": {},
-        }
+        raw, teacher = self.pretraining, config.teacher == "compressed"
+        parts = {
+            "pretrain": (raw, self._text(config.corpus),
+                         self._overrides(config.pretrain_steps, config.pretrain_lr)),
+            "continue": (raw, self._text(config.continue_corpus),
+                         self._overrides(config.continue_steps, config.continue_lr)),
+            "align": (self.alignment, Needs({"target": 1.0}, teacher=teacher), {}),
+        }  # fmt: skip
         return [
             Stage(
-                name, needs[name], overrides[name], start="previous" if number else "base",
+                name, *parts[name], start="previous" if number else "base",
                 row="after" if name == config.stages[-1] else STAGES[name],
+                prepare=lambda start: self._fit_for_all(start.drafter),
             )
             for number, name in enumerate(config.stages)
         ]  # fmt: skip
 
-    def _text(self, shares: dict[str, float]) -> RawText:
-        return RawText(shares, self.config.context, self.config.separate_documents)
+    def _text(self, shares: dict[str, float]) -> Needs:
+        text = RawText(shares, self.config.context, self.config.separate_documents)
+        return Needs({}, text=text)
 
     def _overrides(self, steps: int, lr: float) -> dict[str, Any]:
         return {
@@ -260,40 +236,27 @@ class Recipe:
         self._fit_for_all(drafter)
 
     def _fit_for_all(self, drafter: CausalLMDrafter) -> CausalLMDrafter:
-        """Before anything is paid for: for every stage."""
-        for stage in self.stages():
-            self.enter(stage, drafter, 0)
-        return drafter
-
-    def enter(self, stage: Stage, drafter: CausalLMDrafter, max_steps: int) -> CausalLMDrafter:
-        """Before documents are packed: the network must keep them apart."""
-        if stage.needs.text is not None and stage.needs.text.separate:
+        """Before anything is paid for: documents that share a row must be kept apart."""
+        if self.config.separate_documents and set(self.config.stages) != {"align"}:
             check_separation(drafter.model, "set method.separate_documents=false")
         return drafter
 
-    def begin(self, stage: Stage, max_new_tokens: int) -> None:
-        self.inner.begin(stage, max_new_tokens)
-        self.aligning = stage.needs.text is None
-        self.inner.control = not self.aligning  # cross-entropy, no word of the target
+    @staticmethod
+    def describe(config: RunConfig) -> str:
+        """What the stages read of raw text, for `dry_run`."""
+        method, trainer, lines = config.method, config.trainer, []
+        row = trainer.batch_size * trainer.gradient_accumulation_steps * method.context
+        for stage, steps, shares in (
+            ("pretrain", method.pretrain_steps, method.corpus),
+            ("continue", method.continue_steps, method.continue_corpus),
+        ):
+            if stage in method.stages:
+                tokens = steps * row
+                lines.append(
+                    f"raw text of stage {stage}: {tokens} tokens per process from {shares}, "
+                    f"at most {4 * tokens / 1e6:.1f} MB in {config.data.cache_dir}"
+                )
+        return "\n".join(lines)
 
     def about(self) -> dict[str, Any]:
         return {"size_search": self.size_search.rows} if self.size_search else {}
-
-    # --- loss ------------------------------------------------------------------------------------
-
-    def refresh(self, step: int, context: Context) -> Batch | None:
-        batch = context.batch
-        if not (self.aligning and self.config.train_prompts):
-            return batch
-        pairs = zip(batch.prompts, batch.responses, strict=True)
-        whole = [prompt + response for prompt, response in pairs]
-        return collate([[] for _ in whole], whole, batch.sources, batch.index)
-
-    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        return self.inner.target_request(batch, step)
-
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return self.inner.denominators(batch, step)
-
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        return self.inner.loss(batch, target_outputs, step)

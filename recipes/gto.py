@@ -18,59 +18,71 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from data.batches import Batch
-from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import weights_hash
+from drafters.base import TrainedDrafter, weights_hash
 from drafters.load import load_drafter
-from drafters.tree import TreeShape, parse_tree
+from drafters.round import Shape
+from drafters.trees.table import parse_shape
 from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
-from recipes import eagle, eagle3
-from recipes.base import Needs, Stage, TargetRequest, check_kind
-from recipes.parts.heads import HeadRecipe
-from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
-from recipes.parts.tree_loss import Paths, advantages, tree_loss
-from trainer.config import UserError, compose, require
+from recipes import base, eagle, eagle3
+from recipes.base import (
+    Evaluate,
+    Needs,
+    Objective,
+    Stage,
+    Start,
+    check_kind,
+    unwrapped,
+)
+from recipes.common.heads import HeadObjective, HeadRecipe
+from recipes.common.reference_rewards import ReferenceRewards, check_rewards
+from recipes.common.tree_loss import Paths, advantages, tree_loss
+from target.model import Target, TargetOutputs, TargetRequest
+from trainer.config import UserError, make_settings, require
 from trainer.losses import LossOutput
 
 # settings that the reference's rewards depend on, and those that a trained drafter tells of
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
 RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega")
 REWARDS_KEY = "method.reference_rewards"
-BASES: dict[str, tuple[int, ModuleType]] = {"eagle3": (3, eagle3), "eagle": (1, eagle)}
+BASES: dict[str, ModuleType] = {"eagle3": eagle3, "eagle": eagle}  # by kind of drafter
 
 
 @dataclass
 class Config:
-    base: str | None = None  # eagle3 or eagle; null: that of model.drafter, eagle3 without one
+    # recipe of the head's token loss; null: the one that made model.drafter, else eagle3
+    base: str | None = None
     base_options: dict[str, Any] = field(default_factory=dict)  # method.* of that recipe
-    base_max_steps: int | None = None  # of stage base; null: trainer.max_steps
-    base_batch_size: int | None = None  # of stage base; null: trainer.batch_size
-    base_lr: float = 1e-3  # of stage base; stage gto wants about a tenth
-    reference: str | None = None  # null: the drafter that stage gto begins with
-    reference_rewards: str | None = None  # folder that keeps them for later runs
-    tree: str = "dynamic:60:7:10"  # what is drafted, as eval.tree
-    num_groups: int = 16  # of adjacent positions in a text
-    group_size: int = 8
-    aggregation: str = "lse"  # of a tree's branches, see eval.tree_reward
-    eta: float = 1.0  # of lse and lse_mean
-    reward_temperature: float = 1.0  # of the target
+    base_max_steps: int | None = None  # steps of stage base; null: trainer.max_steps
+    base_batch_size: int | None = None  # batch of stage base; null: trainer.batch_size
+    base_lr: float = 1e-3  # rate of stage base; stage gto wants about a tenth of it
+    # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
+    reference: str | None = None
+    reference_rewards: str | None = None  # folder that stores its rewards for later runs
+    tree: str = "dynamic:60:7:10"  # tree that is drafted in training; should be eval.tree
+    num_groups: int = 16  # groups of adjacent positions in a text at which trees are drafted
+    group_size: int = 8  # positions of a group
+    aggregation: str = "lse"  # what a tree is worth, from the expected lengths of its branches
+    eta: float = 1.0  # sharpness of lse and lse_mean
+    reward_temperature: float = 1.0  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
-    standardize: bool = True  # within the group; else rewards are advantages as they are
-    std_floor: float = 1e-6
-    acceptance: str = "greedy"  # or branch: the most promising one
-    epsilon: float = 0.2  # clip of the ratio
-    omega: float = 0.5  # weight of the tree loss
+    standardize: bool = True  # divide by the spread within the group; else rewards as they are
+    std_floor: float = 1e-6  # added to the spread of a group that is divided by
+    acceptance: str = "greedy"  # path that is rewarded: the accepted one, or the best branch
+    epsilon: float = 0.2  # clip of the ratio of probabilities
+    omega: float = 0.5  # weight of the tree loss beside the token loss
 
     def __post_init__(self) -> None:
         known = {"base": (None, *BASES), "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
@@ -92,78 +104,70 @@ class Config:
             )
         self.shape()
 
-    def shape(self) -> TreeShape:
-        try:
-            shape = parse_tree(self.tree)
-        except UserError as error:
-            raise UserError(str(error).replace("eval.tree", "method.tree")) from error
+    def shape(self) -> Shape:
+        shape = parse_shape(self.tree, "method.tree")
         rule = f"hold at least as many nodes as its depth {shape.depth}"
         require(shape.num_nodes >= shape.depth, "method.tree", rule, self.tree)
         return shape
 
 
-class Recipe:
-    target_access = "forward"
-
+class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
         self.shape = config.shape()
-        self.scorer = TreeScorer(target, self.shape, config.reward_temperature)
-        self.trained = self.tuning = self._warned = False
-        self._base: HeadRecipe | None = None
+        self._head_recipe: HeadRecipe[Any] | None = None
+        self._trained = False
         self._given: Any = None  # method.reference
         if config.reference is not None:
             self._given = load_drafter(config.reference, target, key="method.reference")
 
-    # --- the token loss's recipe -----------------------------------------------------------------
+    # --- the recipe of the token loss ------------------------------------------------------------
 
     @property
-    def base(self) -> HeadRecipe:
-        if self._base is None:
-            self._base = self._make_base(self.config.base or "eagle3", {})
-        return self._base
+    def head_recipe(self) -> HeadRecipe[Any]:
+        if self._head_recipe is None:
+            self._head_recipe = self._make_head_recipe(self.config.base or "eagle3", {})
+        return self._head_recipe
 
-    def _make_base(self, name: str, found: dict[str, Any]) -> HeadRecipe:
-        module, options = BASES[name][1], {**found, **self.config.base_options}
-        words = [f"method.{key}={json.dumps(value)}" for key, value in options.items()]
+    def _make_head_recipe(self, name: str, known: dict[str, Any]) -> HeadRecipe[Any]:
+        module = BASES[name]
         try:
-            return module.Recipe(compose(name, module.Config, None, words).method, self.target)
+            settings = make_settings(module.Config, {**known, **self.config.base_options})
+            return module.Recipe(settings, self.target)
         except UserError as error:
             raise UserError(f"method.base_options, of recipe {name}: {error}") from error
 
-    @property
-    def drafter(self) -> Any:
-        return self.base.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Any) -> None:
-        self.base.drafter = drafter
+    @cached_property
+    def objective(self) -> TreeObjective:
+        return TreeObjective(self.config, self.target, self.head_recipe.objective)
 
     @property
     def builds_from_traces(self) -> bool:
-        return getattr(self.base, "builds_from_traces", False)
+        return self.head_recipe.builds_from_traces
 
-    def build(self, traces: Sequence[Trace]) -> Any:
-        drafter: Any = self.base.build(traces)  # type: ignore[attr-defined]
+    def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
+        drafter = self.head_recipe.build(traces)
         self._check(drafter)
         return drafter
 
     def accept(self, drafter: Any) -> None:
         """A trained head: stage base falls away, the token loss is that of its kind."""
-        check_kind(drafter, "eagle", "gto")
-        (name,) = [n for n, (version, _) in BASES.items() if version == drafter.settings.version]
+        name = drafter.kind
+        if name not in BASES:
+            check_kind(drafter, "eagle3", "gto")
         if self.config.base not in (None, name):
             raise UserError(
                 f"model.drafter is a head of recipe {name}, got method.base={self.config.base}: "
                 "leave method.base out"
             )
-        found = {"layers": list(drafter.target_layers)} if name == "eagle3" else {}
-        self._base = self._make_base(name, found)
-        self._base.accept(drafter)
+        known = {"layers": list(drafter.target_layers)} if name == "eagle3" else {}
+        self._head_recipe = self._make_head_recipe(name, known)
+        self._head_recipe.accept(drafter)
         self._check(drafter)
-        made_of = self._made_of(self._given or drafter)
+        self.__dict__.pop("objective", None)  # it was made for the default base
+        made_of = self.objective.made_of(self._given or drafter)
         check_rewards(self.config.reference_rewards, made_of, REWARDS_KEY)
-        self.trained = True
+        self._trained = True
 
     def _check(self, drafter: Any) -> None:
         rule = f"have at most {drafter.draft_vocab_size} children under a node, its vocabulary"
@@ -174,35 +178,59 @@ class Recipe:
     # --- stages ----------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
-        text, config = Needs({"target": 1.0}), self.config
+        text, config, heads = Needs({"target": 1.0}), self.config, self.head_recipe
         own = {"max_steps": config.base_max_steps, "batch_size": config.base_batch_size}
         overrides = {"lr": config.base_lr, **{k: v for k, v in own.items() if v is not None}}
-        base = Stage("base", text, overrides, start="base", row="before")
-        tuned = Stage("gto", text, row="after")
-        return [tuned] if self.trained else [base, tuned]
+        # the same for all settings of the other stage
+        shared = {
+            "recipe": type(heads).__module__,
+            **dataclasses.asdict(heads.config),
+        }
+        first = Stage(
+            "base",
+            heads.objective,
+            text,
+            overrides,
+            start="base",
+            row="before",
+            shared=shared,
+        )
+        tuned = Stage("gto", self.objective, text, row="after", prepare=self._keep_reference)
+        return [tuned] if self._trained else [first, tuned]
 
-    def made_by(self, stage: Stage) -> dict[str, Any] | None:
-        """Stage base is the same for all settings of the other."""
-        if stage.name != "base":
-            return None
-        return {"recipe": type(self.base).__module__, **dataclasses.asdict(self.base.config)}
-
-    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+    def _keep_reference(self, start: Start) -> Any:
         """The reference is what stage gto begins with, and stays that."""
-        self.tuning = stage.name == "gto"
-        if self.tuning:
-            reference = self._given or copy.deepcopy(drafter)
-            self.reference = reference.eval().requires_grad_(False)
-            made_of = self._made_of(self.reference)
-            self.rewards = ReferenceRewards(self.config.reference_rewards, made_of, REWARDS_KEY)
-            drafter.provenance = {
-                "recipe": "gto",
-                "reference": made_of["reference"],
-                **{name: getattr(self.config, name) for name in RECORDED},
-            }
+        drafter, objective = start.drafter, self.objective
+        objective.compare_with(self._given or copy.deepcopy(drafter))
+        drafter.provenance = {
+            "recipe": "gto",
+            "reference": objective.made_of(objective.reference)["reference"],
+            **{name: getattr(self.config, name) for name in RECORDED},
+        }
         return drafter
 
-    def _made_of(self, reference: Any) -> dict[str, Any]:
+
+class TreeObjective(Objective):
+    """The head's own token loss, and the tree reward against a frozen reference beside it.
+    `tokens`: the token loss."""
+
+    reference: Any
+    rewards: ReferenceRewards
+
+    def __init__(self, config: Config, target: Target, tokens: HeadObjective):
+        self.config, self.target, self.tokens = config, target, tokens
+        self.shape = config.shape()
+        self.tree_scorer = TreeScorer(target, self.shape, config.reward_temperature)
+        self._warned = False
+
+    def compare_with(self, reference: Any) -> None:
+        """Freeze the drafter that rewards are measured against."""
+        self.reference = reference.eval().requires_grad_(False)
+        self.rewards = ReferenceRewards(
+            self.config.reference_rewards, self.made_of(self.reference), REWARDS_KEY
+        )
+
+    def made_of(self, reference: Any) -> dict[str, Any]:
         """What the reference's rewards depend on."""
         return {
             "reference": weights_hash(reference),
@@ -213,34 +241,29 @@ class Recipe:
             "shape": repr(self.shape),  # of a tree in a file, which may have changed
         }
 
-    def begin(self, stage: Stage, max_new_tokens: int) -> None:
-        self.base.begin(stage, max_new_tokens)
-
     # --- loss ------------------------------------------------------------------------------------
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        return self.base.target_request(batch, step)
+        return self.tokens.target_request(batch, step)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        own = self.base.denominators(batch, step)
-        if not self.tuning:
-            return own
-        return [*own, float(sum(len(starts) for _, starts in self._texts(batch)))]
+        own = self.tokens.denominators(batch, step)
+        return [*own, float(sum(len(starts) for _, starts in self.texts(batch)))]
 
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        output = self.base.loss(batch, target_outputs, step)
-        if not self.tuning:
-            return output
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
+        output = self.tokens.loss(drafter, batch, target_outputs, step)
         assert target_outputs is not None
         config, metrics = self.config, dict[str, Any]()
-        texts = self._texts(batch)
-        paths, rewards, found = self._paths(texts, batch.input_ids.device)
+        texts = self.texts(batch)
+        paths, rewards, found = self.paths(unwrapped(drafter), texts, batch.input_ids.device)
         self.target.meet()  # each process scored as many trees as it has
         advantage, flat = advantages(
             rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
         )
         total, clipped = tree_loss(
-            self.drafter, self.reference, batch.input_ids, target_outputs, paths,
+            drafter, self.reference, batch.input_ids, target_outputs, paths,
             advantage.flatten(), config.epsilon,
         )  # fmt: skip
         groups = len(rewards) / config.group_size
@@ -253,18 +276,18 @@ class Recipe:
         term = (total / config.group_size, groups, config.omega)
         return LossOutput([*output.terms, term], output.metrics | metrics)
 
-    def _texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
+    def texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
         """Of each row its ids, and the first prefix length of each of its groups."""
         mask = batch.loss_mask
         first, number = mask.long().argmax(1).tolist(), mask.sum(1).tolist()
         ids = batch.input_ids.tolist()
         ends = [a + n for a, n in zip(first, number, strict=True)]
         return [
-            (row[:end], self._groups(row[:end], start))
+            (row[:end], self.groups(row[:end], start))
             for row, start, end in zip(ids, first, ends, strict=True)
         ]
 
-    def _groups(self, ids: list[int], first: int) -> list[int]:
+    def groups(self, ids: list[int], first: int) -> list[int]:
         """The first prefix length of each group; `first`: index of the answer's first token. A
         prefix ends in a token of the answer, and two more follow."""
         config = self.config
@@ -283,27 +306,31 @@ class Recipe:
         gaps = np.random.default_rng(list(seed)).integers(0, spare + 1, groups) if groups else []
         return [low + int(gap) + i * config.group_size for i, gap in enumerate(sorted(gaps))]
 
-    def _lengths(self, starts: list[int]) -> list[int]:
+    def lengths(self, starts: list[int]) -> list[int]:
         return [start + i for start in starts for i in range(self.config.group_size)]
 
-    def _paths(
-        self, texts: list[tuple[list[int], list[int]]], device: torch.device
+    def paths(
+        self,
+        drafter: TrainedDrafter,
+        texts: list[tuple[list[int], list[int]]],
+        device: torch.device,
     ) -> tuple[Paths, torch.Tensor, dict[str, torch.Tensor]]:
         """Of all P prefixes of a batch: the accepted paths, the rewards [P] less the reference's
         where asked for, and for the log node_sum [P] and whether the drafter's own greedy path was
         pruned [P]."""
         config = self.config
-        drafter = getattr(self.drafter, "module", self.drafter)
         nothing = torch.zeros(0, device=device)
         paths, rewards = Paths.none(self.shape.depth, device), [nothing]
         node_sum, pruned = [nothing], [nothing]
         for row, (ids, starts) in enumerate(texts):
             if not starts:
                 continue
-            lengths = self._lengths(starts)
+            lengths = self.lengths(starts)
             kept = self.rewards.get(ids, lengths) if config.debias else None
             both = config.debias and kept is None
-            scored = self.scorer(ids, lengths, [drafter, self.reference] if both else [drafter])
+            scored = self.tree_scorer(
+                ids, lengths, [drafter, self.reference] if both else [drafter]
+            )
             own, *others = (self._reward(one) for one in scored)
             if both:
                 kept = others[0]
@@ -320,10 +347,8 @@ class Recipe:
 
     # --- which checkpoint is best ----------------------------------------------------------------
 
-    def evaluated(
-        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace]
-    ) -> Callable[..., Any] | None:
-        """The usual numbers, and those of trees, which choose in the stage of this recipe."""
+    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
+        """The usual numbers, and those of trees, which choose here."""
         if evaluate is None:
             return None
         return lambda drafter, step: evaluate(drafter, step) | self.dev_metrics(drafter, dev)
@@ -331,14 +356,12 @@ class Recipe:
     def dev_metrics(self, drafter: Any, traces: Sequence[Trace]) -> dict[str, float]:
         """Expected tokens of a round at the positions of held-out texts: what trees give, which a
         chain's tokens per round do not tell."""
-        if not self.tuning:
-            return {}
         values = []
         for trace in traces:
             ids = trace.prompt_ids + trace.response_ids
-            starts = self._groups(ids, len(trace.prompt_ids))
+            starts = self.groups(ids, len(trace.prompt_ids))
             if starts:
-                (scored,) = self.scorer(ids, self._lengths(starts), [drafter])
+                (scored,) = self.tree_scorer(ids, self.lengths(starts), [drafter])
                 values.append(scored.node_sum())
         if not values:
             return {}

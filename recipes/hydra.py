@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 from data.traces import Trace
 from drafters.hydra import HydraDrafter, HydraSettings
-from recipes.parts.heads import HeadConfig, HeadRecipe
+from recipes.common.heads import HeadConfig, HeadRecipe
 
 
 @dataclass
 class Config(HeadConfig):
     divergence: str = "ce_hard"
     depth_decay: float = 1.0
-    num_heads: int = 4
+    num_heads: int = 4  # tokens a round can draft, one by each head
     num_layers: int = 1  # blocks per head
-    prefix_layer: bool = False  # a decoder layer over the prefix
-    dropout: float = 0.0
-    shared_lm_head: bool = False  # the target's, frozen, instead of one per head
-    identity_residual: bool = True
-    tie_layers: bool = False
+    prefix_layer: bool = False  # a decoder layer over the prefix, whose states the heads read
+    dropout: float = 0.0  # in the heads
+    shared_lm_head: bool = False  # the target's output matrix, frozen, instead of one per head
+    identity_residual: bool = True  # the residual projection starts as the target's state
+    tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
 
 
-class Recipe(HeadRecipe):
+class Recipe(HeadRecipe[Config]):
     kind = "hydra"
 
     @property

@@ -1,4 +1,4 @@
-"""Hydra++: deeper heads, the target's law as label, and a decoder layer over the prefix.
+"""Hydra++: deeper heads, the target's distribution as label, and a decoder layer over the prefix.
 
 Ankner et al. 2024, arXiv:2402.05109, Sec. 4; settings of the published command.
 """

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from data.traces import Trace
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from recipes.parts.heads import HeadConfig, HeadRecipe
+from recipes.common.heads import HeadConfig, HeadRecipe
 
 
 @dataclass
 class Config(HeadConfig):
-    num_heads: int = 4
+    num_heads: int = 4  # tokens a round can draft, one by each head
     num_layers: int = 1  # residual blocks per head
-    own_head: bool = True  # a language-model head of its own, else the target's, frozen
+    own_head: bool = True  # each head has an output matrix of its own, else the target's, frozen
     tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
 
 
-class Recipe(HeadRecipe):
+class Recipe(HeadRecipe[Config]):
     kind = "medusa"
 
     @property

@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from data.adapted import AdaptedTarget, LoraSettings
 from data.batches import Batch
-from data.target import Target, TargetOutputs
 from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import ADAPTER, Medusa2Drafter
 from recipes import medusa
-from recipes.base import Needs, Stage
-from recipes.parts.heads import Term
-from trainer.chunked import OutputHead
+from recipes.base import Needs, Stage, Start, check_kind, unwrapped
+from recipes.common.heads import HeadObjective, Term
+from target.adapted import AdaptedTarget, LoraSettings
+from target.model import Target, TargetOutputs
+from trainer.chunked import OutputHead, chunked_divergence
 from trainer.config import UserError, require
+from trainer.divergence import DIVERGENCES
 from trainer.losses import LossOutput, position_weights
 
 RAMPS: dict[str, Callable[[float], float]] = {  # of the share of steps, this one included
@@ -39,14 +41,17 @@ HEADS_WEIGHTS = {"distill": 0.01, "ce": 0.2}  # published
 
 @dataclass
 class Config(medusa.Config):
-    lm_loss: str = "distill"  # or ce: next-token cross-entropy
-    heads_weight: float | None = None  # c; null: 0.01 with distill, 0.2 with ce
-    heads_ramp: str = "sine"  # s: constant, or linear or sine up to 1 over stage 2
-    heads_lr_multiplier: float = 4.0  # of the heads; the adapter learns at trainer.lr
-    lora_rank: int = 32
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.05
-    lora_lm_head: bool = False  # an adapter on the target's output matrix too
+    # what holds the target to what it was: distill, the divergence from the original; ce,
+    # next-token cross-entropy
+    lm_loss: str = "distill"
+    # weight of the heads' loss beside that of the target; null: 0.01 with distill, 0.2 with ce
+    heads_weight: float | None = None
+    heads_ramp: str = "sine"  # how that weight rises to its full size over stage 2
+    heads_lr_multiplier: float = 4.0  # rate of the heads over trainer.lr, that of the adapter
+    lora_rank: int = 32  # of the target's adapter
+    lora_alpha: float = 16.0  # scale of the adapter, divided by its rank
+    lora_dropout: float = 0.05  # of the adapter
+    lora_lm_head: bool = False  # put an adapter on the target's output matrix too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,78 +73,89 @@ class Config(medusa.Config):
 
 
 class Recipe(medusa.Recipe):
-    target_access = "trainable"
-    packs = False
+    config: Config
     no_lora = "recipe=medusa2 has an adapter of its own, see method.lora_rank"
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
         AdaptedTarget(target, config.lora())  # what is refused is refused before the first stage
-        self.has_heads = self.joint = False
+        self._joint = JointObjective(config, target, self.depth, self.captures)
+        self._given_heads = False
 
     def stages(self) -> list[Stage]:
-        text = Needs({"target": 1.0})
+        text, joint = Needs({"target": 1.0}), self._joint
         plain = {"gradient_checkpointing": False}  # stage 1 has no layers to compute again
-        heads = Stage("heads", text, plain, start="base", row="before")
-        joint = Stage("joint", text, row="after")
-        return [joint] if self.has_heads else [heads, joint]
+        heads = Stage(
+            "heads", self.objective, text, plain, start="base", row="before",
+            lr_multiplier=self._lr_multiplier,
+        )  # fmt: skip
+        second = Stage(
+            "joint", joint, text, row="after", prepare=self._adapt,
+            lr_multiplier=self._lr_multiplier,
+        )  # fmt: skip
+        return [second] if self._given_heads else [heads, second]
 
     def accept(self, drafter: Any) -> None:
         """Trained heads, with or without an adapter to go on from."""
-        if isinstance(drafter, Medusa2Drafter):
-            self.kind = drafter.kind
-            if drafter.lora != self.config.lora():
-                raise UserError(
-                    f"model.drafter has an adapter of another shape, {drafter.lora}: set "
-                    "method.lora_* to that"
-                )
-        super().accept(drafter)
-        self.has_heads = True
+        if isinstance(drafter, Medusa2Drafter) and drafter.lora != self.config.lora():
+            raise UserError(
+                f"model.drafter has an adapter of another shape, {drafter.lora}: set "
+                "method.lora_* to that"
+            )
+        if not isinstance(drafter, Medusa2Drafter):
+            check_kind(drafter, self.kind, "medusa2")
+        self.check_depth(drafter)
+        self._given_heads = True
 
-    def enter(self, stage: Stage, drafter: MedusaDrafter, max_steps: int) -> MedusaDrafter:
-        """From stage 2 on the heads come with an adapter."""
-        self.joint, self.max_steps = stage.name == "joint", max_steps
-        if self.joint and not isinstance(drafter, Medusa2Drafter):
-            return Medusa2Drafter.adapt(drafter, self.config.lora())
-        return drafter
+    def _adapt(self, start: Start) -> MedusaDrafter:
+        """The heads come with an adapter from here on."""
+        self._joint.max_steps = start.max_steps
+        if isinstance(start.drafter, Medusa2Drafter):
+            return start.drafter
+        return Medusa2Drafter.adapt(start.drafter, self.config.lora())
 
-    def lr_multiplier(self, name: str) -> float:
+    def _lr_multiplier(self, name: str) -> float:
         own = name.startswith(f"{ADAPTER}.")
         return 1.0 if own else self.config.heads_lr_multiplier
 
-    # --- loss ------------------------------------------------------------------------------------
+
+class JointObjective(HeadObjective):
+    """Heads and adapter together: the loss of the heads on the adapted target's states, and of the
+    adapted target against the original one. `max_steps`: of the stage, over which the heads' weight
+    rises."""
+
+    config: Config
+    max_steps: int
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        heads = super().denominators(batch, step)
-        if not self.joint:
-            return heads
         sequences = self.config.reduction == "sequence"
         count = batch.loss_mask.any(1).sum() if sequences else batch.num_supervised
-        return [float(count), *heads]
+        return [float(count), *super().denominators(batch, step)]
 
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        """`target_outputs`: of the original target, in both stages."""
-        if not self.joint:
-            return super().loss(batch, target_outputs, step)
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
+        """`target_outputs`: of the original target."""
         assert target_outputs is not None
         original, metrics = target_outputs.hidden["final_norm"], dict[str, Any]()
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
+        own = unwrapped(drafter)
         heads: Callable[[int, torch.Tensor], list[Term]] | None = None
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
             nonlocal heads
             if depth == 0:
-                head = self._unwrapped().adapted.head()
-                heads = self._scorer(batch, states.detach(), head, metrics)
+                head = own.adapted.head()
+                heads = self.scorer(own, batch, states.detach(), head, metrics)
                 return [self._lm_term(batch, original, states, head, metrics)]
             assert heads is not None
-            factor = self.config.heads_weight * ramp
+            factor = (self.config.heads_weight or 0.0) * ramp
             return [
                 (total, count, factor * weight) for total, count, weight in heads(depth, states)
             ]
 
-        return LossOutput(self._scored(batch, None, score), metrics)
+        return LossOutput(self.scored(drafter, batch, None, score), metrics)
 
     def _lm_term(
         self,
@@ -152,8 +168,8 @@ class Recipe(medusa.Recipe):
         """The adapted target's states [B, L, d] against the original's, at every response token."""
         rows, index = batch.supervised().nonzero(as_tuple=True)
         weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
-        value = self._divergence(
-            LM_LOSSES[self.config.lm_loss],
+        value = chunked_divergence(
+            DIVERGENCES[LM_LOSSES[self.config.lm_loss]](),
             states[rows, index],
             head,
             lambda span: self.target.head.logits(original[rows[span], index[span]]),

@@ -19,7 +19,7 @@ then only the text of the offline reference and of the evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,17 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from torch import nn
 
 from data.batches import Batch
 from data.request_log import RequestLog
-from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.bank import DrafterBank, NaiveBayes
 from drafters.causal_lm import CausalLMDrafter
-from recipes.base import Context, Needs, Stage, TargetRequest, check_kind
-from recipes.parts.online import (
+from recipes import base, distillspec
+from recipes.base import Context, Evaluate, Needs, Objective, Stage, Start, check_kind, unwrapped
+from recipes.common.divergence import DivergenceConfig
+from recipes.common.online import (
     Clock,
     OnlineBatch,
     Replay,
@@ -46,39 +48,40 @@ from recipes.parts.online import (
     publish,
     target_laws,
 )
-from recipes.parts.stream import Stream
+from recipes.common.stream import Stream
+from target.model import Target, TargetOutputs
 from trainer import fsdp2
 from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
-from trainer.losses import LossOutput, check_options
+from trainer.losses import LossOutput
+from trainer.objective import State
 from trainer.shift import supervised
 
 POSITIONS = ("rejected", "published_code", "all")
 
 
 @dataclass
-class Config:
-    divergence: str = "fkl"
-    beta: float = 0.5  # of jsd
-    eta: float = 3.0  # of lk_hybrid
-    mix: float = 0.9  # of kl_mix, the "jsd" of the published code
+class Config(DivergenceConfig):
     K: int = 5  # tokens drafted per round while serving
-    positions: str = "rejected"  # or published_code, all: which tokens are trained
-    reduction: str = "token"  # or sequence: no request counts more than another
-    replay_share: float = 0.0  # of an update's rows, drawn from all requests before
-    replay_size: int = 256  # rows kept for that, for each drafter
-    bank: bool = False  # one drafter a domain, routed by the tokens of the prompt
-    min_confidence: float = 0.0  # of the router, else the drafter of the most frequent domain
-    log: str | None = None  # follow this file instead of serving the prompts
-    log_wait_s: float = 0.0  # for new lines, before the log counts as over
-    publish_every: int = 0  # updates between versions written for a server; 0: none
-    offline: bool = True  # also distil offline, from as many requests, for comparison
-    offline_lr: float | None = None  # of that; null: trainer.lr
-    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # default: half the target's
+    # which tokens of a served answer are trained: those that corrected a draft, those that the
+    # published code trains, or all
+    positions: str = "rejected"
+    reduction: str = "token"  # mean over tokens, or over the means of the requests
+    replay_share: float = 0.0  # share of an update's rows that come from earlier requests
+    replay_size: int = 256  # earlier requests that each drafter remembers for that
+    bank: bool = False  # one drafter for each domain, chosen by the tokens of the prompt
+    # probability of a domain below which the drafter of the most frequent one answers
+    min_confidence: float = 0.0
+    log: str | None = None  # file of requests to follow instead of serving the prompts
+    log_wait_s: float = 0.0  # seconds to wait for new lines before the log counts as complete
+    publish_every: int = 0  # updates between versions that are written for a server; 0: none
+    offline: bool = True  # also distil offline, from as many requests, as a row to compare with
+    offline_lr: float | None = None  # learning rate of that; null: trainer.lr
+    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
     def __post_init__(self) -> None:
-        check_options(self.divergence, beta=self.beta, eta=self.eta, mix=self.mix)
+        super().__post_init__()
         for name in ("K", "replay_size", "draft_layers"):
             value = getattr(self, name)
             require(value >= 1, f"method.{name}", "be >= 1", value)
@@ -101,17 +104,17 @@ class Config:
                 "hold: leave method.log out, or set rejected or all"
             )
 
+    def offline_distillation(self) -> distillspec.Config:
+        return distillspec.Config(divergence=self.divergence, reduction=self.reduction)
 
-class Recipe:
-    target_access = "forward"
 
+class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
-        self.drafter: Any = None  # set by the loop
-        self.processes = PartialState()
-        if config.bank and self.processes.num_processes > 1:
+        processes = PartialState().num_processes
+        if config.bank and processes > 1:
             raise UserError(
-                f"method.bank=true trains in one process, got {self.processes.num_processes}: the "
+                f"method.bank=true trains in one process, got {processes}: the "
                 "drafters that an interval trains differ from process to process; start one, or "
                 "set method.bank=false"
             )
@@ -134,21 +137,20 @@ class Recipe:
         publishes = "method.publish_every writes the weights that a server loads while they train"
         self.no_lora = publishes if config.publish_every else None
         self.unserved = "it serves one drafter, not a bank" if config.bank else None
-        self.traces: list[Trace] = []
-        self.last: list[Served] = []  # this process's rows of the interval
-        self.references: dict[str, Any] = {}
-        self.online = False
+        self._online = OnlineObjective(config, target)
+        self._offline = distillspec.Distillation(config.offline_distillation(), target)
 
     def stages(self) -> list[Stage]:
         text = Needs({"target": 1.0})
-        online = Stage("online", text, start="base", row="after")
+        online = Stage("online", self._online, text, start="base", row="after", prepare=self._begin)
         if not self.config.offline:
             return [online]
         # the published offline schedule; as many rows as the stream has requests
         schedule: dict[str, Any] = {"lr_schedule": "cosine"}
         if self.config.offline_lr is not None:
             schedule["lr"] = self.config.offline_lr
-        return [Stage("offline", text, schedule, start="base", row="offline"), online]
+        offline = Stage("offline", self._offline, text, schedule, start="base", row="offline")
+        return [offline, online]
 
     def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
         config = self.config
@@ -160,35 +162,51 @@ class Recipe:
     def accept(self, drafter: Any) -> None:
         check_kind(drafter, "causal_lm", "osd")
 
-    def observe(self, traces: Sequence[Trace], drafters: dict[str, Any]) -> None:
+    def _begin(self, start: Start) -> Any:
+        """What serves: the drafter, or as many copies of it as the stream has domains."""
+        self._online.begin(start)
+        if not self.config.bank:
+            return start.drafter
+        traces = self._online.stream.traces
+        # the prompts of the whole stream, as a labelled set known before it
+        router = NaiveBayes.fit(
+            [t.prompt_ids for t in traces], [t.domain for t in traces],
+            self.target.vocab_size, self.config.min_confidence,
+        )  # fmt: skip
+        bank = DrafterBank.copies_of(start.drafter, router)
+        self._online.num_members = len(bank.members)
+        return bank
+
+
+class OnlineObjective(Objective):
+    """The divergence at the positions that serving, or reading a log, marks. `num_members`: of the
+    bank of drafters, 1 without one."""
+
+    num_members = 1
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.divergence = config.parsed_divergence
+        self.processes = PartialState()
+
+    def begin(self, start: Start) -> None:
         """The stream in the order of the prompts, and whom the served drafter is compared with."""
-        self.traces = sorted(traces, key=lambda t: (t.index, t.sample_index, t.turn))
+        traces = sorted(start.traces, key=lambda t: (t.index, t.sample_index, t.turn))
         names = {"before": "static", "offline": "offline"}
-        self.references = {names[row]: d for row, d in drafters.items() if row in names}
-        if self.config.bank:  # the prompts of the whole stream, as a labelled set known before it
-            self.router = NaiveBayes.fit(
-                [t.prompt_ids for t in self.traces], [t.domain for t in self.traces],
-                self.target.vocab_size, self.config.min_confidence,
-            )  # fmt: skip
-
-    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
-        self.online, self.max_steps = stage.name == "online", max_steps
-        banked = self.online and self.config.bank
-        return DrafterBank.copies_of(drafter, self.router) if banked else drafter
-
-    def begin(self, stage: Stage, max_new_tokens: int) -> None:
-        self.online = stage.name == "online"
+        self.references = {names[row]: d for row, d in start.drafters.items() if row in names}
+        self.max_steps = start.max_steps
         self.version = self.requests = 0  # of updates, of requests
         self.folder = Path()  # of the run
         self.step, self.updated = -1, False  # the step under way, whether it has an update
+        self.last: list[Served] = []  # this process's rows of the interval
         self.tally, self.clock = Tally(), Clock()
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
         drafter = self.references["static"]
-        room = max_new_tokens + self.config.K
-        check_context(drafter, [t.prompt_ids for t in self.traces], room)
+        room = start.max_new_tokens + self.config.K
+        check_context(drafter, [t.prompt_ids for t in traces], room)
         own = getattr(drafter.model.config, "max_position_embeddings", self.target.context)
         self.stream = Stream(
-            self.config, self.target, self.traces, self.references, max_new_tokens,
+            self.config, self.target, traces, self.references, start.max_new_tokens,
             min(self.target.context, own),
         )  # fmt: skip
 
@@ -197,36 +215,27 @@ class Recipe:
         """Of the weights as they are after the step under way."""
         return self.version + self.updated
 
-    @property
-    def _network(self) -> Any:
-        return getattr(self.drafter, "module", self.drafter)
-
     # --- the stream ------------------------------------------------------------------------------
 
     def refresh(self, step: int, context: Context) -> Batch | None:
         """Answer, or read, the requests of this batch with the weights as they are; what is to be
         trained of them. None where nothing was rejected: then no step is taken at all."""
-        if not self.online:
-            return context.batch
+        network = context.drafter
         self.tally.add({"update_s": self.clock.stop()})
         index = context.batch.index
         size = len(context.batch.prompts)
         if step != self.step:  # what the step before trained serves from here on
             self.version, self.updated, self.step = self.served_version, False, step
             if step and step % (self.config.publish_every or step + 1) == 0:
-                self._publish(context.folder)
+                self._publish(network, context.folder)
         self.folder = context.folder
-        rows, sums = self.stream.next(self._network, self.version, index, size, context.seed)
+        rows, sums = self.stream.next(network, self.version, index, size, context.seed)
         self.replay.seed = context.seed
         self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
         self.target.meet()
         gathered = gather_object([([row.plain() for row in rows], sums, self.stream.foreign)])
-        for (
-            plain,
-            of_rank,
-            foreign,
-        ) in gathered:  # so that every process holds the same buffer and counts
+        for plain, of_rank, foreign in gathered:  # every process holds the same buffer and counts
             self.tally.add(of_rank)
             self.requests += len(plain)
             for row in map(Served.of, plain):
@@ -249,27 +258,23 @@ class Recipe:
         laws += target_laws(self.target, old) if old else []
         return online_batch([*fresh, *old], laws, index)
 
-    def _publish(self, folder: Path) -> None:
+    def _publish(self, network: Any, folder: Path) -> None:
         if self.processes.is_main_process:
             place = folder / "published"
             place.mkdir(parents=True, exist_ok=True)
-            publish(self._network, place, self.served_version, self.requests)
+            publish(network, place, self.served_version, self.requests)
 
     # --- what is said about it -------------------------------------------------------------------
 
-    def evaluated(
-        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace] = ()
-    ) -> Callable[..., Any] | None:
-        """Of the online stage: acceptance on the requests since the last evaluation, measured
+    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace] = ()) -> Evaluate:
+        """Acceptance on the requests since the last evaluation, measured
         before they were trained on, beside what held-out text says. No weights are chosen: what
         serves last is the result."""
-        if not self.online:
-            return evaluate
 
         def with_served(drafter: Any, step: int) -> dict[str, Any]:
             self.tally.add({"update_s": self.clock.stop()})
             if step == self.max_steps and self.config.publish_every:
-                self._publish(self.folder)
+                self._publish(unwrapped(drafter), self.folder)
             found = evaluate(drafter, step) if evaluate else {}
             by_domain = found.pop("alpha_by_domain", {})
             found |= {f"alpha[{name}]": value for name, value in by_domain.items()}
@@ -293,10 +298,8 @@ class Recipe:
         }
         return row | {name: value for name, value in known.items() if value is not None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Version, place in the stream, the buffer of replay, and sums not yet reported."""
-        if not self.online:
-            return {}
         log = self.stream.log
         return {
             "version": self.served_version, "requests": self.requests,
@@ -305,20 +308,15 @@ class Recipe:
             "log": None if log is None else log.state_dict(),
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.online:
-            return
-        self.version, self.requests = state["version"], state["requests"]
-        self.tally.sums = dict(state["sums"])
-        self.replay.load_state_dict(state["replay"], self.version)
+    def load_state_dict(self, state: State) -> None:
+        found: dict[str, Any] = state
+        self.version, self.requests = found["version"], found["requests"]
+        self.tally.sums = dict(found["sums"])
+        self.replay.load_state_dict(found["replay"], self.version)
         if self.stream.log is not None:
-            self.stream.log.load_state_dict(state["log"])
+            self.stream.log.load_state_dict(found["log"])
 
     # --- loss ------------------------------------------------------------------------------------
-
-    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Online the law came with the batch."""
-        return None if self.online else TargetRequest(logits=True)
 
     def _weights(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
         """For each drafter: which of the N supervised positions are its own [N] bool, their weights
@@ -332,9 +330,8 @@ class Recipe:
         if sequences:
             total = weights.new_zeros(len(batch.input_ids)).index_add(0, rows, weights)
             weights = weights / total[rows]
-        network = self._network
         found = []
-        for member in range(len(network.members) if isinstance(network, DrafterBank) else 1):
+        for member in range(self.num_members):
             own = members[rows] == member
             count = rows[own].unique().numel() if sequences else float(weights[own].double().sum())
             found.append((own, weights, float(count)))
@@ -343,38 +340,36 @@ class Recipe:
     def denominators(self, batch: Batch, step: int) -> list[float]:
         return [count for _, _, count in self._weights(batch)]
 
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        """For each drafter: weighted mean of D(p || q) over the positions that are trained."""
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
+        """For each drafter: weighted mean of D(p || q) over the positions that are trained. The
+        target's logits came with the batch."""
         rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
-        if isinstance(self._network, DrafterBank):
+        network = unwrapped(drafter)
+        if isinstance(network, DrafterBank):
             assert isinstance(batch, OnlineBatch)
-            self._network.chosen = batch.members
-        labels = batch.input_ids[rows, index + 1]
-
-        def law(at: torch.Tensor) -> torch.Tensor:
-            """The target's logits at those of the N positions, [n] int64 -> [n, V]"""
-            if isinstance(batch, OnlineBatch):
-                return batch.laws[at]
-            assert target_outputs is not None
-            assert target_outputs.logits is not None
-            logits = target_outputs.logits[rows[at], index[at]]
-            return logits[..., : self.target.vocab_size]
+            network.chosen = batch.members
 
         def score(depth: int, states: torch.Tensor) -> LossOutput:
-            return self._score(states[rows, index], labels, law, batch)
+            return self._score(
+                network, states[rows, index], batch.input_ids[rows, index + 1], batch
+            )
 
-        return self.drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+        return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
 
     def _score(
-        self,
-        states: torch.Tensor,
-        labels: torch.Tensor,
-        law: Callable[[torch.Tensor], torch.Tensor],
-        batch: Batch,
+        self, network: Any, states: torch.Tensor, labels: torch.Tensor, batch: Batch
     ) -> LossOutput:
         """states [N, d]; labels [N]"""
-        config, network, terms = self.config, self._network, []
+        terms: list[tuple[torch.Tensor, torch.Tensor | float, float]] = []
         overlap = torch.zeros((), device=states.device)
+
+        def teacher(at: torch.Tensor) -> torch.Tensor:
+            """The target's logits [n, V] at those of the N positions."""
+            assert isinstance(batch, OnlineBatch)
+            return batch.laws[at]
+
         for member, (own, weights, count) in enumerate(self._weights(batch)):
             bank = isinstance(network, DrafterBank)
             if bank and not bool(own.any()):  # no gradient at all: a zero one would still move it
@@ -383,9 +378,9 @@ class Recipe:
             head = (network.members[member] if bank else network).output_head(1)
             places = own.nonzero(as_tuple=True)[0]
             value = chunked_divergence(
-                config.divergence, states[own], head,
-                lambda span, places=places: law(places[span]),
-                labels[own], weights[own], beta=config.beta, eta=config.eta, mix=config.mix,
+                self.divergence, states[own], head,
+                lambda span, places=places: teacher(places[span]),
+                labels[own], weights[own],
             )  # fmt: skip
             overlap = overlap + value.overlap.sum()
             terms.append((value.total, count, 1.0))

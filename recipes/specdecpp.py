@@ -14,16 +14,15 @@ first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from data.batches import Batch, collate
-from data.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
-from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.acceptance_head import (
     ACCEPT,
@@ -31,9 +30,11 @@ from drafters.acceptance_head import (
     calibrate,
     check_exposed,
 )
-from drafters.draft import acceptance_of
-from recipes import distillspec
-from recipes.base import Context, Needs, Stage, TargetRequest
+from drafters.base import acceptance_of
+from recipes import base, distillspec
+from recipes.base import Context, Evaluate, Needs, Objective, Stage, Start, unwrapped
+from target.model import LayerId, Target, TargetOutputs, TargetRequest
+from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
 from trainer.chunked import CHUNK_ELEMENTS
 from trainer.config import UserError, require
 from trainer.losses import LossOutput
@@ -45,19 +46,21 @@ BINS = 10  # of the calibration error
 
 @dataclass
 class Config:
-    num_layers: int = 3  # residual blocks, the paper's; 0 or 1 on a tiny drafter
-    shared_blocks: bool = False  # one block for all, as in the published code
-    reject_weight: float = 6.0  # the paper's best of 1, 3, 6, 12
-    mix: float = 0.15  # share of the target's tokens in the contexts
-    static_mix: bool = False  # the same draws at every visit of a text
+    num_layers: int = 3  # residual blocks of the head; published: 3; 0 or 1 for a tiny drafter
+    shared_blocks: bool = False  # one module for all blocks, as in the published code
+    # weight of a rejected token in the loss; the paper's best of 1, 3, 6 and 12
+    reject_weight: float = 6.0
+    mix: float = 0.15  # share of the target's tokens in the contexts, the rest are the drafter's
+    static_mix: bool = False  # draw the same tokens at every visit of a text
     temperature: float = 1.0  # of target and drafter, as they will be served
-    top_k: int = 0
-    top_p: float = 1.0
-    depths: int = 4  # of a round, where the drafter's law changes with the depth
-    K_min: int = 2  # tokens of a round whose length the head decides
-    K_max: int = 20
-    draft_layers: int = 1  # of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # default: half the target's
+    top_k: int = 0  # as they will be served
+    top_p: float = 1.0  # as they will be served
+    # depths of a round that are trained, where the drafter's distribution changes with the depth
+    depths: int = 4
+    K_min: int = 2  # fewest tokens of a round
+    K_max: int = 20  # most tokens of a round
+    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
+    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
     def __post_init__(self) -> None:
         require(self.num_layers >= 0, "method.num_layers", "be >= 0", self.num_layers)
@@ -91,77 +94,79 @@ class Drawn(Batch):
     depth: Any = None
 
 
-class Recipe:
-    target_access = "outputs"
+class Recipe(base.Recipe):
     no_lora = "recipe=specdecpp trains a new acceptance head, and the drafter not at all"
     trains_acceptance = True
 
     def __init__(self, config: Config, target: Target):
-        self.config, self.target = config, target
-        self.drafter: Any = None  # set by the loop
-        self.given = False
-        self.sampling = Sampling(config.temperature, config.top_k, config.top_p)
+        self.config = config
+        self._given = False
         own = distillspec.Config(
             divergence="fkl", control=False, draft_layers=config.draft_layers,
             draft_hidden_size=config.draft_hidden_size,
         )  # fmt: skip
-        self.distilling: distillspec.Recipe | None = None  # in the stage that makes the drafter
         self._distill = distillspec.Recipe(own, target)
+        self._objective = AcceptanceObjective(config, target)
 
     def stages(self) -> list[Stage]:
-        text = Needs({"target": 1.0})
-        drafter = Stage("draft", text, start="base", row="before")
-        head = Stage("acceptance", text, row="after")
-        return [head] if self.given else [drafter, head]
+        (distilled,) = self._distill.stages()
+        drafter = dataclasses.replace(distilled, name="draft", row="before", packs=False)
+        head = Stage(
+            "acceptance", self._objective, Needs({"target": 1.0}), row="after",
+            prepare=self._add_head,
+        )  # fmt: skip
+        return [head] if self._given else [drafter, head]
 
     def build(self, traces: Sequence[Trace]) -> Any:
         return self._distill.build(traces)
 
     def accept(self, drafter: Any) -> None:
         check_exposed(drafter)
-        self.given = True
+        self._given = True
 
-    def enter(self, stage: Stage, drafter: Any, max_steps: int) -> Any:
+    def _add_head(self, start: Start) -> Any:
         """Freeze the drafter and give it a fresh head."""
-        if stage.name == "draft":
-            return drafter
-        config = self.config
+        config, drafter = self.config, start.drafter
         names = ("num_layers", "shared_blocks", "reject_weight", "temperature", "top_k", "top_p",
                  "K_min", "K_max")  # fmt: skip
         drafter.acceptance = None
         drafter.requires_grad_(False)
         settings = {name: getattr(config, name) for name in names}
         drafter.acceptance = AcceptanceHead.build(drafter, **settings)
+        self._objective.layers = drafter.target_layers
         return drafter
 
-    def begin(self, stage: Stage, max_new_tokens: int) -> None:
-        self.distilling = self._distill if stage.name == "draft" else None
-        if self.distilling:
-            self.distilling.begin(stage, max_new_tokens)
+
+class AcceptanceObjective(Objective):
+    """Weighted binary cross-entropy of the acceptance head at drafted tokens. `layers`: the states
+    of the target that the frozen drafter reads."""
+
+    layers: tuple[LayerId, ...] = ()
+
+    def __init__(self, config: Config, target: Target):
+        self.config, self.target = config, target
+        self.sampling = Sampling(config.temperature, config.top_k, config.top_p)
 
     # --- draws ------------------------------------------------------------------------------------
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Its law for the labels; then only the states that the drafter reads."""
-        if self.distilling:
-            return self.distilling.target_request(batch, step)
-        layers = self._unwrapped().target_layers if self.drafter is not None else ()
+        """Logits for the labels; then only the states that the drafter reads."""
         if isinstance(batch, Drawn):
-            return TargetRequest(layers, logits=False) if layers else None
-        return TargetRequest(layers, logits=True)
+            return TargetRequest(self.layers, logits=False) if self.layers else None
+        return TargetRequest(self.layers, logits=True)
 
     def refresh(self, step: int, context: Context) -> Batch | None:
-        if self.distilling:
-            return context.batch
-        assert context.outputs is not None
-        return self.draw(context.batch.to(self.target.device), context.outputs())
+        outputs = context.outputs()
+        assert outputs is not None
+        return self.draw(context.drafter, context.batch.to(self.target.device), outputs)
 
     @torch.no_grad()
-    def draw(self, batch: Batch, outputs: TargetOutputs, salt: int | None = None) -> Drawn:
+    def draw(
+        self, drafter: Any, batch: Batch, outputs: TargetOutputs, salt: int | None = None
+    ) -> Drawn:
         """What the drafter would draw behind the target's text, its labels, and the mixed contexts.
         `salt`: tells visits of a text apart, the batch's index unless given."""
-        drafter = self._unwrapped()
-        depths = self.config.depths if drafter.target_layers else 1
+        depths = self.config.depths if self.layers else 1
         visit = 0 if self.config.static_mix else batch.index if salt is None else salt
         keys = [
             row_key(visit, [*prompt, *response], 0)
@@ -171,9 +176,9 @@ class Recipe:
         found: list[tuple[torch.Tensor, ...]] = []
         unrolled = drafter.states(batch.input_ids, outputs, depths, batch.position_ids)
         for depth, states in enumerate(unrolled, start=1):
-            where = supervised(batch.loss_mask, depth if drafter.target_layers else 0)
+            where = supervised(batch.loss_mask, depth if self.layers else 0)
             rows, index = where.nonzero(as_tuple=True)
-            drafted, accept = self._label(depth, rows, index, states, outputs, keys, batch)
+            drafted, accept = self._label(drafter, depth, rows, index, states, outputs, keys, batch)
             keep = keyed_uniform(keys[rows], index + 1, f"mix {depth}") < self.config.mix
             mixed = batch.input_ids.clone()
             mixed[rows[~keep], index[~keep] + 1] = drafted[~keep]
@@ -185,6 +190,7 @@ class Recipe:
 
     def _label(
         self,
+        drafter: Any,
         depth: int,
         rows: torch.Tensor,
         index: torch.Tensor,
@@ -200,7 +206,7 @@ class Recipe:
         for i in range(0, len(rows), max(1, CHUNK_ELEMENTS // size)):
             span = slice(i, i + max(1, CHUNK_ELEMENTS // size))
             at = rows[span], index[span]
-            q = warp(self._unwrapped().project(states[at], depth), self.sampling)
+            q = warp(drafter.project(states[at], depth), self.sampling)
             p = warp(outputs.logits[at][..., :size], self.sampling)
             token = inverse_cdf(q, coins[span]).unsqueeze(-1)
             tokens.append(token[:, 0])
@@ -223,8 +229,6 @@ class Recipe:
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
         """The weighted mass of the labels."""
-        if self.distilling:
-            return self.distilling.denominators(batch, step)
         if not isinstance(batch, Drawn):  # another rank's step: this one has nothing to train on
             return [0.0]
         return [float(self._mass(batch.accept).sum())]
@@ -232,13 +236,12 @@ class Recipe:
     def _mass(self, accept: torch.Tensor) -> torch.Tensor:
         return self.config.reject_weight * (1 - accept) + accept
 
-    def loss(self, batch: Batch, target_outputs: TargetOutputs | None, step: int) -> LossOutput:
-        if self.distilling:
-            self.distilling.drafter = self.drafter
-            return self.distilling.loss(batch, target_outputs, step)
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
         if not isinstance(batch, Drawn):
             batch = _empty(batch)
-        logits = self.judge(batch, target_outputs)
+        logits = self.judge(drafter, batch, target_outputs)
         total = weighted_loss(logits, batch.accept, self.config.reject_weight)
         f = calibrate(logits.detach().softmax(-1)[:, ACCEPT], self.config.reject_weight)
         count = float(len(batch.accept))
@@ -248,7 +251,9 @@ class Recipe:
         }
         return LossOutput([(total, self._mass(batch.accept).sum(), 1.0)], metrics)
 
-    def judge(self, batch: Drawn, outputs: TargetOutputs | None) -> torch.Tensor:
+    def judge(
+        self, drafter: nn.Module, batch: Drawn, outputs: TargetOutputs | None
+    ) -> torch.Tensor:
         """Logits [N, 2] at the drafted tokens: the state at a token of depth d is what scores depth
         d + 1."""
         most = len(batch.mixed) // len(batch.input_ids)
@@ -259,10 +264,10 @@ class Recipe:
             mine = (batch.depth == depth - 1).nonzero()[:, 0]
             if depth == 1:
                 return None
-            own = acceptance_of(self._unwrapped())
+            own = acceptance_of(unwrapped(drafter))
             return mine, own(states[batch.rows[mine], batch.places[mine]])
 
-        given = self.drafter(
+        given = drafter(
             batch.mixed, TargetOutputs(repeated), most + 1, score,
             batch.position_ids.repeat(most, 1),
         )  # fmt: skip
@@ -270,43 +275,36 @@ class Recipe:
         order = torch.cat([mine for mine, _ in parts])
         return torch.cat([logits for _, logits in parts])[order.argsort()]
 
-    def _unwrapped(self) -> Any:
-        return getattr(self.drafter, "module", self.drafter)
-
     # --- which checkpoint is best -----------------------------------------------------------------
 
-    def evaluated(
-        self, evaluate: Callable[..., Any] | None, dev: Sequence[Trace]
-    ) -> Callable[..., Any] | None:
-        """The head on held-out text, its draws fixed; the stage that trains the drafter has the
-        usual evaluation."""
-        if self.distilling or not dev:
+    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
+        """The head on held-out text, its draws fixed."""
+        if not dev:
             return evaluate
         drawn: list[tuple[Drawn, TargetOutputs]] = []
 
         @torch.no_grad()
         def judged(drafter: Any, step: int) -> dict[str, Any]:
-            kept, self.drafter = self.drafter, drafter
+            own = unwrapped(drafter)
             if not drawn:
-                drawn.extend(self._draw_all(dev))
-            pairs = [(self.judge(batch, outputs), batch.accept) for batch, outputs in drawn]
-            self.drafter = kept
+                drawn.extend(self._draw_all(own, dev))
+            pairs = [(self.judge(own, batch, outputs), batch.accept) for batch, outputs in drawn]
             logits, accept = (torch.cat(part) for part in zip(*pairs, strict=True))
             found = quality(logits.softmax(-1)[:, ACCEPT], accept, self.config.reject_weight)
             return {"select": -found["binary_kl"], **found}
 
         return judged
 
-    def _draw_all(self, dev: Sequence[Trace]) -> list[tuple[Drawn, TargetOutputs]]:
+    def _draw_all(self, drafter: Any, dev: Sequence[Trace]) -> list[tuple[Drawn, TargetOutputs]]:
         found = []
         order = sorted(dev, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-        layers = self._unwrapped().target_layers
         for i in range(0, len(order), DEV_BATCH):
             group = order[i : i + DEV_BATCH]
             texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
             batch = collate(*texts, ["target"] * len(group)).to(self.target.device)
-            outputs = self.target.outputs(batch.input_ids, batch.position_ids, layers=layers)
-            found.append((self.draw(batch, outputs, salt=-1), TargetOutputs(outputs.hidden)))
+            outputs = self.target.outputs(batch.input_ids, batch.position_ids, layers=self.layers)
+            drawn = self.draw(drafter, batch, outputs, salt=-1)
+            found.append((drawn, TargetOutputs(outputs.hidden)))
         return found
 
 

@@ -7,8 +7,8 @@
 Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Chains
 and trees of any size share a table, their shape beside them. Rows that were not measured alike
 stand in separate tables: acceptance on other prompts, at another temperature, by another verifier
-or of another target says nothing about the drafter. What belongs to no run, the target and prompt
-lookup, has one row in each. `script.rows`: only drafters of these names.
+or of another target says nothing about the drafter. What belongs to no run, the target and
+training-free drafters, has one row in each. `script.rows`: only drafters of these names.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.render import (
+from eval.report.render import (
     Block,
     Bullets,
     Heading,
     Table,
     Text,
-    to_html,
     to_markdown,
     with_interval,
 )
-from eval.report import read_report
-from eval.report_rows import draft_shape, label, num_nodes
-from eval.report_tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
+from eval.report.rows import BASELINE, PLAIN, TARGET, draft_shape, label, num_nodes
+from eval.report.schema import read_report
+from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
+from eval.report.web import to_html
 from trainer.config import UserError, suggest
 from trainer.files import write_atomic
 from trainer.redaction import hide
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
-OF_NO_RUN = ("prompt_lookup", "target")
+OF_NO_RUN = (BASELINE, TARGET)  # roles
 
 
 def main(arguments: list[str]) -> None:
@@ -99,13 +99,13 @@ def leaderboard(reports: list[tuple[str, dict[str, Any]]], rows: Sequence[str] =
     for run, report in reports:
         for row in report["results"]:
             # plain decoding gives 1 token per forward by definition
-            if row["drafter"] == "plain" or (rows and row["drafter"] not in rows):
+            if row["role"] == PLAIN or (rows and row["drafter"] not in rows):
                 continue
             condition = measured_how(row, report["target"])
             key = json.dumps(condition, sort_keys=True)
             conditions[key] = condition
             group = groups.setdefault(key, [])
-            if row["drafter"] not in OF_NO_RUN:
+            if row["role"] not in OF_NO_RUN:
                 group.append((run, report, row))
             elif all(_title("", row) != _title("", other) for *_, other in group):
                 group.append(("", report, row))
@@ -158,17 +158,18 @@ def table(entries: Sequence[Entry]) -> Table:
             with_interval(row, "speedup"),
             percent(row["identical_to_plain"]),
             yes(row["lossless"]),
+            row["role"],
         ]
         for run, report, row in entries
     ]
     headers = ["run: drafter", "draft", "nodes", "parameters", "tokens per round", "alpha",
-               *COST_HEADERS, "speed-up", "identical", "lossless"]  # fmt: skip
+               *COST_HEADERS, "speed-up", "identical", "lossless", "role"]  # fmt: skip
     return Table(headers, lines)
 
 
 def parameters(report: dict[str, Any], row: dict[str, Any]) -> int | None:
     """Of the run's own network, trained or not; unknown for the others."""
-    other = row["drafter"] in OF_NO_RUN
+    other = row["role"] in OF_NO_RUN
     return None if other else report["drafter"].get("parameters")
 
 

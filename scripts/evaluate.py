@@ -3,27 +3,35 @@
     python -m scripts.evaluate eval.drafter=runs/distillspec-0123456789/drafter eval.K=3
     python -m scripts.evaluate eval.drafter=Qwen/Qwen3-0.6B model.target=Qwen/Qwen3-8B \\
         eval.prompts=mt_bench.jsonl script.out=reports/qwen
+    python -m scripts.evaluate eval.drafter=lookup:3 model.target=Qwen/Qwen3-8B
 
 A drafter inside a run folder brings that run's configuration: target, prompts and all, but no leave
 to run code that comes with a model, and no server to send prompts to: name those again. The report
-holds the drafter, the same shape untrained, prompt lookup and the target as its own drafter.
+holds the drafter, the same shape untrained, those of eval.baselines and the target as its own
+drafter.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from data.prompts import Prompt
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
-from eval.report import build_report, write_report
-from eval.report_rows import ORDER, REFERENCES
+from drafters.training_free.base import TrainingFree
+from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_training_free
+from eval.config import EvalConfig
+from eval.report.rows import ORDER
+from eval.report.schema import build_report, write_report
+from phases import generate, report, run
 from recipes import base
-from recipes.phases import generate, report, run
+from recipes.common.config import Config, compose
+from target.model import Target
 from trainer.checks import require_folder
-from trainer.config import Config, EvalConfig, UserError, compose, is_address, load_yaml
+from trainer.config import UserError, is_address, load_yaml
 from trainer.redaction import shown
+from trainer.specs import form
 
 # of data.* what decides the held-out prompts, and where and how the target's text is generated
 READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
@@ -36,7 +44,10 @@ READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
 def resolve(arguments: list[str]) -> Config:
     given = [word.partition("=")[2] for word in arguments if word.startswith("eval.drafter=")]
     if not given:
-        raise UserError("eval.drafter must name a drafter: a folder or a Hub id, got nothing")
+        raise UserError(
+            "eval.drafter must name a drafter: a folder, a Hub id or "
+            f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
+        )
     stored = Path(given[0]).parent / "config.yaml"
     if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, None, arguments, script_keys=("out",))
@@ -57,13 +68,27 @@ def resolve(arguments: list[str]) -> Config:
     return config
 
 
+def drafter_of(config: EvalConfig, target: Target) -> TrainedDrafter | TrainingFree:
+    name = str(config.drafter)
+    if is_training_free(name):
+        return parse_training_free(name, "eval.drafter")
+    drafter = load_drafter(name, target, key="eval.drafter")
+    report.check_drafter(drafter, config)
+    return drafter
+
+
 def measure(
-    this: run.Run, drafter: Any, prompts: list[Prompt], folder: Path, arguments: list[str]
+    this: run.Run,
+    drafter: TrainedDrafter | TrainingFree,
+    prompts: list[Prompt],
+    folder: Path,
+    arguments: list[str],
 ) -> None:
     name = shown(str(this.config.eval.drafter))
-    if name in (*ORDER, *REFERENCES):  # a folder called like another row
+    others = report.baselines(this, drafter)
+    if name in ORDER or name in others:  # a folder called like another row
         name = f"./{name}"
-    drafters = {name: drafter, **report.baselines(this, drafter)}
+    drafters = {name: drafter, **others}
     measured = report.measure(this, drafters, prompts, name)
     content = build_report(
         run={"recipe": this.config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
@@ -72,12 +97,12 @@ def measure(
         results=measured.rows,
         comparisons=measured.comparisons,
         series=[],
+        readings=measured.readings,
     )
     folder.mkdir(parents=True, exist_ok=True)
     report.write_rounds(folder, measured.rounds)
     write_report(content, folder)
-    print((folder / "report.md").read_text())
-    print(f"report: {(folder / 'report.html').resolve()}")
+    report.show(content, folder)
 
 
 def main(arguments: list[str]) -> int:
@@ -101,8 +126,7 @@ def main(arguments: list[str]) -> int:
             return 0
         run.stop_softly()
         this = run.Run.open(config)
-        drafter = load_drafter(str(config.eval.drafter), this.target, key="eval.drafter")
-        report.check_drafter(drafter, config.eval)
+        drafter = drafter_of(config.eval, this.target)
         _, prompts = generate.choose_prompts(config)
         for temperature in config.eval.temperatures:  # by all processes
             generate.evaluation_traces(this, prompts, temperature)

@@ -17,37 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.target import Target, load_causal_lm
-from drafters.acceptance_head import adaptive, adaptive_note, attach
+from drafters.acceptance_head import adaptive_note, attach
 from drafters.base import TrainedDrafter
-from drafters.causal_lm import KIND, CausalLMDrafter
-from drafters.eagle import EagleDrafter
-from drafters.export import hf, sglang, speculators, vllm
-from drafters.export.heads import method_of
-from drafters.export.hf import model_card
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export.card import Export, model_card
+from drafters.kinds import Kind, served_by, stored_kind
 from drafters.load import load_drafter, stored
-from drafters.medusa2 import Medusa2Drafter
-from eval.report import markdown_table, read_report
-from recipes.phases import run
+from eval.config import EvalConfig
+from eval.report.schema import markdown_table, read_report
+from phases import run
+from target.model import Target, load_causal_lm
 from trainer.checks import require_files, require_folder
-from trainer.config import (
-    EvalConfig,
-    ModelConfig,
-    UserError,
-    load_yaml,
-    parse_overrides,
-    require,
-)
+from trainer.config import ModelConfig, UserError, load_yaml, parse_overrides, require
 
-SERVED_BY = {
-    KIND: ("transformers", "vllm"),
-    "medusa": ("vllm",),
-    "medusa2": ("vllm",),
-    "eagle": ("vllm", "sglang"),
-    "eagle3": ("vllm", "speculators", "sglang"),
-    "hydra": (),
-    "bank": (),
-}
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
 
@@ -66,8 +48,8 @@ def export_drafter(
     require_files("script.drafter", drafter)
     require_folder("script.out", out)
     about = stored(drafter, "script.drafter")
-    _check_engine(about, engine)
-    causal_lm = _causal_lm_settings(drafter, about) if about["kind"] == KIND else None
+    kind = stored_kind(about)
+    _check_engine(kind, engine)
     folder = drafter.resolve().parent
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
@@ -84,26 +66,35 @@ def export_drafter(
         print(f"model.target={target}, from {stored_config}")
     _check_out(out, {"model.target": target, "script.drafter": str(drafter)})
     num_tokens: Any = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
-    whole = isinstance(num_tokens, int) and num_tokens >= 1
-    require(whole, "eval.K", "be a whole number >= 1", num_tokens)
+    counts = isinstance(num_tokens, int) and num_tokens >= 1
+    require(counts, "eval.K", "be a whole number >= 1", num_tokens)
     card = {
         "report": report,
-        "target": target,
         "recipe": config.get("recipe"),
         "table": markdown_table(report["results"]) if report and report["results"] else None,
         "license": "apache-2.0" if target == ModelConfig.target else None,
     }
-    if causal_lm is not None:
-        return _export_causal_lm(drafter, causal_lm, out, num_tokens, card)
-    # in float32, so that the comparison after writing is exact
-    loaded = Target.load(
-        target,
-        revision=model.get("target_revision"),
-        dtype="float32",
-        trust_remote_code=trust_remote_code,
-    )
-    head = load_drafter(str(drafter), loaded, key="script.drafter")
-    return _export_head(head, engine, out, num_tokens, card)
+    if kind.load is None:  # a causal LM is written without its target
+        whole: TrainedDrafter = _causal_lm(drafter, about)
+    else:  # in float32, so that the comparison after writing is exact
+        loaded = Target.load(
+            target,
+            revision=model.get("target_revision"),
+            dtype="float32",
+            trust_remote_code=trust_remote_code,
+        )
+        whole = load_drafter(str(drafter), loaded, key="script.drafter")
+    num_tokens = min(num_tokens, whole.max_depth or num_tokens)
+    served, trained = whole.servable(out / "target")
+    if trained is not None:  # it serves on the target that was trained with it
+        out, target = out / "drafter", trained.name
+    assert kind.method is not None, "a kind with writers has a name that engines know"
+    text = model_card(
+        **card, target=target, num_assistant_tokens=num_tokens, engine=engine, method=kind.method,
+        words=kind.words,
+        note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
+    )  # fmt: skip
+    return kind.writers[engine](served, out, Export(text, target, num_tokens))
 
 
 def _check_out(out: Path, read: dict[str, str]) -> None:
@@ -117,73 +108,30 @@ def _check_out(out: Path, read: dict[str, str]) -> None:
             )
 
 
-def _check_engine(about: dict[str, Any], engine: str) -> None:
-    kind = about["kind"]
-    if kind == "eagle" and about["settings"].get("version") == 3:
-        kind = "eagle3"
-    engines = SERVED_BY[kind]
-    if not engines:
-        served = "; ".join(f"{one}: {', '.join(by)}" for one, by in SERVED_BY.items() if by)
+def _check_engine(kind: Kind, engine: str) -> None:
+    if not kind.writers:
         raise UserError(
-            f"script.engine={engine}: no engine loads {kind.capitalize()}, its own format is all "
-            f"there is; engines serve {served}"
+            f"script.engine={engine}: no engine loads a drafter of kind {kind.name!r}, its own "
+            f"format is all there is; engines serve {served_by()}"
         )
-    what = "" if kind == KIND else f" for a drafter of kind {kind!r}"
-    if engine not in engines:
-        names = ", ".join(engines)
+    if engine not in kind.writers:
+        what = "" if kind.load is None else f" for a drafter of kind {kind.name!r}"
+        names = ", ".join(kind.writers)
         raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
 
 
-def _export_causal_lm(
-    drafter: Path,
-    settings: tuple[int, list[int], str],
-    out: Path,
-    num_tokens: int,
-    card: dict[str, Any],
-) -> Path:
-    vocab_size, eos_ids, dtype = settings
-    model, tokenizer = load_causal_lm(str(drafter), "script.drafter", dtype=dtype)
-    whole = CausalLMDrafter(model, tokenizer, vocab_size, {})
-    attach(whole, drafter, "script.drafter")
-    return hf.export(
-        model,
-        tokenizer,
-        vocab_size,
-        out,
-        card=model_card(
-            **card, num_assistant_tokens=num_tokens, note=adaptive_note(whole.acceptance)
-        ),
-        eos_ids=eos_ids,
-        **adaptive(whole.acceptance, num_tokens),
-    )
-
-
-def _export_head(
-    drafter: TrainedDrafter, engine: str, out: Path, num_tokens: int, card: dict[str, Any]
-) -> Path:
-    num_tokens = min(num_tokens, drafter.max_depth or num_tokens)
-    if isinstance(drafter, Medusa2Drafter):  # its heads serve on the target trained with them
-        drafter, out = drafter.merged(out / "target"), out / "drafter"
-        card = card | {"target": drafter.shared.target.name}
-    text = model_card(
-        **card, num_assistant_tokens=num_tokens, engine=engine, method=method_of(drafter)
-    )
-    if engine == "vllm":
-        return vllm.export(drafter, out, card=text)
-    assert isinstance(drafter, EagleDrafter)
-    if engine == "sglang":
-        return sglang.export(drafter, out, card=text)
-    name = card["target"]
-    return speculators.export(drafter, out, card=text, target=name, num_tokens=num_tokens)
-
-
-def _causal_lm_settings(drafter: Path, about: dict[str, Any]) -> tuple[int, list[int], str]:
-    """The target's configured vocabulary and ends, and the dtype of the weights."""
+def _causal_lm(folder: Path, about: dict[str, Any]) -> CausalLMDrafter:
+    """In the dtype of its weights, with what drafter.json says of its target."""
     try:
-        dtype = json.loads((drafter / "config.json").read_text()).get("dtype") or "float32"
-        return about["target"]["vocab_size"], about["target"]["eos_ids"], dtype
+        dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
+        made_for = about["target"]
+        vocab_size, _ = made_for["vocab_size"], made_for["eos_ids"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"script.drafter: {drafter} is damaged ({error!r})") from error
+        raise UserError(f"script.drafter: {folder} is damaged ({error!r})") from error
+    model, tokenizer = load_causal_lm(str(folder), "script.drafter", dtype=dtype)
+    drafter = CausalLMDrafter(model, tokenizer, vocab_size, made_for)
+    attach(drafter, folder, "script.drafter")
+    return drafter
 
 
 def main(arguments: list[str]) -> int:

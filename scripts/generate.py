@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from data.config import DataConfig
+from phases import generate, run
 from recipes.base import NoMethod
-from recipes.phases import generate, run
-from trainer.config import DataConfig, compose
+from recipes.common.config import compose
 
 # of the target, the prompts, and which of them are held out
 READS = ("dry_run", "run.seed", *run.OF_TARGET,

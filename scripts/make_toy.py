@@ -31,11 +31,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from data.cache import CachedModel
-from data.decode import Continuation, Request, decode
-from data.sampling import Sampling, row_key
-from data.target import Target
 from data.toy import DOMAINS, Document, documents, sample
+from target.cache import CachedModel
+from target.decode import Continuation, Request, decode
+from target.model import Target
+from target.sampling import Sampling, row_key
 
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|mask|>", "<|user|>", "<|assistant|>"]
 VOCAB_SIZE = 2048

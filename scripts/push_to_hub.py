@@ -8,9 +8,10 @@ on the Hub then stands wherever a drafter is named, such as `eval.drafter=user/n
 was trained with its heads (Medusa-2) gets a repository of its own, user/name-target.
 
 A new repository is private unless script.private=false; nothing private goes to one that is public
-already. Report and card lose what they say of this machine's folders, and a file that holds a token
-or a secret of the environment stops the upload. The token is the one of `hf auth login` or
-HF_TOKEN; it is never shown. Run again, the same command replaces the files.
+already. The report goes without the prompts and answers that it shows. Report and card lose what
+they say of this machine's folders, and a file that holds a token or a secret of the environment
+stops the upload. The token is the one of `hf auth login` or HF_TOKEN; it is never shown. Run again,
+the same command replaces the files.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from eval.report.schema import read_report, without_readings, write_report
 from trainer.config import UserError, parse_overrides
 from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
@@ -63,6 +65,8 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
         _stage(folder, staged)
         for name in REPORTS:
             copy2(run / name, staged / name)
+        if '"readings"' in (run / "report.json").read_text(encoding="utf-8"):
+            write_report(without_readings(read_report(run / "report.json")), staged)
         for path in (run / "drafter").glob("acceptance_head.*"):  # a head that no engine reads
             copy2(path, staged / path.name)
         uploads = {repo: staged}

@@ -13,4 +13,13 @@ if ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_availabl
     launch+=(--cpu --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$cores}")
 fi
 .venv/bin/accelerate launch "${launch[@]}" train.py recipe=distillspec "$@"
-echo "main job: $((SECONDS - start)) s"
+cat <<END
+main job: $((SECONDS - start)) s
+
+Open the report.html named above in a browser: it shows what was gained and explains every number.
+Next, from this folder after 'source .venv/bin/activate':
+    python train.py                              the methods, one line each
+    python train.py recipe=eagle3 help=true      the settings of one of them
+    accelerate launch train.py recipe=distillspec model.target=... model.drafter=... data.prompts=...
+                                                 the same for your own target (docs/recipes)
+END

@@ -27,8 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data import request_file
-from data.request_proxy import DAY_S, RequestProxy
+from engines import request_file
+from engines.request_proxy import DAY_S, RequestProxy
 from trainer.checks import is_file
 from trainer.config import RunFault, UserError, parse_overrides, require
 from trainer.redaction import hide

@@ -59,9 +59,9 @@ def syncs(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_folder):
-    """tiny_target(name, **options of save_tiny) -> a loaded data.target.Target, shared: do not
+    """tiny_target(name, **options of save_tiny) -> a loaded target.model.Target, shared: do not
     change it."""
-    from data.target import Target
+    from target.model import Target
 
     made = {}
 

@@ -10,14 +10,14 @@ import copy
 
 import torch
 
-from data.cache import CachedModel
-from data.decode import Request, decode
-from data.sampling import KeyedRandom, Sampling, row_key
-from data.target import TargetOutputs
-from drafters.base import Budget, DraftState
-from drafters.tree import StaticTree
+from drafters.round import Budget, DraftState
+from drafters.trees.static import StaticTree
 from eval.engine import SpeculativeDecoder
 from eval.metrics import check_invariants
+from target.cache import CachedModel
+from target.decode import Request, decode
+from target.model import TargetOutputs
+from target.sampling import KeyedRandom, Sampling, row_key
 from tests.tiny import VOCAB_SIZE, assert_same_greedy, prompts_of
 
 GREEDY = Sampling(0.0)
@@ -76,8 +76,9 @@ def prefilled(drafter, target, texts, lengths, rows=None):
     drafter.prefill(rows, ids, torch.tensor(lengths), outputs_of(drafter, target, ids))
 
 
-def close(got, wanted, tolerance=1e-5):
-    """Relative to the largest: sums of float32 in another order err by the size of their terms."""
+def close(got, wanted, tolerance=3e-5):
+    """Relative to the largest: sums of float32 in another order err by the size of their terms, by
+    2e-5 on a processor with AVX-512, where the same sums in float64 differ by 1e-16."""
     largest = wanted[wanted.isfinite()].abs().amax().clamp(min=1).item()
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * largest)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from data.request_proxy import RequestProxy
+from engines.request_proxy import RequestProxy
 from tests.tiny import EOS
 
 ANSWER = {"choices": [{"text": "ab", "token_ids": [40, EOS], "prompt_token_ids": [20, 21],

@@ -3,7 +3,8 @@
 import numpy as np
 
 from eval.metrics import PromptCounters, paired_difference, per_domain, summarise
-from eval.report import build_report, plain_row
+from eval.report.rows import role_of
+from eval.report.schema import build_report, check_report, plain_row
 from eval.speed_model import COST_RATIOS, mbsu, modelled_speedup
 
 TREE = "dynamic, 25 nodes, depth 5, top 8"
@@ -52,6 +53,7 @@ def result_row(name, counters, temperature=0.0, cost_ratio=0.12, **more):
     K = counters[0].K
     return {
         "drafter": name,
+        "role": role_of(name),
         "prompts": {"name": "toy", "hash": "abc123"},
         "temperature": temperature,
         "top_k": 0,
@@ -109,3 +111,52 @@ def report_with_tree(temperature=0.0, **tree_changes):
         diff = paired_difference(*pair, "tokens_per_round", draws=200)
         comparisons.append({"a": a, "b": b, "temperature": temperature} | diff)
     return build_report({"recipe": "eagle"}, {}, {}, [plain_row(after), *rows], comparisons, [])
+
+
+NASTY = "<script>alert('x')</script>"
+
+
+def report_with_readings():
+    """The same with the answers to two prompts: chains, trees, and text that is hard to show."""
+    report = report_with_tree()
+    deep = [
+        {"depth": depth, "tokens": [f" way{depth}-{i}"]} for depth in (1, 2, 3) for i in range(8)
+    ]
+    rounds = [
+        _a_round([" the", " cat", NASTY], 2, "correction", [" dog", " sat\n", ""]),
+        _a_round([" Gr", "", "ü", "ße"], 3, "bonus"),
+        _a_round(["\n", "\n    ", "x" * 200], 2, "correction", ["y" * 200, NASTY]),
+        _a_round([" <|endoftext|>"], 1, None),
+    ]
+    tree = [
+        _a_round([" the", " cat", " sat"], 2, "correction") | {"rejected": deep, "drafted": 60},
+        _a_round([" a\u202eb", "\t|", "&lt;"], 2, "bonus"),
+    ]
+    texts = ["What is a cat?\n" + NASTY + "\n" + "z" * 300, "0 " * 900]
+    report["readings"] = [
+        {
+            "prompt": text,
+            "prompt_hash": f"hash{i}",
+            "domain": ("code", "a domain of a very long name " * 4)[i],
+            "answers": [
+                _an_answer(0.0, "K 4", rounds), _an_answer(0.0, TREE, tree),
+                _an_answer(1.0, "K 4", rounds * 9), _an_answer(1.0, TREE, tree),
+            ],
+        }
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    check_report(report, "the report of the tests")
+    return report
+
+
+def _an_answer(temperature, draft, rounds):
+    tokens = 6 + sum(len(one["tokens"]) for one in rounds)
+    return {"drafter": "after", "temperature": temperature, "draft": draft, "num_tokens": tokens,
+            "num_rounds": len(rounds) + 2, "finish_reason": "length", "first": "Well",
+            "rounds": rounds}  # fmt: skip
+
+
+def _a_round(tokens, accepted, last, rejected=()):
+    branch = [{"depth": accepted + 1, "tokens": list(rejected)}] if rejected else []
+    return {"tokens": tokens, "accepted": accepted, "last": last,
+            "drafted": accepted + len(rejected), "rejected": branch}  # fmt: skip

@@ -1,6 +1,6 @@
 """Exact laws of the real decoding loop: tabular models behind its cache, every outcome taken.
 
-`TabularModel` stands where `data.cache.CachedModel` stands; like it, it knows only the tokens
+`TabularModel` stands where `target.cache.CachedModel` stands; like it, it knows only the tokens
 written to its slots. `round_laws` runs the real `SpeculativeDecoder` once per path of random
 outcomes and returns the exact law of what one round emits.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from data.decode import Request
-from data.sampling import Sampling
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.metrics import Round
+from eval.rounds import Round
+from target.decode import Request
+from target.sampling import Sampling
 
 PADDING = 9  # prompts are longer than any position that a free row of the batch computes at
 

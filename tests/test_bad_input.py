@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import train
+from phases import report
 from recipes import base
-from recipes.phases import report
+from recipes.common.config import Config
 from scripts import evaluate, export, generate, request_log
 from tests.commands import command, only, pipe, training_stores, write_jsonl
 from tests.tiny import save_tiny
 from trainer.checks import require_folder
-from trainer.config import UserError, known_keys
+from trainer.config import UserError, known_keys, sections
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def refused(tmp_path, tiny_folder, capsys):
     [
         ("recipe=destilspec", ["unknown recipe 'destilspec'", "did you mean 'distillspec'?"]),
         ("trainer.max_step=3", ["'trainer.max_step'", "did you mean 'trainer.max_steps'?"]),
-        ("method.betta=3", ["'method.betta'", "did you mean 'method.beta'?"]),
+        ("method.draft_layer=3", ["'method.draft_layer'", "did you mean 'method.draft_layers'?"]),
         ("data=3", "unknown key 'data'"),
         ("trainer.max_steps=many", ["trainer.max_steps", "'many'"]),
         ("trainer.max_steps=1.5", ["trainer.max_steps", "1.5"]),
@@ -67,12 +68,13 @@ def refused(tmp_path, tiny_folder, capsys):
         ("data.engine=vlm", "data.engine must be one of hf, vllm, openai, got 'vlm'"),
         ("data.chat_template_kwargs=yes", "data.chat_template_kwargs must be a mapping"),
         ("eval.K=0", "eval.K must be >= 1, got 0"),
-        ("eval.policy=confidence:2", "eval.policy must be confidence:<number in [0, 1]>"),
-        ("eval.policy=confidence:high", "eval.policy must be confidence:<number in [0, 1]>"),
+        ("eval.policy=confidence:2", "eval.policy='confidence:2': threshold must lie in [0, 1]"),
+        ("eval.policy=confidence:high", "'confidence:high': threshold must be a number, got 'h"),
         ("eval.drafter=x", "eval.drafter must be left to scripts.evaluate"),
         ("run.stage=align", "run.stage must be one of control, distill, got 'align'"),
-        ("method.divergence=kl", ["unknown method.divergence 'kl'", "fkl"]),
-        ("method.beta=1.3", "method.beta must lie in [0, 1], got 1.3"),
+        ("method.divergence=kl", ["method.divergence must be one of fkl[", "fkl"]),
+        ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
+        ("method.beta=0.3", "method.beta is no key any more: write method.divergence=jsd:<beta>"),
         ("method.algorithm=kd", ["unknown method.algorithm 'kd'", "on_policy_gkd"]),
         ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),
         ("method.data_mix={target: 1.5, draft: -0.5}", ["method.data_mix", ">= 0", "-0.5"]),
@@ -173,9 +175,17 @@ def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
         ("eagle3", ["method.layers=[0,1]", "eval.tree=dynamic:9"], "eval.tree must be dynamic:"),
         ("medusa", ["method.num_heads=0"], "method.num_heads must be >= 1"),
         ("medusa", ["eval.K=9", "eval.tree=null"], "this drafter has 4 heads"),
-        ("medusa", ["eval.tree=no/such.json"], "eval.tree must be eagle, dynamic:"),
+        (
+            "medusa",
+            ["eval.tree=no/such.json"],
+            "a JSON file of rank paths is named as static:no/such.json",
+        ),
         ("hydra", ["method.dropout=1"], "method.dropout"),
-        ("hydra", ["eval.engine=vllm", "eval.tree=null"], "no engine loads Hydra"),
+        (
+            "hydra",
+            ["eval.engine=vllm", "eval.tree=null"],
+            "no engine loads a drafter of kind 'hydra'",
+        ),
         ("eagle", ["method.steps=0"], "method.steps must be >= 1"),
         ("eagle", ["model.drafter=none/such"], "model.drafter"),
     ],
@@ -257,14 +267,16 @@ def test_what_is_no_regular_file_is_not_waited_for(refused, tmp_path, key, what)
         path.mkdir()
     else:
         path.symlink_to("/dev/null")
-    words = ["recipe=osd", f"{key}={path}", "trainer.max_steps=2"]
+    named = f"{'static:' * (key == 'eval.tree')}{path}"
+    words = ["recipe=osd", f"{key}={named}", "trainer.max_steps=2"]
     refused(*words, says=[f"{path} is a {what}: name a regular file"])
     assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
 
 
 @pytest.mark.parametrize("key", ["data.prompts", "eval.prompts", "eval.tree", "method.log"])
 def test_a_name_that_no_file_can_have_is_refused(refused, key):
-    refused("recipe=osd", f"{key}={'a' * 300}", says=["'aaaa", "cannot be read (File name too"])
+    named = f"{'static:' * (key == 'eval.tree')}{'a' * 300}"
+    refused("recipe=osd", f"{key}={named}", says=["'aaaa", "cannot be read (File name too"])
 
 
 # models
@@ -440,7 +452,8 @@ def test_a_word_that_a_script_would_pass_over_is_refused(refused, module, word, 
 
 
 def test_a_script_reads_keys_that_there_are():
-    known = [*known_keys(base.NoMethod, ("out",)), "eval"]
+    schema = {**sections(Config), "method": base.NoMethod}
+    known = [*known_keys(schema, ("out",)), "eval"]
     assert set(generate.READS) <= set(known)
     assert set(evaluate.READS) <= set(known)
 

@@ -105,8 +105,7 @@ def crash(options: str, words: list[str]) -> None:
     The parent imports and computes nothing, so a child is quick to start and safe to fork."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import recipes.distillspec
-    import recipes.phases.report  # noqa: F401
+    import phases.report  # noqa: F401
     import train
 
     generator = random.Random(options)

@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 import train
-from data.target import load_causal_lm
-from recipes.phases import run
+from phases import run
+from recipes.common.config import compose
 from scripts import evaluate
+from target.model import load_causal_lm
 from tests.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import TrainerConfig, UserError, compose, to_yaml
+from trainer.config import TrainerConfig, UserError, to_yaml
 from trainer.redaction import MARK, shown_command
 from trainer.tracking import Tracker
 
@@ -220,6 +221,23 @@ def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):
     code, shown = said(train.main, other)
     assert code == 2
     assert "data.chat_template_kwargs differ" in shown
+
+
+def test_a_run_that_was_stored_with_its_secret_is_found_again(tmp_path):
+    """As runs were before secrets were left out of config.yaml."""
+    words = [
+        "recipe=medusa", f"run.dir={tmp_path}", "data.engine=vllm",
+        "data.engine_options={api_key: %s}",
+    ]  # fmt: skip
+    first, second = (
+        train.resolve([word.replace("%s", secret) for word in words])[0]
+        for secret in ("first", "second")
+    )
+    stored = to_yaml(first)
+    assert "first" not in stored
+    (tmp_path / "config.yaml").write_text(stored.replace(MARK, "first"))
+    (tmp_path / "run.json").write_text('{"contents": {}}')
+    run.check_folder(second)
 
 
 def test_a_stored_configuration_asks_for_its_secrets_again(hidden):

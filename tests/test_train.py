@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,9 +13,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
+from eval.report.readings import NUM_PROMPTS
+from eval.report.terminal import summary
+from phases import run as run_phase
+from phases.generate import choose_prompts
 from recipes import base
-from recipes.phases import run as run_phase
-from recipes.phases.generate import choose_prompts
 from tests.commands import (
     TWO,
     command,
@@ -55,6 +58,7 @@ def check_run_folder(folder, recipe="distillspec"):
         assert {"stage", "step"} < row.keys()
         assert "eval" in row or {"loss", "num_tokens", "lr", "grad_norm"} < row.keys()
     report = json.loads((folder / "report.json").read_text())
+    check_readings(report, read_jsonl(folder / "rounds.jsonl"))
     for temperature in (0.0, 1.0):
         rows = [r for r in report["results"] if r["temperature"] == temperature]
         reference = {"distillspec": {"control"}, "osd": {"offline"}}.get(recipe, set())
@@ -76,6 +80,34 @@ def check_run_folder(folder, recipe="distillspec"):
     return report
 
 
+def check_readings(report, rounds):
+    """The answers that are shown are those that were decoded, round by round."""
+    shown = {one["prompt_hash"]: one for one in report["readings"]}
+    assert len(shown) == min(NUM_PROMPTS, report["results"][0]["num_prompts"])
+    assert {r["prompt_hash"] for r in rounds if "ids" in r} <= shown.keys()
+    assert not [r for r in rounds if "ids" not in r and r["prompt_hash"] in shown
+                and r.get("policy") is None]  # fmt: skip
+    for tag, one in shown.items():
+        for answer in one["answers"]:
+            tree = None if answer["draft"].startswith("K ") else answer["draft"].split(", samp")[0]
+            own = [
+                r for r in rounds
+                if (r["prompt_hash"], r["temperature"], r.get("tree")) ==
+                (tag, answer["temperature"], tree) and r.get("policy") is None
+            ]  # fmt: skip
+            assert answer["num_rounds"] == len(own) == len(answer["rounds"])
+            assert answer["num_tokens"] == 1 + sum(r["emitted"] for r in own)
+            for told, r in zip(answer["rounds"], own, strict=True):
+                ids = r["ids"]
+                assert told["accepted"] == r["accepted"]
+                assert len(told["tokens"]) == len(ids["emitted"]) == r["emitted"]
+                assert told["drafted"] == len(ids["drafted"]) == r["submitted"]
+                path = range(r["accepted"]) if tree is None else ids["path"][: r["accepted"]]
+                assert [ids["drafted"][i] for i in path] == ids["emitted"][: r["accepted"]]
+                rejected = [t for branch in told["rejected"] for t in branch["tokens"]]
+                assert bool(rejected) or r["first_reject_pos"] is None
+
+
 def check_export(folder, target_folder):
     """The exported drafter works in transformers' own assisted generation and changes nothing."""
     target = AutoModelForCausalLM.from_pretrained(target_folder).eval()
@@ -91,11 +123,17 @@ def check_export(folder, target_folder):
 @pytest.mark.parametrize(
     ("name", "options"), CASES, ids=[n + "-sharded" * bool(o) for n, o in CASES]
 )
-def test_every_architecture_trains_reports_and_exports(tmp_path, tiny_folder, name, options):
+def test_every_architecture_trains_reports_and_exports(
+    tmp_path, tiny_folder, name, options, capsys
+):
     target = tiny_folder(name, **options)
     if options:
         assert len(list(target.glob("*.safetensors"))) > 1
     run(*command(tmp_path, target))
+    lines = capsys.readouterr().err.splitlines()
+    for phase in ("training traces", "evaluation traces T=0", "report"):  # not on a terminal here
+        (line,) = [line for line in lines if line.startswith(f"{phase}: ") and " in 0:" in line]
+        assert re.fullmatch(rf"{phase}: [\d,]+ tokens in 0:0\d:\d\d, [\d,]+ tokens/s", line)
     check_export(tmp_path / "run", target)
     check_run_folder(tmp_path / "run")
 
@@ -124,9 +162,9 @@ def test_the_same_command_again_reports_and_changes_nothing(
     for name in ("__init__", "__call__"):  # no network is built, none computes
         monkeypatch.delattr(torch.nn.Module, name)
     run(*words)
-    report = (tmp_path / "run" / "report.md").read_text()
-    assert capsys.readouterr().out.startswith(report)
-    assert report in first
+    shown = summary(json.loads((tmp_path / "run" / "report.json").read_text()))
+    assert capsys.readouterr().out.lstrip().startswith(shown)
+    assert shown in first
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
 
 

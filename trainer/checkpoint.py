@@ -6,7 +6,7 @@
 
 A checkpoint is written to a `.tmp-*` sibling, synced to disk, and renamed; `checkpoint.json` holds
 the counters and the size and SHA-256 of every other file. `state.pt` holds optimiser, generators
-and the recipe's state and is read with `weights_only=True`: a recipe's state is made of tensors,
+and the objective's state and is read with `weights_only=True`: that state is made of tensors,
 numbers, strings, lists and dicts. The folder is one that all processes see.
 """
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
 from trainer.files import fingerprint, read_json, sync, write_json
+from trainer.objective import Objective
 from trainer.replicated import Replicated
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
@@ -183,7 +184,12 @@ class Store:
         return found, counters
 
     def save(
-        self, counters: Counters, model: nn.Module, optimizer: Any, recipe: Any, window: dict
+        self,
+        counters: Counters,
+        model: nn.Module,
+        optimizer: Any,
+        objective: Objective,
+        window: dict,
     ) -> None:
         weights = self.placement.weights(model)
         directory = step_dir(self.folder, counters.step)
@@ -193,7 +199,7 @@ class Store:
         state = {
             "optimizer": None if self.placement.shares else own,
             "ranks": gather_object([{"rng": rng_state(), "window": window}]),
-            "recipe": getattr(recipe, "state_dict", dict)(),
+            "recipe": objective.state_dict(),
         }
         manifest = {**asdict(counters), "setting": self.setting}
 
@@ -223,7 +229,7 @@ class Store:
             raise error
 
     def load(
-        self, found: Path, model: nn.Module, optimizer: Any, recipe: Any
+        self, found: Path, model: nn.Module, optimizer: Any, objective: Objective
     ) -> dict[str, list[float]]:
         """All but the weights; returns the numbers since the last logged row."""
         state = torch.load(found / STATE, map_location="cpu", weights_only=True)
@@ -232,8 +238,7 @@ class Store:
             path = found / SHARE.format(rank=self.accelerator.process_index)
             share = torch.load(path, map_location="cpu", weights_only=True)
         self.placement.load_optimizer_state(model, optimizer, share)
-        if hasattr(recipe, "load_state_dict"):
-            recipe.load_state_dict(state["recipe"])
+        objective.load_state_dict(state["recipe"])
         own = state["ranks"][self.accelerator.process_index]
         set_rng_state(own["rng"])
         return own["window"]

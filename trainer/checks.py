@@ -29,6 +29,10 @@ def require(condition: bool, key: str, rule: str, value: object) -> None:
         raise UserError(f"{key} must {rule}, got {excerpt(value)}")
 
 
+def require_one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    require(value in allowed, key, f"be one of {', '.join(allowed)}", value)
+
+
 def require_counts(section: str, values: object, *names: str, most: float = math.inf) -> None:
     """Keys of a section that must be >= 1, and at most `most`."""
     for name in names:

@@ -2,7 +2,7 @@
 
 Logits [N, V] and what a softmax needs beside them are most of the memory of distillation. Here a
 chunk is differentiated at once, folded into the gradients of states and head, and dropped. Values
-and gradients are those of `trainer.losses.divergence` on everything together.
+and gradients are those of the divergence on everything together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from trainer.config import require
-from trainer.losses import _both, _complain, _warm, _wide, ce_hard, check_options, divergence
+from trainer.divergence import Divergence, complain
+from trainer.losses import both_log_probs, ce_hard, warm, wide
 
 # Size of one [chunk, V] tensor, 64 MiB in float32. A divergence holds up to a dozen of them.
 CHUNK_ELEMENTS = 2**24
@@ -67,22 +68,16 @@ class ChunkedLoss:
 
 
 def chunked_divergence(
-    name: str,
+    divergence: Divergence,
     states: Tensor,
     head: OutputHead,
     teacher: Callable[[slice], Tensor] | None,
     labels: Tensor,
     weights: Tensor | None = None,
     *,
-    beta: float = 0.5,
-    eta: float = 3.0,
-    mix: float = 0.9,
-    draft_temperature: float = 1.0,
-    teacher_temperature: float = 1.0,
-    loss_temperature_scale: bool = False,
     chunk_positions: int | None = None,
 ) -> ChunkedLoss:
-    """`losses.divergence` of head.logits(states), chunk by chunk; same options, same errors.
+    """`divergence` of head.logits(states), chunk by chunk; same errors.
 
     states: [N, d] float; labels: [N] int64 target ids; weights: [N] float, no gradient, default 1.
     teacher(span) gives the target's logits [n, V] of states[span]; it is called without gradient,
@@ -95,10 +90,7 @@ def chunked_divergence(
     The gradients exist, at full size, when this returns; backward only scales them, in place, so it
     can run once. Costs a few host syncs a chunk.
     """
-    options: dict[str, Any] = {"beta": beta, "eta": eta, "mix": mix}
-    options |= {"draft_temperature": draft_temperature, "teacher_temperature": teacher_temperature}
-    check_options(name, **options)
-    options["loss_temperature_scale"] = loss_temperature_scale
+    name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
     # Cast once for all chunks what autocast would cast in each.
     dtype, device = head.weight.dtype, head.weight.device.type
@@ -115,19 +107,18 @@ def chunked_divergence(
     spans = [slice(i, min(i + chunk_positions, len(labels))) for i in starts]
     weights = torch.ones_like(labels) if weights is None else weights.detach()
     weights = weights.to(torch.promote_types(dtype, torch.float32))
-    job = _Job(name, plain, teacher, labels, weights, options, spans)
+    job = _Job(divergence, plain, teacher, labels, weights, spans)
     outputs: Any = _Chunked.apply(states, head.weight, head.bias, job, torch.is_grad_enabled())
     return ChunkedLoss(*outputs)
 
 
 @dataclass
 class _Job:
-    name: str
+    divergence: Divergence
     head: OutputHead  # as computed with: detached, cast, without padding rows
     teacher: Callable[[slice], Tensor] | None
     labels: Tensor
     weights: Tensor
-    options: dict[str, Any]
     spans: list[slice]
 
     def read(self, states: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -149,7 +140,7 @@ class _Job:
         kept = self.head.kept
         if kept is None:
             return torch.ones_like(labels, dtype=torch.bool), draft, target, labels
-        target = None if self.name == "ce_hard" else target
+        target = None if self.divergence.name == "ce_hard" else target
         wanted = labels if target is None else target.argmax(-1)
         place = torch.searchsorted(kept, wanted).clamp_max(len(kept) - 1)
         counted = kept[place] == wanted
@@ -169,7 +160,7 @@ class _Chunked(torch.autograd.Function):
         ]
         values, shared = torch.zeros_like(job.weights), torch.zeros_like(job.weights)
         match, counted = (torch.zeros_like(job.labels, dtype=torch.bool) for _ in range(2))
-        mean_reward = _mean_reward(job, states) if job.name == "tvd_pp" else None
+        mean_reward = _mean_reward(job, states) if job.divergence.name == "tvd_pp" else None
         for span in job.spans:
             with torch.set_grad_enabled(any(g is not None for g in gradients)):
                 by_logits, *found = _one_chunk(job, states, span, mean_reward)
@@ -194,8 +185,8 @@ def _mean_reward(job: _Job, states: Tensor) -> Tensor:
     for span in job.spans:
         counted, draft, target, _ = job.select(*job.read(states, span)[1:], job.labels[span])
         assert target is not None
-        warm = _warm(draft, job.options["draft_temperature"])
-        log_q, log_p = _both(warm, _warm(target, job.options["teacher_temperature"]))
+        scaled = warm(draft, job.divergence.draft_temperature)
+        log_q, log_p = both_log_probs(scaled, warm(target, job.divergence.teacher_temperature))
         q = log_q.exp()
         total, count = total + torch.where(log_p.exp() > q, q, 0).sum(), count + counted.sum()
     return total / count
@@ -213,7 +204,7 @@ def _one_chunk(
         match, shared = first == labels, _spread((-ce_hard(q.detach(), places)).exp(), counted)
     else:
         match, shared = first == target.argmax(-1), _overlap(draft, target, kept)
-    values = divergence(job.name, q, p, places, **job.options, mean_reward=mean_reward)
+    values = job.divergence(q, p, places, mean_reward=mean_reward)
     scale = job.weights[span][counted].to(values)
     (by_logits,) = torch.autograd.grad(values, leaf, scale) if leaf.requires_grad else (None,)
     return by_logits, _spread(values, counted), shared, match, counted
@@ -226,9 +217,9 @@ def _spread(values: Tensor, counted: Tensor) -> Tensor:
 @torch.no_grad()
 def _overlap(draft: Tensor, target: Tensor, kept: Tensor | None) -> Tensor:
     """sum_v min(p, q), [n]; q is zero outside of `kept`, p is not renormalised."""
-    log_z, log_z_target = _wide(draft).logsumexp(-1), _wide(target).logsumexp(-1)
+    log_z, log_z_target = wide(draft).logsumexp(-1), wide(target).logsumexp(-1)
     if not bool((log_z + log_z_target).isfinite().all()):  # also where nothing counts
-        _complain("overlap", draft, target, log_z)
+        complain("overlap", draft, target, log_z)
     log_p = target if kept is None else target.index_select(-1, kept)
     return torch.minimum(log_p - log_z_target[:, None], draft - log_z[:, None]).exp_().sum(-1)
 

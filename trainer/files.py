@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,22 @@ def whole_folder(folder: str | Path, ours: bool = False) -> Iterator[Path]:
         raise UserError(
             f"cannot write {folder} ({error.strerror}): choose another folder"
         ) from error
+
+
+def rewrite(folder: Path, changed: Mapping[str, str], ours: bool = False) -> None:
+    """Replace text files of a folder that `whole_folder` has made; all others stay as they are."""
+    with whole_folder(folder, ours) as partial:
+        for source in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = source.relative_to(folder).as_posix()
+            if name == MARKER or name in changed:
+                continue
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source, partial / name)
+            except OSError:  # a file system without links
+                shutil.copy2(source, partial / name)
+        for name, text in changed.items():
+            (partial / name).write_text(text, encoding="utf-8")
 
 
 def _replace(folder: Path, partial: Path) -> None:

@@ -2,15 +2,16 @@
 
 - `batches.at(index) -> Batch` is stateless, shards by rank inside; `index` = step * accumulation +
   micro-step. A Batch is a dataclass: `input_ids`, `loss_mask`, `num_supervised`, `to(device)`.
-- `recipe.loss(batch, target_outputs, step) -> LossOutput`. `recipe.drafter` is set to the prepared
-  drafter, perhaps wrapped: a recipe calls it and does not read its attributes.
-- `recipe.denominators(batch, step) -> list[float]`, one per term, known before the forward pass;
-  without it `[batch.num_supervised]`. Summed over ranks and accumulation they divide the loss, so
+- `objective.loss(drafter, batch, target_outputs, step) -> LossOutput`. `drafter` is the prepared
+  one, perhaps wrapped: an objective calls it and does not read its attributes.
+- `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass;
+  summed over ranks and accumulation they divide the loss, so
   batch 1 x 4 steps = 4 x 1 whatever the lengths. Where one rank of several has nothing to train on,
   it runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
-- optional: `recipe.refresh(step, context(step, batch)) -> Batch | None`, `recipe.state_dict()` and
+- `objective.refresh(step, context(step, batch, drafter)) -> Batch | None`, where a `context` is
+  given: a batch in place of the stored one; `objective.state_dict()` and
   `load_state_dict()` (equal on all ranks; tensors and plain containers).
-- optional: `recipe.lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
+- `lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
 - `outputs(batch, step)`: what the frozen target says, or None. `meet()`: before ranks that asked
   it for more and for less wait for each other.
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None leaves the choice to the
@@ -40,9 +41,10 @@ from trainer import fsdp2, lora, zero
 from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
-from trainer.losses import LossOutput
+from trainer.objective import Batches, Objective
+from trainer.progress import Progress
 from trainer.replicated import Replicated
-from trainer.tracking import Progress, StepRecord, Tracker, Window
+from trainer.tracking import StepRecord, Tracker, Window
 
 # of processes with one that tokenises a corpus or starts a server; who launched them sees one die
 PATIENCE = datetime.timedelta(days=1)
@@ -114,17 +116,18 @@ def make_optimizer(
 
 @dataclasses.dataclass(kw_only=True)
 class Fit:
-    recipe: Any
+    objective: Objective
     drafter: nn.Module
-    batches: Any
+    batches: Batches
     evaluate: Callable[[nn.Module, int], dict[str, Any]] | None
-    outputs: Callable[[Any, int], Any]
+    outputs: Callable[[Any, int], object]
     config: TrainerConfig
     folder: Path
     seed: int
     accelerator: Accelerator
     tracker: Tracker
-    context: Callable[[int, Any], Any] | None = None
+    context: Callable[[int, Any, Any], object] | None = None
+    lr_multiplier: Callable[[str], float] = lambda name: 1.0
     describe: Callable[[Any], str] | None = None  # shown once, before step 1
     meet: Callable[[], None] = lambda: None
 
@@ -145,16 +148,14 @@ class Fit:
         if found is not None:
             load_weights(found, self.drafter)
         self.tracker.truncate(-1 if found is None else self.counters.step)
-        by_name = getattr(self.recipe, "lr_multiplier", lambda name: 1.0)
         self.model, self.optimizer = self.placement.prepare(
-            self.drafter, lambda model: make_optimizer(model, self.config, by_name)
+            self.drafter, lambda model: make_optimizer(model, self.config, self.lr_multiplier)
         )
-        self.recipe.drafter = self.model
-        self.window = Window(self.accelerator, Path(self.folder), self.recipe)
+        self.window = Window(self.accelerator, Path(self.folder), type(self.objective))
         if found is None:
             set_seed(self.seed, device_specific=True)
         else:
-            self.window.sums = self.store.load(found, self.model, self.optimizer, self.recipe)
+            self.window.sums = self.store.load(found, self.model, self.optimizer, self.objective)
             self.describe = None
 
     def train(self) -> None:
@@ -183,7 +184,7 @@ class Fit:
                     self.evaluate_drafter()
                 if stop or self.due(config.save_every):
                     with self.window.paused() as sums:
-                        self.store.save(counters, self.model, self.optimizer, self.recipe, sums)
+                        self.store.save(counters, self.model, self.optimizer, self.objective, sums)
                 if stop and counters.step < config.max_steps:
                     self.progress.note(f"stopped and saved at step {counters.step}")
                     raise SystemExit(75)
@@ -192,16 +193,15 @@ class Fit:
         return self.counters.step % every == 0 or self.counters.step == self.config.max_steps
 
     def fetch(self) -> tuple[list[tuple[Any, list[float]]], list[float]]:
-        """This rank's batches of the step, each with the denominators the recipe announces, and
+        """This rank's batches of the step, each with the denominators the objective announces, and
         their sums over all ranks and micro-steps. No batches: no rank has a supervised token."""
         step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
-        refresh = getattr(self.recipe, "refresh", None)
-        announce = getattr(self.recipe, "denominators", lambda batch, _: [batch.num_supervised])
+        objective, drafter = self.objective, self.accelerator.unwrap_model(self.model)
         batches, skipped = list[Any](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
             raw = batch = self.batches.at(index)
-            if refresh and self.context:
-                batch = refresh(step, self.context(step, raw))
+            if self.context is not None:
+                batch = objective.refresh(step, self.context(step, raw, drafter))
             if batch is not None and batch.num_supervised > 0:
                 batches.append(batch)
                 continue
@@ -209,7 +209,8 @@ class Fit:
             if not self.alone:  # ranks go through a step together
                 empty = torch.zeros_like(raw.loss_mask)
                 batches.append(dataclasses.replace(raw, loss_mask=empty, num_supervised=0))
-        announced = [[float(value) for value in announce(batch, step)] for batch in batches]
+        announced = [[float(value) for value in objective.denominators(batch, step)]
+                     for batch in batches]  # fmt: skip
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
         sums = [sum(column) for column in zip(*announced, strict=True)]
         sums += [num_tokens, skipped, self.interrupt.requested]
@@ -242,7 +243,7 @@ class Fit:
                 self.meet()
                 try:
                     with self.placement.autocast():
-                        output: LossOutput = self.recipe.loss(batch, target_outputs, step)
+                        output = self.objective.loss(self.model, batch, target_outputs, step)
                 except RunFault as fault:
                     path = self.window.save([batch], step)
                     raise RunFault(f"step {step + 1}: {fault}; its batch is in {path}") from fault
@@ -280,13 +281,12 @@ class Fit:
                 self.store.save_best(counters.step, self.model, metrics)
 
 
-def fit(**arguments: Any) -> FitResult:
-    """Train `drafter` in place; it ends with its best weights by `evaluate`, else its last.
+def fit(run: Fit) -> FitResult:
+    """Train `run.drafter` in place; it ends with its best weights by `evaluate`, else its last.
 
-    The arguments are the fields of `Fit`. Run again on the same `folder` it goes on from the newest
+    Run again on the same `folder` it goes on from the newest
     checkpoint, or returns at once where training is over. SIGTERM or Ctrl-C saves and raises
     SystemExit(75). Whoever made the tracker closes it."""
-    run = Fit(**arguments)
     merge = lora.attach(run.drafter, run.config) if run.config.lora_rank else None
     done = run.store.finished() if run.config.resume == "auto" else None
     if done is None:
@@ -294,7 +294,6 @@ def fit(**arguments: Any) -> FitResult:
         run.train()
         done = run.counters
         run.placement.end(run.model, run.drafter)
-        run.recipe.drafter = run.drafter
         run.accelerator.free_memory()
         run.store.finish(done)
     run.store.load_final(done, run.drafter)

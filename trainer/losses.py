@@ -1,7 +1,7 @@
 """Divergences between target p and draft q, per position; compressed teachers; reductions.
 
-One function per divergence on logits [N, V], returning [N] values. `divergence` is the entry point:
-it checks the options, applies temperatures, and raises where the numbers are broken. Log-softmax
+One function per divergence on logits [N, V], returning [N] values. `trainer.divergence` names them,
+applies temperatures, and raises where the numbers are broken. Log-softmax
 and sums are float32 (float64 stays float64), whatever the dtype of the logits. The teacher is
 always detached. A logit of -inf is a barred token of probability zero, in either model.
 """
@@ -9,18 +9,13 @@ always detached. A logit of -inf is a barred token of probability zero, in eithe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.config import RunFault, UserError, require
-
-# A KL in float32 is off by the rounding of the two log-sums and of a sum over V: a few 1e-6 for
-# large vocabularies. Anything lower means that precision was lost before the logits came here.
-NEGATIVE_TOLERANCE = -1e-5
+from trainer.config import require
 
 
 @dataclass
@@ -31,22 +26,22 @@ class LossOutput:
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)  # (sum, count)
 
 
-def _log_probs(logits: Tensor) -> Tensor:
+def log_probs(logits: Tensor) -> Tensor:
     """Log-softmax in at least float32: in bfloat16 it is off by 0.08 nats at |logit| = 20."""
-    return _wide(logits).log_softmax(-1)
+    return wide(logits).log_softmax(-1)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _warm(logits: Tensor, temperature: float) -> Tensor:
-    return _wide(logits) if temperature == 1 else _wide(logits) / temperature  # 1: save a copy
+def warm(logits: Tensor, temperature: float) -> Tensor:
+    return wide(logits) if temperature == 1 else wide(logits) / temperature  # 1: save a copy
 
 
-def _both(draft_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+def both_log_probs(draft_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
     """log q with gradient, log p without."""
-    return _log_probs(draft_logits), _log_probs(teacher_logits.detach())
+    return log_probs(draft_logits), log_probs(teacher_logits.detach())
 
 
 def _dot(weight: Tensor, x: Tensor) -> Tensor:
@@ -60,26 +55,26 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 def fkl(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Forward KL(p || q) = sum p log(p/q), [N]; gradient q - p (Hinton et al. 2015)."""
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return _kl(log_p, log_q)
 
 
 def ce_soft(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Cross-entropy -sum p log q = fkl + H(p), [N]; gradient q - p, as fkl."""
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return -_dot(log_p.exp(), log_q)
 
 
 def ce_top(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """-sum p log q over the ten best tokens of p, [N] (Zhang et al. 2024, HASS, Sec. 3.1)."""
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     best = log_p.topk(min(10, log_p.shape[-1]), dim=-1)
     return -_dot(best.values.exp(), log_q.gather(-1, best.indices))
 
 
 def ce_hard(draft_logits: Tensor, labels: Tensor) -> Tensor:
     """-log q(y), [N], labels: [N] int64. Gradient q - onehot(y): unbiased for fkl iff y ~ p."""
-    return F.cross_entropy(_wide(draft_logits), labels, reduction="none")
+    return F.cross_entropy(wide(draft_logits), labels, reduction="none")
 
 
 def rkl(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -87,7 +82,7 @@ def rkl(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
     Infinite where p bars a token (top-k, top-p) that q does not (Gu et al. 2023, MiniLLM).
     """
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return _kl(log_q, log_p)
 
 
@@ -101,7 +96,7 @@ def jsd(draft_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5) -> Tens
         return fkl(draft_logits, teacher_logits)
     if beta == 1:
         return rkl(draft_logits, teacher_logits)
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     # Detached: the gradient through M is -sum_v dM = 0, and logaddexp(-inf, -inf) has a NaN one.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q.detach() + math.log1p(-beta))
     return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
@@ -113,7 +108,7 @@ def tvd(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     Gradient q (s - E_q s), s = 1/2 sign(q - p), 0 at ties. It shrinks with the overlap: from a cold
     start use fkl, nla or lk_hybrid first (Zhou et al. 2023, DistillSpec).
     """
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return _tvd(log_q, log_p)
 
 
@@ -126,7 +121,7 @@ def nla(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
     Summed in log space: finite down to overlaps that float32 cannot hold.
     """
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
@@ -135,7 +130,7 @@ def lk_hybrid(draft_logits: Tensor, teacher_logits: Tensor, eta: float = 3.0) ->
 
     fkl while the overlap is small and tvd gives no signal, tvd once it is large.
     """
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     variation = _tvd(log_q, log_p)
     weight = torch.exp(-eta * (1 - variation.detach()))
     return weight * _kl(log_p, log_q) + (1 - weight) * variation
@@ -151,7 +146,7 @@ def tvd_pp(
     drops out of the gradient, which is that of tvd / std (Goel et al. 2024).
     mean_reward: [] float, the mean over all positions, for a call that sees only some of them.
     """
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     q, p = log_q.exp(), log_p.exp()
     with torch.no_grad():
         reward = torch.where(p.isnan(), p, (p > q).to(p))  # a comparison would hide a broken target
@@ -162,7 +157,7 @@ def tvd_pp(
 
 def kl_mix(draft_logits: Tensor, teacher_logits: Tensor, mix: float = 0.9) -> Tensor:
     """mix * fkl + (1 - mix) * rkl, [N]; what some code calls "jsd" (Liu et al. 2023, OSD)."""
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     if mix == 1:
         return _kl(log_p, log_q)
     return mix * _kl(log_p, log_q) + (1 - mix) * _kl(log_q, log_p)
@@ -171,16 +166,11 @@ def kl_mix(draft_logits: Tensor, teacher_logits: Tensor, mix: float = 0.9) -> Te
 @torch.no_grad()
 def overlap(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Acceptance probability sum min(p, q), [N] in [0, 1], no gradient (Leviathan et al. 2023)."""
-    log_q, log_p = _both(draft_logits, teacher_logits)
+    log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-DIVERGENCES: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f
-    for f in (fkl, ce_soft, ce_top, ce_hard, rkl, jsd, tvd, nla, lk_hybrid, tvd_pp, kl_mix)
-}
-_OPTION = {"jsd": "beta", "lk_hybrid": "eta", "kl_mix": "mix", "tvd_pp": "mean_reward"}
-_LINEAR_IN_P = ("fkl", "ce_soft")
+FORMULAS = (fkl, ce_soft, ce_top, ce_hard, rkl, jsd, tvd, nla, lk_hybrid, tvd_pp, kl_mix)
 
 
 # --- compressed teachers ------------------------------------------------------------------------
@@ -213,7 +203,7 @@ def compress(
     require(0 <= k <= teacher_logits.shape[-1], "data.teacher_top_k", "lie in [0, V]", k)
     rule = "be >= 0, and positive if teacher_top_k is 0"
     require(m >= 0 and k + m > 0, "data.teacher_samples", rule, m)
-    log_p = _log_probs(teacher_logits)
+    log_p = log_probs(teacher_logits)
     logp, ids = log_p.topk(k, dim=-1)
     tail = log_p.scatter(-1, ids, -math.inf)
     out = CompressedTeacher(ids, logp, tail.logsumexp(-1))
@@ -229,9 +219,9 @@ def compress(
     return out
 
 
-def _bucket(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Tensor]:
+def bucket(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Tensor]:
     """Draft and teacher log-probs [N, k+1]: the head, and everything else as one token."""
-    logits = _wide(draft_logits)
+    logits = wide(draft_logits)
     rest = logits.scatter(-1, teacher.ids, -math.inf).logsumexp(-1, keepdim=True)
     draft = torch.cat([logits.gather(-1, teacher.ids), rest], -1)
     draft = draft - logits.logsumexp(-1, keepdim=True)
@@ -241,23 +231,23 @@ def _bucket(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, T
 @torch.no_grad()
 def overlap_bounds(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Tensor]:
     """Lower and upper bound of sum min(p, q), each [N]: the head alone, and with the tails."""
-    draft, target = _bucket(draft_logits, teacher)
+    draft, target = bucket(draft_logits, teacher)
     shared = torch.minimum(draft, target).exp()
     return shared[:, :-1].sum(-1), shared.sum(-1)
 
 
-def _sums_to_one(teacher: CompressedTeacher) -> Tensor:
+def sums_to_one(teacher: CompressedTeacher) -> Tensor:
     """Whether head and tail make one in every row, [] bool; loose enough for float16 storage."""
     total = teacher.logp.float().exp().sum(-1) + teacher.log_tail.float().exp()
     return ((total - 1).abs() < 1e-2).all()
 
 
-def _compressed_ce(draft_logits: Tensor, teacher: CompressedTeacher) -> Tensor:
+def compressed_ce(draft_logits: Tensor, teacher: CompressedTeacher) -> Tensor:
     """-sum_head p log q - tail_mass/m sum_samples log q, [N]: ce_soft and its gradient, unbiased.
 
     Without samples the head is renormalised, which `divergence` allows at mass >= 0.999 only.
     """
-    logits = _wide(draft_logits)
+    logits = wide(draft_logits)
     log_z = logits.logsumexp(-1, keepdim=True)  # gathered, so that no [N, V] log-probs are kept
     weight = teacher.logp.to(logits).exp()
     if teacher.tail_ids is None:
@@ -270,123 +260,6 @@ def _compressed_ce(draft_logits: Tensor, teacher: CompressedTeacher) -> Tensor:
 
 
 # --- entry point --------------------------------------------------------------------------------
-
-
-def check_options(
-    name: str,
-    draft_temperature: float = 1.0,
-    teacher_temperature: float = 1.0,
-    *,
-    beta: float = 0.5,
-    eta: float = 3.0,
-    mix: float = 0.9,
-    approx: str | None = None,
-    compressed: bool = False,
-) -> None:
-    """Refuse what `divergence` cannot compute; a recipe calls it before any model is loaded."""
-    if name not in DIVERGENCES:
-        raise UserError(f"unknown method.divergence {name!r}; available: {', '.join(DIVERGENCES)}")
-    require(0 <= beta <= 1, "method.beta", "lie in [0, 1]", beta)
-    require(0 <= mix <= 1, "method.mix", "lie in [0, 1]", mix)
-    require(0 <= eta < math.inf, "method.eta", "be >= 0", eta)
-    for key, value in (("draft", draft_temperature), ("teacher", teacher_temperature)):
-        require(0 < value < math.inf, f"method.{key}_temperature", "be > 0", value)
-    require(approx in (None, "bucket"), "method.approx", "be null or bucket", approx)
-    if compressed and name != "ce_hard":
-        if teacher_temperature != 1:
-            raise UserError(
-                "CompressedTeacherError: p at another temperature does not follow from part of p, "
-                f"got method.teacher_temperature {teacher_temperature}: use the full logits"
-            )
-        if name not in _LINEAR_IN_P and approx is None:
-            raise UserError(
-                f"CompressedTeacherError: {name} is not linear in p, so samples of p bias it: "
-                "use fkl, the full logits, or method.approx=bucket"
-            )
-
-
-def divergence(
-    name: str,
-    draft_logits: Tensor,
-    teacher: Tensor | CompressedTeacher | None,
-    labels: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    eta: float = 3.0,
-    mix: float = 0.9,
-    draft_temperature: float = 1.0,
-    teacher_temperature: float = 1.0,
-    loss_temperature_scale: bool = False,
-    approx: str | None = None,
-    mean_reward: Tensor | None = None,
-) -> Tensor:
-    """The divergence `name` per position, [N] float32, differentiable in the draft.
-
-    draft_logits, teacher: [N, V] float, before temperature; q = softmax(z / draft_temperature).
-    labels: [N] int64, for ce_hard. `loss_temperature_scale` multiplies by draft_temperature^2
-    (Hinton et al. 2015). A compressed teacher gives, for fkl, the cross-entropy: the gradient is
-    that of fkl, the value is larger by the entropy of p. With approx="bucket" its tail is one token
-    and the value a lower bound of the divergence (data processing). Costs one host sync.
-    """
-    compressed = isinstance(teacher, CompressedTeacher)
-    options = {"beta": beta, "eta": eta, "mix": mix}
-    temperatures = (draft_temperature, teacher_temperature)
-    check_options(name, *temperatures, **options, approx=approx, compressed=compressed)
-    draft = _warm(draft_logits, draft_temperature)
-    sound = torch.ones((), dtype=torch.bool, device=draft.device)
-    if name == "ce_hard":
-        if labels is None:
-            raise UserError("ce_hard needs labels, got none")
-        values, teacher = ce_hard(draft, labels), None
-    elif teacher is None:
-        raise UserError(f"{name} needs the logits of the target, got none")
-    elif isinstance(teacher, CompressedTeacher) and approx is None:
-        if teacher.tail_ids is None:
-            sound = (teacher.log_tail.float().exp() <= 1e-3).all()
-        values = _compressed_ce(draft, teacher)
-    else:
-        if isinstance(teacher, CompressedTeacher):
-            q, p = _bucket(draft, teacher)
-        else:
-            q, p = draft, _warm(teacher, teacher_temperature)
-        known = {**options, "mean_reward": mean_reward}
-        chosen = {key: known[key] for key in (_OPTION.get(name),) if key}
-        values = DIVERGENCES[name](q, p, **chosen)
-    if isinstance(teacher, CompressedTeacher):
-        sound = sound & _sums_to_one(teacher)
-    floor = -math.inf if name == "tvd_pp" else NEGATIVE_TOLERANCE  # the surrogate has any sign
-    good = values.detach().isfinite() & (values.detach() >= floor)
-    if not bool(good.all() & sound):
-        _complain(name, draft, teacher, values.detach())
-    return values * draft_temperature**2 if loss_temperature_scale else values
-
-
-def _complain(
-    name: str, draft: Tensor, teacher: Tensor | CompressedTeacher | None, values: Tensor
-) -> None:
-    """Say why the values cannot be used; off the fast path, so it may synchronise."""
-    models = {"draft": draft}
-    if isinstance(teacher, Tensor):
-        models["target"] = teacher
-    elif teacher is not None and not bool(_sums_to_one(teacher)):
-        raise RunFault("stored log-probs of the target do not sum to one: rebuild the traces")
-    for who, logits in models.items():
-        if not bool(_wide(logits).logsumexp(-1).isfinite().all()):
-            raise RunFault(f"logits of the {who} contain NaN or Inf at a trained position")
-    if not bool(values.isfinite().all()):
-        raise RunFault(
-            f"{name} is infinite: one model bars a token that the other produces; "
-            "use tvd or jsd, or the same warping for both"
-        )
-    if bool((values < NEGATIVE_TOLERANCE).any()) and name != "tvd_pp":
-        lowest = values.min().item()
-        raise RunFault(f"{name} is negative ({lowest:.3g}): the log-probabilities lost precision")
-    assert isinstance(teacher, CompressedTeacher)
-    mass = teacher.log_tail.float().exp().max().item()
-    raise UserError(
-        f"CompressedTeacherError: top-k alone leaves out {mass:.3g} of the mass, limit 0.001: "
-        "store data.teacher_samples, raise data.teacher_top_k, or set method.approx=bucket"
-    )
 
 
 def position_weights(rows: Tensor, num_rows: int, kind: str = "token") -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where numbers go: `metrics.jsonl`, Weights & Biases if asked for, and a progress line.
+"""Where numbers go: `metrics.jsonl`, and Weights & Biases if asked for.
 
 `metrics.jsonl` is the record: one JSON object a line, each with `step` (optimiser steps done) and,
 where a recipe has several stages, `stage`. After a resume it is cut back to the checkpoint, so the
@@ -11,19 +11,16 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from tqdm import tqdm
 
 from trainer.checkpoint import save_batches
 from trainer.config import RunFault, TrainerConfig, UserError
@@ -198,9 +195,9 @@ class Window:
     """Losses and metrics since the last row. They stay on the device until `settle`, which is the
     one place where the host waits for it, and refuses what is not finite."""
 
-    def __init__(self, accelerator: Accelerator, folder: Path, recipe: Any) -> None:
+    def __init__(self, accelerator: Accelerator, folder: Path, trained_by: type) -> None:
         self.accelerator, self.folder = accelerator, folder
-        self.recipe_name = f"{type(recipe).__module__}.{type(recipe).__qualname__}"
+        self.name = f"{trained_by.__module__}.{trained_by.__qualname__}"
         self.sums: dict[str, list[float]] = {}  # of this rank: name -> [sum, count]
         self._pending: list[StepRecord] = []
         self.start(0)
@@ -265,7 +262,7 @@ class Window:
         for returned, announced in record.denominators:
             if not math.isclose(float(returned), announced, rel_tol=1e-6):
                 return (
-                    f"{self.recipe_name}: loss() returned the denominator {float(returned)} at "
+                    f"{self.name}: loss() returned the denominator {float(returned)} at "
                     f"step {record.step + 1}, but denominators() had announced {announced}"
                 )
         if all(map(math.isfinite, [*losses, grad_norm])):
@@ -289,47 +286,3 @@ def _accumulate(sums: dict[str, list[float]], entries: list[tuple[str, Any, Any]
         entry = sums.setdefault(name, [0.0, 0.0])
         entry[0] += float(total)
         entry[1] += float(count)
-
-
-class Progress:
-    """A bar with rate and time left on a terminal; elsewhere one plain line per report."""
-
-    def __init__(
-        self, total: int, start: int = 0, enabled: bool = True, stream: TextIO | None = None
-    ) -> None:
-        self.total, self.start, self.enabled = total, start, enabled
-        self.stream = stream or sys.stderr
-        self._began = time.perf_counter()
-        self._bar: tqdm | None = None
-        if enabled and self.stream.isatty():
-            self._bar = tqdm(
-                total=total, initial=start, file=self.stream, unit="step", dynamic_ncols=True
-            )
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update()
-
-    def report(self, row: dict[str, Any]) -> None:
-        """`row`: as `Window.row` makes it."""
-        step, loss = row["step"], row["loss"]
-        text = "no tokens" if loss is None else f"loss {loss:.4f}"
-        text += f"  lr {row['lr']:.2e}  {row['tokens_per_s']:.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
-        elif self.enabled:
-            seconds = time.perf_counter() - self._began
-            left = seconds * (self.total - step) / max(1, step - self.start)
-            remaining = timedelta(seconds=round(left))
-            self.note(f"step {step}/{self.total}  {text}  {remaining} left")
-
-    def note(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(text, file=self.stream)
-        elif self.enabled:
-            print(text, file=self.stream, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

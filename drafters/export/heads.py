@@ -21,38 +21,32 @@ from safetensors.torch import save_file
 
 from drafters.base import TrainedDrafter
 from drafters.eagle import EagleDrafter
-from drafters.export.hf import real_ids
+from drafters.eagle1 import Eagle1Drafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.export.card import Export
 from drafters.export.reread import reread
 from drafters.medusa import MedusaDrafter
+from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError
 from trainer.files import whole_folder
 
 Layout = tuple[dict[str, Any], dict[str, torch.Tensor]]  # config.json, model.safetensors
 
 
-def method_of(drafter: TrainedDrafter) -> str:
-    """vLLM's name for this kind of head."""
-    if isinstance(drafter, EagleDrafter):
-        return "eagle" if drafter.settings.version == 1 else "eagle3"
-    return drafter.kind
-
-
 @torch.no_grad()
-def write(
-    folder: str | Path, layout: Layout, drafter: TrainedDrafter, card: str, ours: bool = False
-) -> Path:
+def write(folder: str | Path, layout: Layout, drafter: TrainedDrafter, asked: Export) -> Path:
     """Complete or not at all: what was written is read by a reader of its own and compared with the
-    drafter before the folder gets its name. `card` becomes README.md. `ours`: of `whole_folder`."""
+    drafter before the folder gets its name."""
     config, tensors = layout
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise RunFault(f"tensor {name!r} holds values that are not finite: nothing was written")
-    with whole_folder(folder, ours) as partial:
+    with whole_folder(folder, asked.ours) as partial:
         # copies: some names share a tensor, which the format has no way to say
         copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
         save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / "README.md").write_text(asked.card, encoding="utf-8")
         reread(partial, drafter)
     return Path(folder)
 
@@ -129,7 +123,7 @@ def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]
     return tensors
 
 
-def eagle1_tensors(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
     """No output head and no embedding, unless the target's needs to be written out."""
     if drafter.settings.captures != ["final_norm"]:
         raise UserError(
@@ -151,7 +145,7 @@ def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:
 
 
 @torch.no_grad()
-def eagle3_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]:
+def eagle3_tensors(drafter: Eagle3Drafter, prefix: str) -> dict[str, torch.Tensor]:
     """`prefix`: of the layer's tensors, the one thing in which layouts differ."""
     settings = drafter.settings
     order = capture_order(drafter)
@@ -178,11 +172,11 @@ def eagle3_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor
     return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
 
 
-def reduced(drafter: EagleDrafter) -> bool:
+def reduced(drafter: Eagle3Drafter) -> bool:
     return drafter.kept is not None and len(drafter.kept) < configured_vocab_size(drafter)
 
 
-def draft_vocab_size(drafter: EagleDrafter) -> int:
+def draft_vocab_size(drafter: Eagle3Drafter) -> int:
     return len(drafter.lm_head.weight) if reduced(drafter) else configured_vocab_size(drafter)
 
 

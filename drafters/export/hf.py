@@ -15,28 +15,34 @@ mean is rounded once to the weights' dtype.
 from __future__ import annotations
 
 import copy
-import json
-import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from data.target import eos_ids as default_eos_ids
-from drafters.acceptance_head import AcceptanceHead
+from drafters.acceptance_head import AcceptanceHead, adaptive
+from drafters.causal_lm import CausalLMDrafter
+from drafters.export.card import Export
+from target.model import eos_ids as default_eos_ids
+from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
-from trainer.redaction import shown
 
 LOGITS_TOLERANCE = (
     1e-5  # relative; zero for equal widths, a wider matrix product may round otherwise
 )
+
+
+def write(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
+    """The drafter, and the acceptance head beside it. Where the head was tuned, it decides how many
+    tokens are drafted."""
+    return export(
+        drafter.model, drafter.tokenizer, drafter.fingerprint["vocab_size"], folder,
+        card=asked.card, eos_ids=drafter.fingerprint["eos_ids"], ours=asked.ours,
+        **adaptive(drafter.acceptance, asked.num_tokens),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -72,11 +78,6 @@ def export(
             acceptance.save(partial)
         reread(partial, model, real_ids(tokenizer))
     return Path(folder)
-
-
-def real_ids(tokenizer: Any) -> torch.Tensor:
-    """[n] int64, ascending: the ids that name a token; the tokenizer's own gaps are left out."""
-    return torch.tensor(sorted(set(tokenizer.get_vocab().values())))
 
 
 @torch.no_grad()
@@ -173,168 +174,3 @@ def reread(folder: str | Path, model: Any, real: torch.Tensor) -> float:
             "rotary frequencies, loading with dtype= does not)"
         )
     return difference
-
-
-def model_card(
-    report: dict[str, Any] | None,
-    *,
-    target: str,
-    recipe: str | None,
-    num_assistant_tokens: int,
-    table: str | None = None,
-    license: str | None = None,
-    engine: str = "transformers",
-    method: str = "draft_model",
-    note: str = "",
-) -> str:
-    """README.md of an export: what it is, with a `note`, what was measured, how to serve it.
-    No secret and no place on this machine is in it. `table`: the report's rows as a Markdown table,
-    escaped; `license`: only where it is known, the target's
-    may bind; `method`: vLLM's name for this kind of drafter, a causal LM or a head; `engine`: what
-    it was written for."""
-    head = method != "draft_model"
-    about: dict[str, Any] = {}
-    hub_id, target = is_hub_id(target), _line(shown(target))
-    if not head:  # the library with a loader for it
-        about["library_name"] = "transformers"
-    if license:
-        about["license"] = license
-    if hub_id:
-        about["base_model"] = target
-    measured = _measured((report or {}).get("results", []))
-    if measured:  # shown by the Hub as the `model-index`
-        about |= {"eval_results": measured, "model_name": f"Drafter for {Path(target).name}"}
-    front = ModelCardData(
-        pipeline_tag="text-generation",
-        tags=["speculative-decoding", method.replace("_", "-"), "draftsmith"],
-        **about,
-    )
-    trained = (
-        f", trained with draftsmith's {code(recipe)} recipe"
-        if recipe
-        else ", trained with draftsmith"
-    )
-    run = (report or {}).get("run", {})
-    provenance = "".join(
-        f"- {label}: {code(shown(str(run[key])))}\n"
-        for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
-        if run.get(key)
-    )
-    serving = [_serve_sglang] if engine == "sglang" else [_serve_vllm]
-    if not head:
-        serving.insert(0, _serve_transformers)
-    commands = "\n".join(serve(target, method, num_assistant_tokens) for serve in serving)
-    loaders = "\nTransformers has no loader for such heads.\n" if head else ""
-    return f"""---
-{front.to_yaml()}
----
-
-# Drafter for {code(target)}
-
-{KINDS[method]} for speculative decoding with {code(target)}{trained}.
-It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
-target's own. It is of no use alone.{note and " " + note}
-
-## Measured
-
-{table.strip() if table else "Not measured."}
-{chr(10) + provenance if provenance else ""}
-## Serve
-
-`DRAFTER` is this folder or its name on the Hub; {code(target)} is the target it was trained for.
-{loaders}
-{commands}"""
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def code(text: str) -> str:
-    """`text` as inline code of Markdown, on one line, whatever is in it."""
-    text = _line(text)
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " * text.startswith("`") or " " * text.endswith("`")
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def _measured(rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
-    """Of the trained drafter's rows, the two metrics one compares drafters by."""
-    found = []
-    for row in rows:
-        if row["drafter"] != "after" or row["measured_by"] != "offline":
-            continue
-        shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
-        config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
-        prompts = _line(shown(row["prompts"]["name"]))
-        for name in ("tokens_per_round", "alpha"):
-            if row.get(name) is not None:
-                found.append(EvalResult(
-                    task_type="text-generation", dataset_type=prompts, dataset_name=prompts,
-                    metric_type=name, metric_value=round(row[name], 4), metric_name=name,
-                    metric_config=config,
-                ))  # fmt: skip
-    return found
-
-
-KINDS = {
-    "draft_model": "A draft model",
-    "medusa": "A set of Medusa heads",
-    "eagle": "An EAGLE head",
-    "eagle3": "An EAGLE-3 head",
-}
-
-
-def _serve_transformers(target: str, method: str, num_tokens: int) -> str:
-    return f"""transformers:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({json.dumps(target)})
-target = AutoModelForCausalLM.from_pretrained({json.dumps(target)})
-drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
-```
-"""
-
-
-def _serve_vllm(target: str, method: str, num_tokens: int) -> str:
-    speculative = {"method": method, "model": "DRAFTER", "num_speculative_tokens": num_tokens}
-    return f"""vLLM:
-
-```bash
-vllm serve {_word(target)} --speculative-config '{json.dumps(speculative)}'
-```
-"""
-
-
-def _serve_sglang(target: str, method: str, num_tokens: int) -> str:
-    """A chain, like the measured one; a wider top-k makes it a tree."""
-    return f"""SGLang:
-
-```bash
-python -m sglang.launch_server --model-path {_word(target)} \\
-    --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
-    --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
-    --speculative-num-draft-tokens {num_tokens + 1}
-```
-"""
-
-
-def _word(name: str) -> str:
-    """Of the shell, which finds the home folder only outside quotes."""
-    home = "~/" if name.startswith("~/") else ""
-    return home + shlex.quote(name.removeprefix(home))
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` can only be a repository on the Hub, not a folder here."""
-    if name.count("/") != 1 or Path(name).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True

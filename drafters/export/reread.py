@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from data.target import LayerId, TargetOutputs
 from drafters.base import TrainedDrafter
-from drafters.export.files import Tensors
-from drafters.export.reader import Head, read
+from drafters.formats.files import Tensors
+from drafters.formats.reader import Head, read
+from target.model import LayerId, TargetOutputs
 from trainer.config import RunFault, UserError
 
 TOLERANCE = 1e-5  # of the largest logit, for drafters in float32

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from drafters.eagle import EagleDrafter
+from drafters.eagle1 import Eagle1Drafter
+from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
+from drafters.export.card import Export
 from drafters.export.heads import (
-    Layout,
     captured_layers,
     eagle1_tensors,
     layer_keys,
@@ -24,40 +26,38 @@ from drafters.export.heads import (
 from trainer.config import UserError
 
 
-def export(drafter: EagleDrafter, folder: str | Path, *, card: str) -> Path:
-    return write(folder, layout(drafter), drafter, card)
-
-
-def layout(drafter: EagleDrafter) -> Layout:
-    _refuse_unserved(drafter)
-    if drafter.settings.version == 3:
-        return vllm.eagle3(drafter)
+def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
+    _check_embedding(drafter)
     zeros = torch.zeros_like(drafter.fc.weight[:, 0])
     config = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
-    return config, eagle1_tensors(drafter) | {"fc.bias": zeros}
+    tensors = eagle1_tensors(drafter) | {"fc.bias": zeros}
+    return write(folder, (config, tensors), drafter, asked)
 
 
-def _refuse_unserved(drafter: EagleDrafter) -> None:
-    settings, target = drafter.settings, drafter.shared.target
+def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    _check_embedding(drafter)
+    if drafter.settings.norm_before_residual:
+        raise UserError(
+            "script.engine=sglang: SGLang has no norm_before_residual: train with "
+            "method.norm_before_residual=false, or use script.engine=vllm"
+        )
+    layers = captured_layers(drafter)
+    if layers[-1] == drafter.shared.target.num_layers - 1:
+        raise UserError(
+            f"script.engine=sglang: SGLang never captures the output of the last layer "
+            f"({layers[-1]}): train on lower layers, or use script.engine=vllm"
+        )
+    if len(layers) == 1:
+        raise UserError(
+            "script.engine=sglang: SGLang takes a single captured state for the head's own "
+            "and skips fc: train on several layers, or use script.engine=vllm"
+        )
+    return write(folder, vllm.eagle3(drafter), drafter, asked)
+
+
+def _check_embedding(drafter: EagleDrafter) -> None:
     if own_embedding(drafter) is not None:
         raise UserError(
             "script.engine=sglang: the target scales its embeddings, and SGLang gives heads the "
             "bare table: use script.engine=vllm"
         )
-    if settings.norm_before_residual:
-        raise UserError(
-            "script.engine=sglang: SGLang has no norm_before_residual: train with "
-            "method.norm_before_residual=false, or use script.engine=vllm"
-        )
-    if settings.version == 3:
-        layers = captured_layers(drafter)
-        if layers[-1] == target.num_layers - 1:
-            raise UserError(
-                f"script.engine=sglang: SGLang never captures the output of the last layer "
-                f"({layers[-1]}): train on lower layers, or use script.engine=vllm"
-            )
-        if len(layers) == 1:
-            raise UserError(
-                "script.engine=sglang: SGLang takes a single captured state for the head's own "
-                "and skips fc: train on several layers, or use script.engine=vllm"
-            )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafters.eagle import EagleDrafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.export.card import Export
 from drafters.export.heads import (
     Layout,
     captured_layers,
@@ -23,15 +24,13 @@ from drafters.export.heads import (
 VERSION = "0.9.0"
 
 
-def export(
-    drafter: EagleDrafter, folder: str | Path, *, card: str, target: str, num_tokens: int
-) -> Path:
-    """`target`: the name that readers of the folder will load it by, so better a Hub id than a
-    local folder; `num_tokens`: what is drafted a round unless the server says otherwise."""
-    return write(folder, layout(drafter, target, num_tokens), drafter, card)
+def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    """Readers of the folder load the target by `asked.target`, so better a Hub id than a local
+    folder."""
+    return write(folder, layout(drafter, asked.target, asked.num_tokens), drafter, asked)
 
 
-def layout(drafter: EagleDrafter, target: str, num_tokens: int) -> Layout:
+def layout(drafter: Eagle3Drafter, target: str, num_tokens: int) -> Layout:
     settings, layers = drafter.settings, captured_layers(drafter)
     # vLLM passes the nested part on whole and this key only there
     layer = layer_keys(drafter) | {"num_aux_hidden_states": len(layers)}

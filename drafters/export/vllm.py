@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from drafters.base import TrainedDrafter
-from drafters.eagle import EagleDrafter
+from drafters.eagle1 import Eagle1Drafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.export.card import Export
 from drafters.export.heads import (
     Layout,
     captured_layers,
@@ -34,18 +35,17 @@ from drafters.export.heads import (
 from drafters.medusa import MedusaDrafter
 
 
-def export(drafter: TrainedDrafter, folder: str | Path, *, card: str, ours: bool = False) -> Path:
-    return write(folder, layout(drafter), drafter, card, ours)
+def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
+    return write(folder, medusa(drafter), drafter, asked)
 
 
-def layout(drafter: TrainedDrafter) -> Layout:
-    if isinstance(drafter, MedusaDrafter):
-        return medusa(drafter)
-    assert isinstance(drafter, EagleDrafter)
-    if drafter.settings.version == 3:
-        return eagle3(drafter)
+def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
-    return config, eagle1_tensors(drafter)
+    return write(folder, (config, eagle1_tensors(drafter)), drafter, asked)
+
+
+def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    return write(folder, eagle3(drafter), drafter, asked)
 
 
 def medusa(drafter: MedusaDrafter) -> Layout:
@@ -79,7 +79,7 @@ def medusa(drafter: MedusaDrafter) -> Layout:
     return config, tensors
 
 
-def eagle3(drafter: EagleDrafter) -> Layout:
+def eagle3(drafter: Eagle3Drafter) -> Layout:
     """For SGLang too, which reads the same folder."""
     settings, layers = drafter.settings, captured_layers(drafter)
     config: dict[str, Any] = {

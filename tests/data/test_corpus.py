@@ -315,7 +315,7 @@ def test_a_disk_that_is_too_small_is_known_before(target, raw, tmp_path, monkeyp
 
 
 def test_a_tokenizer_wider_than_the_target_is_refused(raw, tiny_folder, tmp_path):
-    from data.target import Target
+    from target.model import Target
 
     narrow = Target.load(str(tiny_folder("llama", vocab_size=90)))
     with pytest.raises(UserError, match=r"CompatibilityError.* the target scores ids below 90"):

@@ -31,7 +31,7 @@ from data.features import (
     features_folder,
     write_features,
 )
-from data.target import Target, TargetOutputs
+from target.model import Target, TargetOutputs
 from tests.data.test_traces import cut, flip, make
 from tests.tiny import prompts_of, save_tiny, tiny_model
 from trainer.config import RunFault, UserError
@@ -331,7 +331,7 @@ def test_a_run_that_dies_at_any_shard_goes_on(
 KILLED = """
 import sys, time
 from data.features import write_features
-from data.target import Target
+from target.model import Target
 from tests.data import test_features as job
 target, outputs = Target.load(sys.argv[1]), Target.outputs
 def slow(*arguments, **options):

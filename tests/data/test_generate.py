@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 
 import pytest
 import torch
 
+from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
-from data.sampling import row_key
 from data.traces import TraceStore
 from scripts import generate
+from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
 from tests.tiny import EOS
-from trainer.config import DataConfig, UserError
+from trainer import progress
+from trainer.config import UserError
 from trainer.losses import compress
 
 NEW = 12
@@ -235,6 +238,20 @@ def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual):
     fill(tiny_target("llama"), tmp_path, wanted)
     broken = dataclasses.replace(tiny_target("llama"), model=None)  # nothing is generated
     assert fill(broken, tmp_path, wanted) == usual
+
+
+def test_progress_counts_tokens_from_the_first_step_on(tiny_target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    wanted = plan(lookahead=3)
+    traces = fill(tiny_target("llama"), tmp_path, wanted, batch_size=4, label="traces")
+    lines = capsys.readouterr().err.splitlines()
+    most = 8 * (NEW + 3)
+    assert lines[1].startswith(f"traces: 4 of about {most} tokens, 0/8 answers, ")
+    assert lines[1].endswith(" left")
+    counts = [int(re.match(r"traces: (\d+) ", line)[1]) for line in lines]
+    assert counts == sorted(counts)
+    generated = sum(len(t.response_ids) + len(t.lookahead_ids) for t in traces)
+    assert lines[-1].startswith(f"traces: {generated} tokens in 0:00:")
 
 
 def test_what_was_finished_is_not_generated_again(tiny_target, tmp_path, usual):

@@ -7,7 +7,7 @@ import torch
 
 from data.batches import Batches, collate
 from data.kept import KeptLogits
-from data.target import Target
+from target.model import Target
 from tests.data.test_batches import make
 from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
 

@@ -8,7 +8,7 @@ import pytest
 
 from data import request_log
 from data.request_log import RequestLog
-from data.sampling import Sampling
+from target.sampling import Sampling
 from tests.commands import write_jsonl
 from tests.tiny import EOS, VOCAB_SIZE
 from trainer.config import UserError

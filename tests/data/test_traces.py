@@ -483,6 +483,26 @@ def test_damaged_shard_is_named_and_the_remedy_works(tmp_path, damage, finished,
     assert capsys.readouterr().out == ""
 
 
+def test_a_whole_shard_in_the_place_of_another_is_named(tmp_path):
+    """As a copy or a restored backup leaves it: its pages are sound, its rows are others."""
+    write(tmp_path, range(6))
+    first, second = sorted(tmp_path.glob("shard-*"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(UserError, match=r"shard-r0-00001.parquet is damaged .*size or checksum"):
+        TraceStore.open(tmp_path, IDENTITY).load()
+
+
+def test_no_shard_takes_the_name_of_one_that_is_there(tmp_path):
+    """Where one before it is gone for so long that no manifest names it any more."""
+    write(tmp_path, range(9))
+    (tmp_path / "shard-r0-00001.parquet").unlink()
+    assert write(tmp_path, range(9)) == 3
+    assert write(tmp_path, range(12)) == 3
+    assert stored(tmp_path) == list(range(12))
+    names = [path.name for path in sorted(tmp_path.glob("shard-*"))]
+    assert names == [f"shard-r0-{number:05d}.parquet" for number in (0, 2, 3, 4)]
+
+
 def test_damage_shows_in_a_shard_that_was_not_listed_yet(tmp_path):
     write(tmp_path, range(3))
     (tmp_path / "manifest-r0.json").unlink()

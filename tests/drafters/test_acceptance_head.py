@@ -16,13 +16,13 @@ from drafters.acceptance_head import (
     adaptive_note,
     calibrate,
 )
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
-from drafters.eagle import EagleDrafter, EagleSettings
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from eval.policies import Recorder
+from drafters.round import Budget
+from eval.policies.base import Recorder
 from recipes.specdecpp import weighted_loss
+from tests.eagle import build_eagle, eagle_settings
 from tests.heads import outputs_of, padded, prefilled, randomised, state_of
 from tests.tiny import perturbed, prompts_of
 from trainer.config import UserError
@@ -39,8 +39,8 @@ def drafter_of(kind, target):
     if kind == "causal_lm":
         return CausalLMDrafter._of(perturbed(target.model, 0.1), target, "draft")
     captures = [0, 1] if kind == "eagle3" else ["final_norm"]
-    settings = EagleSettings(3 if kind == "eagle3" else 1, captures, target.hidden_size)
-    return randomised(EagleDrafter.build(target, settings), 0.1)
+    settings = eagle_settings(3 if kind == "eagle3" else 1, captures, target.hidden_size)
+    return randomised(build_eagle(target, settings), 0.1)
 
 
 def judged(drafter, seed=0, **settings):

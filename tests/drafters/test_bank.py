@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.cache import CachedModel
-from data.decode import Request
-from data.sampling import Sampling
 from drafters.bank import DrafterBank, NaiveBayes
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
-from drafters.tree import parse_tree
+from drafters.round import Budget
+from drafters.trees.table import parse_shape
 from eval.engine import SpeculativeDecoder
-from eval.policies import make_budget, tree_budget
+from eval.policies.table import make_budget
 from scripts import export
+from target.cache import CachedModel
+from target.decode import Request
+from target.sampling import Sampling
 from tests.tiny import assert_same_greedy, generated, perturbed, tiny_model
 from trainer.config import RunFault, UserError
 
@@ -76,7 +77,7 @@ def test_text_is_the_targets_and_each_row_is_drafted_by_its_member(target, bank,
     """With refills and compaction; the near member is accepted far more often."""
     prompts = [A * 3, B * 4, A * 5, B * 2, A * 2, B * 3]
     requests = [Request(p, i, Sampling(0.0), i) for i, p in enumerate(prompts)]
-    budget = make_budget("fixed", 3) if tree is None else tree_budget(parse_tree(tree))
+    budget = make_budget("fixed", 3) if tree is None else Budget.of(parse_shape(tree))
 
     def run(drafter):
         decoder = SpeculativeDecoder(
@@ -111,7 +112,8 @@ def test_no_engine_is_promised_for_it(bank, tmp_path, capsys):
     bank.save_pretrained(tmp_path)
     words = (f"script.drafter={tmp_path}", "script.engine=vllm", f"script.out={tmp_path / 'out'}")
     assert export.main(list(words)) == 2
-    assert "no engine loads Bank, its own format is all" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no engine loads a drafter of kind 'bank', its own format is all" in error
 
 
 def test_members_and_router_must_agree(bank):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.sampling import KeyedRandom, Sampling, row_key, warp
-from data.target import Target
-from drafters.base import Budget, Drafter, DraftState, StopRule
+from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
+from drafters.round import Budget, DraftState, StopRule
+from target.model import Target
+from target.sampling import KeyedRandom, Sampling, row_key, warp
 from tests.tiny import (
     ARCHITECTURES,
     CONTEXT,
@@ -236,8 +237,6 @@ def test_stop_rule_ends_each_row_after_the_token_it_saw(tiny_target):
     seen = []
 
     class Stop(StopRule):
-        name = "planned"
-
         def __call__(self, signals, depth):
             assert signals.score is None
             # at T=0 the likeliest token is the drafted one

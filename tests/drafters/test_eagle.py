@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from data.sampling import Sampling, warp
-from data.target import Target, TargetOutputs, decoder_layers
-from drafters.base import Budget, Drafter
-from drafters.eagle import EagleDrafter, EagleSettings, default_captures
+from drafters.base import Drafter
+from drafters.eagle import EagleDrafter
+from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from drafters.layers import (
     DecoderLayer,
     RMSNorm,
@@ -21,7 +22,13 @@ from drafters.layers import (
     layer_config,
     start_from,
 )
-from drafters.tree import DynamicTree, parse_tree
+from drafters.round import Budget
+from drafters.trees.dynamic import DynamicTree
+from drafters.trees.table import parse_shape
+from drafters.trees.tree import WITHOUT_REPLACEMENT
+from target.model import Target, TargetOutputs, decoder_layers
+from target.sampling import Sampling, warp
+from tests.eagle import build_eagle
 from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
@@ -49,12 +56,12 @@ LOW_TO_HIGH = [0, 2, 3]
 KEPT = torch.tensor([token for token in range(VOCAB_SIZE) if token % 3])
 
 
-def three(captures=LOW_TO_HIGH, **changed) -> EagleSettings:
-    return EagleSettings(3, list(captures), WIDTH, **changed)
+def three(captures=LOW_TO_HIGH, **changed) -> Eagle3Settings:
+    return Eagle3Settings(list(captures), WIDTH, **changed)
 
 
 KINDS = {
-    "eagle": EagleSettings(1, ["final_norm"], WIDTH),
+    "eagle": Eagle1Settings(["final_norm"], WIDTH),
     "eagle3": three(),
     "eagle3 final": three([1, "final_norm"]),
     "eagle3 kept": three(),
@@ -68,7 +75,7 @@ KINDS = {
 def made(target, kind="eagle3") -> EagleDrafter:
     torch.manual_seed(0)
     kept = KEPT if kind == "eagle3 kept" else None
-    return EagleDrafter.build(target, copy.deepcopy(KINDS[kind]), kept=kept).eval()
+    return build_eagle(target, copy.deepcopy(KINDS[kind]), kept=kept).eval()
 
 
 @pytest.fixture
@@ -176,7 +183,7 @@ def test_the_first_column_is_the_formula(kind, target):
         )
         return s + drafter.layer.mlp(norm(drafter.layer.post_attention_layernorm.weight, s))
 
-    if settings.version == 1:
+    if drafter.version == 1:
         z = drafter.fc.weight @ torch.cat([token, states[0]])
         scored = layer(z, z)
         head = target.model.get_output_embeddings().weight
@@ -206,8 +213,8 @@ def test_a_step_recycles_what_came_before_the_final_norm_unless_told(kind, targe
     ids = torch.tensor(prompts_of([8]))
     outputs = outputs_of(drafter, target, ids)
     seen = []
-    inputs = drafter._inputs
-    drafter._inputs = lambda feature, token: (seen.append(feature), inputs(feature, token))[1]
+    inputs = drafter.layer_inputs
+    drafter.layer_inputs = lambda feature, token: (seen.append(feature), inputs(feature, token))[1]
     projected = [one[:, depth:] for depth, one in enumerate(drafter.states(ids, outputs, 2), 1)]
     recycled = seen[1][:, :7]
     if kind == "eagle3":
@@ -348,9 +355,9 @@ def test_detached_states_carry_no_gradient_to_the_step_before(target):
     ids = torch.tensor(prompts_of([12]))
     got = []
     for detach in (False, True):
-        settings = EagleSettings(1, ["final_norm"], WIDTH, detach_recycled=detach)
+        settings = Eagle1Settings(["final_norm"], WIDTH, detach_recycled=detach)
         torch.manual_seed(0)
-        drafter = randomised(EagleDrafter.build(target, settings)).train()
+        drafter = randomised(build_eagle(target, settings)).train()
         outputs = outputs_of(drafter, target, ids)
         outputs.hidden["final_norm"].requires_grad_()
         second = list(drafter.states(ids, outputs, 2))[1]
@@ -396,7 +403,7 @@ def paths_of(tree, row):
 def test_nodes_of_a_static_tree_are_the_ranks_of_their_path(kind, target):
     drafter = randomised(made(target, kind))
     texts, outputs, state = committed(drafter, target)
-    for shape in (BUSHY, parse_tree("eagle")):
+    for shape in (BUSHY, parse_shape("eagle")):
         tree = drafter.propose(state, Budget(shape.depth, tree=shape))
         assert tree.laws is None
         assert not tree.is_chain
@@ -416,7 +423,8 @@ def test_sampled_children_are_drawn_from_the_law_of_their_path(target):
     drafter = randomised(made(target), 0.1)
     texts, outputs, state = committed(drafter, target)
     state.sampling = Sampling(0.7)
-    tree = drafter.propose(state, Budget(3, tree=BUSHY, sample_children=True))
+    shape = dataclasses.replace(BUSHY, siblings=WITHOUT_REPLACEMENT)
+    tree = drafter.propose(state, Budget.of(shape))
     assert tree.laws.shape == (2, BUSHY.num_nodes, VOCAB_SIZE)
     for row in range(2):
         paths = paths_of(tree, row)
@@ -461,7 +469,7 @@ def test_greedy_decoding_gives_the_targets_text(kind, target):
     drafter = fitted(made(target, kind), target, 3)
     accepted = assert_greedy_text_is_the_targets(drafter, target, Budget(3))
     assert {0, 1} < set(accepted), "the head must be right and wrong"
-    shapes = (DynamicTree(12, 3, 4), BUSHY, parse_tree("eagle"))
+    shapes = (DynamicTree(12, 3, 4), BUSHY, parse_shape("eagle"))
     for shape in shapes[: 3 if kind == "eagle" else 1]:
         budget = Budget(shape.depth, tree=shape)
         with_tree = assert_greedy_text_is_the_targets(drafter, target, budget)
@@ -491,6 +499,8 @@ def test_the_output_head_follows_the_weights_it_was_made_of(target):
     assert doubled.kept is drafter.kept
     drafter.lm_head.weight = torch.nn.Parameter(drafter.lm_head.weight.detach().clone())
     assert drafter.output_head(1).weight is drafter.lm_head.weight
+    drafter.kept = drafter.kept.clone()  # as a move to another device does
+    assert drafter.output_head(1).kept is drafter.kept
 
 
 def test_a_head_of_its_own_starts_as_the_targets_rows(target):
@@ -498,7 +508,7 @@ def test_a_head_of_its_own_starts_as_the_targets_rows(target):
     assert torch.equal(made(target).lm_head.weight, rows)
     assert torch.equal(made(target, "eagle3 kept").lm_head.weight, rows[KEPT])
     assert made(target, "eagle3").output_head(2).weight.data_ptr() != rows.data_ptr()
-    plain = EagleDrafter.build(target, three(), head_from_target=False)
+    plain = build_eagle(target, three(), head_from_target=False)
     assert not torch.equal(plain.lm_head.weight, rows)
     shared = made(target, "eagle").output_head(1).weight
     assert shared.data_ptr() == rows.data_ptr()
@@ -508,7 +518,7 @@ def test_a_head_of_its_own_starts_as_the_targets_rows(target):
 def test_the_layer_starts_as_the_targets_last_one(tiny_target):
     """Fed with the state before that layer and without its own embeddings, it is that layer."""
     target = tiny_target("llama", layers=4)
-    drafter = EagleDrafter.build(target, three([2])).eval()
+    drafter = build_eagle(target, three([2])).eval()
     with torch.no_grad():
         drafter.fc.weight.copy_(torch.eye(WIDTH))
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -517,7 +527,7 @@ def test_the_layer_starts_as_the_targets_last_one(tiny_target):
     outputs = target.outputs(ids, layers=[2, "final_norm"])
     (states,) = drafter.states(ids, outputs, 1)
     torch.testing.assert_close(states[:, 1:-1], outputs.hidden["final_norm"][:, :-2])
-    plain = EagleDrafter.build(target, three([2]), layer_from_target=False)
+    plain = build_eagle(target, three([2]), layer_from_target=False)
     assert not torch.equal(plain.layer.o_proj.weight, drafter.layer.o_proj.weight)
     assert torch.equal(plain.norm.weight, torch.ones(WIDTH))
 
@@ -557,28 +567,31 @@ def test_stored_heads_load_as_they_were(kind, target, tmp_path):
     assert_stored_whole(randomised(made(target, kind)), target, tmp_path)
 
 
+def test_a_head_trained_without_gradients_through_its_states_loads_as_such(target, tmp_path):
+    settings = Eagle1Settings(["final_norm"], WIDTH, detach_recycled=True)
+    assert_stored_whole(build_eagle(target, settings), target, tmp_path)
+    assert Eagle1Drafter.from_pretrained(tmp_path, target).settings == settings
+
+
 def test_heads_of_another_target_are_refused(target, tmp_path):
     made(target).save_pretrained(tmp_path / "draft")
     other = Target.load(str(save_tiny(tmp_path / "other", "llama", seed=5, layers=4)))
     with pytest.raises(UserError, match=r"another target \(weights differ\)"):
-        EagleDrafter.from_pretrained(tmp_path / "draft", other)
+        Eagle3Drafter.from_pretrained(tmp_path / "draft", other)
 
 
 def test_settings_that_make_no_head_are_refused(target, tiny_target):
-    with pytest.raises(UserError, match="version must be 1 or 3, got 2"):
-        EagleSettings(2, ["final_norm"], WIDTH)
-    for name in ("norm_before_residual", "fc_norm", "norm_output"):
-        with pytest.raises(UserError, match="settings of EAGLE-3"):
-            EagleSettings(1, ["final_norm"], WIDTH, **{name: True})
+    with pytest.raises(UserError, match="no reduced vocabulary"):
+        Eagle1Drafter(KINDS["eagle"], layer_config(target.model.config), target, torch.arange(9))
     with pytest.raises(UserError, match=r"one layer, got \[1, 2\]"):
-        EagleSettings(1, [1, 2], WIDTH)
+        Eagle1Settings([1, 2], WIDTH)
     with pytest.raises(UserError, match=r"layer id must lie in 0\.\.3"):
-        EagleDrafter.build(target, three([0, 1, 4]))
+        build_eagle(target, three([0, 1, 4]))
     with pytest.raises(UserError, match="layer ids must be distinct"):
-        EagleDrafter.build(target, three([1, 1, 2]))
+        build_eagle(target, three([1, 1, 2]))
     narrow = layer_config(tiny_target("llama", width=16).model.config)
     with pytest.raises(UserError, match="16 wide, the target 32"):
-        EagleDrafter(three(), narrow, target)
+        Eagle3Drafter(three(), narrow, target)
 
 
 def test_the_default_layers_are_low_middle_and_high():

@@ -11,14 +11,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PhiConfig, PhiForCausalLM
 
-from data.target import Target
-from drafters.eagle import EagleDrafter, EagleSettings
-from drafters.export import sglang, speculators, vllm
-from drafters.export.hf import model_card
+from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
+from drafters.eagle3 import Eagle3Settings
+from drafters.export.card import Export, model_card
 from drafters.export.reread import reread
 from drafters.hydra import HydraDrafter, HydraSettings
+from drafters.kinds import KINDS, kind_of
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from scripts.export import main
+from target.model import Target
+from tests.eagle import build_eagle
 from tests.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
 from trainer.config import RunFault, UserError
 
@@ -32,10 +34,10 @@ MEDUSA = {
     "medusa_no_layers": MedusaSettings(2, 0),
 }
 EAGLE = {
-    "eagle": EagleSettings(1, ["final_norm"], WIDTH),
-    "eagle3": EagleSettings(3, [2, 0, 1], WIDTH),  # not in the order in which engines join
-    "eagle3_reduced": EagleSettings(3, [0, 1, 2], WIDTH),
-    "eagle3_variants": EagleSettings(3, [0, 2], WIDTH, fc_norm=True, norm_output=True),
+    "eagle": Eagle1Settings(["final_norm"], WIDTH),
+    "eagle3": Eagle3Settings([2, 0, 1], WIDTH),  # not in the order in which engines join
+    "eagle3_reduced": Eagle3Settings([0, 1, 2], WIDTH),
+    "eagle3_variants": Eagle3Settings([0, 2], WIDTH, fc_norm=True, norm_output=True),
 }
 
 
@@ -55,13 +57,11 @@ def made(kind, target):
     if kind in MEDUSA:
         return noisy(MedusaDrafter.build(target, MEDUSA[kind]))
     kept = KEPT if kind == "eagle3_reduced" else None
-    return noisy(EagleDrafter.build(target, EAGLE[kind], kept=kept))
+    return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
 def exported(engine, drafter, folder):
-    if engine == "speculators":
-        return speculators.export(drafter, folder, card="x", target="org/target", num_tokens=3)
-    return {"vllm": vllm, "sglang": sglang}[engine].export(drafter, folder, card="x")
+    return kind_of(drafter).writers[engine](drafter, folder, Export("x", "org/target", 3))
 
 
 def config_of(folder):
@@ -173,7 +173,7 @@ def test_rotary_settings_survive_in_both_spellings(tiny_target, tmp_path):
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     }  # fmt: skip
     drafter = made("eagle", tiny_target("llama", layers=4))
-    drafter = EagleDrafter(
+    drafter = Eagle1Drafter(
         drafter.settings,
         LlamaConfig(**{**drafter.config.to_dict(), "rope_parameters": rope}),
         drafter.shared.target,
@@ -225,15 +225,15 @@ def test_a_biased_target_head_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "settings", "complaint"),
     [
-        ("vllm", EagleSettings(1, [1], WIDTH), "final-normed state"),
-        ("vllm", EagleSettings(3, [0, "final_norm"], WIDTH), "numbered layers"),
-        ("sglang", EagleSettings(3, [0, 1, 3], WIDTH), "last layer"),
-        ("sglang", EagleSettings(3, [1], WIDTH), "single captured state"),
-        ("sglang", EagleSettings(3, [0, 1], WIDTH, norm_before_residual=True), "norm_before_resi"),
+        ("vllm", Eagle1Settings([1], WIDTH), "final-normed state"),
+        ("vllm", Eagle3Settings([0, "final_norm"], WIDTH), "numbered layers"),
+        ("sglang", Eagle3Settings([0, 1, 3], WIDTH), "last layer"),
+        ("sglang", Eagle3Settings([1], WIDTH), "single captured state"),
+        ("sglang", Eagle3Settings([0, 1], WIDTH, norm_before_residual=True), "norm_before_resi"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_refused(tiny_target, tmp_path, engine, settings, complaint):
-    drafter = EagleDrafter.build(tiny_target("llama", layers=4), settings)
+    drafter = build_eagle(tiny_target("llama", layers=4), settings)
     with pytest.raises(UserError, match=complaint):
         exported(engine, drafter, tmp_path / "out")
     assert not any(tmp_path.iterdir())
@@ -507,7 +507,7 @@ def test_script_says_which_engines_serve_a_kind(run, tiny_target, tmp_path, caps
         (
             HydraDrafter.build(target, HydraSettings()),
             "vllm",
-            "no engine loads Hydra, its own format is all there is; engines serve causal_lm: ",
+            "of kind 'hydra', its own format is all there is; engines serve causal_lm: ",
         ),
     ]
     for drafter, engine, complaint in cases:
@@ -532,7 +532,7 @@ def test_script_refuses_another_target_with_one_line(
 def test_the_card_of_a_head_names_its_kind():
     card = model_card(
         None, target="org/model", recipe="eagle3", num_assistant_tokens=4, engine="vllm",
-        method="eagle3",
+        method="eagle3", words=KINDS["eagle3"].words,
     )  # fmt: skip
     assert card.split("---\n")[2].startswith("\n# Drafter for `org/model`\n\nAn EAGLE-3 head for")
     assert yaml.safe_load(card.split("---\n")[1])["tags"][1] == "eagle3"

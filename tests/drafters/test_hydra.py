@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import LlamaModel
 
-from data.target import Target, TargetOutputs
-from drafters.base import Budget, Drafter
+from drafters.base import Drafter
 from drafters.hydra import HydraDrafter, HydraSettings, prefix_config
-from drafters.tree import DynamicTree
+from drafters.round import Budget
+from drafters.trees.dynamic import DynamicTree
+from target.model import Target, TargetOutputs
 from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,

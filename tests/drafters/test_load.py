@@ -9,18 +9,21 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from data.cache import CachedModel
-from data.decode import Request
-from data.sampling import Sampling, row_key
-from data.target import Target, TargetOutputs
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
-from drafters.eagle import EagleDrafter, EagleSettings
-from drafters.export import sglang, speculators, vllm
+from drafters.eagle1 import Eagle1Settings
+from drafters.eagle3 import Eagle3Settings
+from drafters.export.card import Export
 from drafters.hydra import HydraDrafter, HydraSettings
+from drafters.kinds import kind_of
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.round import Budget
 from eval.engine import SpeculativeDecoder
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target, TargetOutputs
+from target.sampling import Sampling, row_key
+from tests.eagle import build_eagle
 from tests.tiny import VOCAB_SIZE, generated, prompts_of
 from trainer.config import UserError
 
@@ -47,9 +50,14 @@ def noisy(drafter, seed=0):
 
 def eagle(target, kept=None, **settings):
     if settings.get("version", 3) == 1:
-        return noisy(EagleDrafter.build(target, EagleSettings(1, ["final_norm"], WIDTH)))
-    chosen = EagleSettings(3, [2, 0, 5], WIDTH, **settings)
-    return noisy(EagleDrafter.build(target, chosen, kept=kept))
+        return noisy(build_eagle(target, Eagle1Settings(["final_norm"], WIDTH)))
+    chosen = Eagle3Settings([2, 0, 5], WIDTH, **settings)
+    return noisy(build_eagle(target, chosen, kept=kept))
+
+
+def written(engine, drafter, folder):
+    """The folder, as that engine's writer leaves it."""
+    return kind_of(drafter).writers[engine](drafter, folder, Export("x", "org/target", 3))
 
 
 def medusa(target, **settings):
@@ -145,22 +153,21 @@ def test_what_is_nowhere_is_refused_with_one_line(target):
 @pytest.mark.parametrize(
     ("engine", "make"),
     [
-        (vllm, lambda t: medusa(t, num_heads=2, num_layers=2)),
-        (vllm, lambda t: medusa(t, num_heads=2, own_head=False)),
-        (vllm, lambda t: eagle(t, version=1)),
-        (vllm, lambda t: eagle(t)),
-        (vllm, lambda t: eagle(t, kept=KEPT, fc_norm=True, norm_output=True)),
-        (sglang, lambda t: eagle(t, version=1)),
-        (sglang, lambda t: eagle(t, kept=KEPT)),
-        (speculators, lambda t: eagle(t, norm_before_residual=True)),
-        (speculators, lambda t: eagle(t, kept=KEPT)),
+        ("vllm", lambda t: medusa(t, num_heads=2, num_layers=2)),
+        ("vllm", lambda t: medusa(t, num_heads=2, own_head=False)),
+        ("vllm", lambda t: eagle(t, version=1)),
+        ("vllm", lambda t: eagle(t)),
+        ("vllm", lambda t: eagle(t, kept=KEPT, fc_norm=True, norm_output=True)),
+        ("sglang", lambda t: eagle(t, version=1)),
+        ("sglang", lambda t: eagle(t, kept=KEPT)),
+        ("speculators", lambda t: eagle(t, norm_before_residual=True)),
+        ("speculators", lambda t: eagle(t, kept=KEPT)),
     ],
 )
 def test_an_export_loads_with_the_same_law(tiny_target, tmp_path, name, engine, make):
     target = tiny_target(name, layers=LAYERS)
     drafter = make(target)
-    more = {"target": "org/target", "num_tokens": 3} if engine is speculators else {}
-    loaded = load_drafter(str(engine.export(drafter, tmp_path / "out", card="x", **more)), target)
+    loaded = load_drafter(str(written(engine, drafter, tmp_path / "out")), target)
     assert type(loaded) is type(drafter)
     assert_same_laws(drafter, loaded, target)
     assert loaded.num_parameters == drafter.num_parameters
@@ -172,7 +179,7 @@ def test_a_target_with_scaled_embeddings_takes_its_own_table_back(tiny_target, t
     target = tiny_target("gemma3", layers=LAYERS)
     drafter = eagle(target)
     assert_same_laws(
-        drafter, load_drafter(str(vllm.export(drafter, tmp_path / "x", card="x")), target), target
+        drafter, load_drafter(str(written("vllm", drafter, tmp_path / "x")), target), target
     )
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.target import Target
-from drafters.base import Budget, Drafter
+from drafters.base import Drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from drafters.tree import DynamicTree
+from drafters.round import Budget
+from drafters.trees.dynamic import DynamicTree
+from target.model import Target
 from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from data.vllm import engine_python
+from engines.vllm_server import engine_python
 from trainer.config import UserError
 
 

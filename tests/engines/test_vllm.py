@@ -19,17 +19,20 @@ import torch
 from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export import speculators, vllm
+from drafters.export.card import Export
 from drafters.export.hf import export
-from eval.measure import NEAR_TIE, Bench, Cost
+from drafters.kinds import kind_of
+from drafters.round import Budget
+from engines.vllm_run import Speculation, serve
+from eval.config import EvalConfig
+from eval.costs import Cost
+from eval.measure import NEAR_TIE, Bench
 from eval.metrics import paired_difference
 from eval.offline import OfflineEvaluator
-from eval.served import Speculation, prompt_counters, serve, served_row
-from trainer.config import EvalConfig
+from eval.served import prompt_counters, served_row
+from target.model import Target
+from target.sampling import Sampling
 
 pytestmark = pytest.mark.engine
 
@@ -78,16 +81,16 @@ def head(recipe, num_steps=60, **options):
         with tempfile.TemporaryDirectory() as folder:
             traces = generate_traces(target, plan, Path(folder), batch_size=32, rows_per_shard=256)
         torch.manual_seed(0)
-        drafter = method.drafter = method.build(traces)
+        drafter, objective = method.build(traces), method.stages()[-1].objective
         batches = Batches(traces, {"target": 1.0}, 16, seed=0)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
         for step in range(num_steps):
             batch = batches.at(step)
-            request = method.target_request(batch, step)
+            request = objective.target_request(batch, step)
             outputs = target.outputs(
                 batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
             )
-            terms = method.loss(batch, outputs, step).terms
+            terms = objective.loss(drafter, batch, outputs, step).terms
             optimizer.zero_grad()
             sum(weight * total / n for total, n, weight in terms).backward()
             optimizer.step()
@@ -97,11 +100,11 @@ def head(recipe, num_steps=60, **options):
 
 
 def export_flat(drafter, target, folder):
-    vllm.export(drafter, folder, card="")
+    kind_of(drafter).writers["vllm"](drafter, folder, Export("", "", K))
 
 
 def export_speculators(drafter, target, folder):
-    speculators.export(drafter, folder, target=target.name, num_tokens=K, card="")
+    kind_of(drafter).writers["speculators"](drafter, folder, Export("", target.name, K))
 
 
 eagle3 = head("eagle3", 150, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)

@@ -9,22 +9,23 @@ import threading
 
 import pytest
 
-from data.completions import served_model
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.request_log import RequestLog
-from data.request_proxy import RequestProxy
-from data.sampling import Sampling
-from data.target import Target
-from data.vllm import free_port, vllm_server
-from data.web import urlopen
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
-from eval.measure import Bench, Cost
+from engines.completions import served_model
+from engines.request_proxy import RequestProxy
+from engines.vllm_server import free_port, vllm_server
+from engines.web import urlopen
+from eval.config import EvalConfig
+from eval.costs import Cost
+from eval.measure import Bench
 from eval.server import check_server, server_row
-from recipes.parts.online import Served, expected_rounds, target_laws
+from recipes.common.online import Served, expected_rounds, target_laws
+from target.model import Target
+from target.sampling import Sampling
 from tests.proxy import running
-from trainer.config import EvalConfig
 
 pytestmark = pytest.mark.engine
 

@@ -15,15 +15,15 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from data.cache import CachedModel
-from data.decode import Request
-from data.sampling import Sampling
-from data.target import Target
 from data.traces import Trace
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
+from drafters.round import Budget
 from eval.engine import SpeculativeDecoder
 from eval.offline import OfflineEvaluator
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling
 from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
 
 GREEDY = Sampling(0.0)

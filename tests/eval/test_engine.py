@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from data.cache import CachedModel
-from data.decode import Request, decode
-from data.sampling import Sampling, row_key, warp
-from data.target import Target
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
-from drafters.lookup import PromptLookup
+from drafters.round import Budget
+from drafters.training_free.lookup import PromptLookup
 from eval.engine import SpeculativeDecoder
 from eval.metrics import check_invariants
-from eval.policies import make_budget
-from eval.verify import Verdict
+from eval.policies.table import make_budget
+from eval.verifiers.base import Verdict
+from target.cache import CachedModel
+from target.decode import Request, decode
+from target.model import Target
+from target.sampling import Sampling, row_key, warp
 from tests.tiny import (
     ARCHITECTURES,
     EOS,
@@ -292,7 +292,7 @@ def test_decoded_texts_follow_the_targets_law(sampling, drafter_sampling, eos, p
 
 
 def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
-    def broken(tree, logits, sampling, random, first, check=None):
+    def broken(self, tree, logits, sampling, random, first, live=None):
         p = warp(logits, sampling)
         drafted = tree.tokens.unsqueeze(-1)
         ratio = (p[:, :-1].gather(-1, drafted) / tree.laws.gather(-1, drafted))[..., 0].clamp(max=1)
@@ -301,18 +301,38 @@ def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
         law = p[torch.arange(len(p)), accepted]  # resampled from p
         return Verdict(accepted, random.choice(law, first + accepted, "target"), ratio)
 
-    monkeypatch.setattr("eval.engine.verify_chain", broken)
+    monkeypatch.setattr("eval.verifiers.token.Token.__call__", broken)
     observed, law = sampled_texts(SAMPLED)
     assert p_value(observed, law, COUNT) < 1e-6
     for position in (1, 2):
         assert p_value(marginal(observed, position), marginal(law, position), COUNT) < 1e-6
 
 
+def test_a_free_row_keeps_drafting_in_the_room_that_it_has(monkeypatch):
+    """Two answers go on, a token a round, long after the third ended: all that is drafted in its
+    row is accepted."""
+    model = tiny_model("llama")
+    prompts = prompts_of([6, 7, 8], seed=2)
+    whole = [generated(model, p, 30) for p in prompts]
+    ended = whole[2][0]
+    assert all(ended not in text for text in whole[:2])
+
+    def continuation(context, count):
+        live = any(context[: len(p)].tolist() == p for p in prompts[:2])
+        return [] if live else generated(model, context.tolist(), count)
+
+    drafter = PromptLookup()
+    monkeypatch.setattr(drafter, "continuation", continuation)
+    found = speculated(model, drafter, prompts, eos_ids=(ended,), max_new_tokens=30)
+    assert [found[i].response_ids for i in range(3)] == [*whole[:2], [ended]]
+    assert len(found[0].rounds) == 29
+
+
 # --- keyed randomness --------------------------------------------------------------------------
 
 
 def test_sampled_text_does_not_depend_on_batch_size_order_or_refill():
-    # float64, see tests/data/test_decode.py
+    # float64, see tests/target/test_decode.py
     model = tiny_model("llama").double()
     drafter = drafter_of(perturbed(model, 0.2), model)
     prompts = prompts_of(LENGTHS * 2)
@@ -370,3 +390,32 @@ def test_a_padded_head_never_drafts_padding(sampling):
         for r in one.rounds:
             assert all(token < VOCAB_SIZE for token in one.response_ids[at : at + r.accepted])
             at += r.emitted
+
+
+# --- what the report shows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
+def test_only_the_requests_that_are_shown_keep_their_token_ids(sampling):
+    model = tiny_model("llama")
+    drafter = drafter_of(perturbed(model, 0.1), model)
+    counts = []
+    options = {"shown": [2, 5], "on_tokens": counts.append}
+    found = speculated(model, drafter, prompts_of(LENGTHS), sampling, **options)
+    plain = speculated(model, drafter, prompts_of(LENGTHS), sampling)
+    assert sum(counts) == sum(len(one.response_ids) for one in found.values())
+    for tag, one in found.items():
+        assert one.response_ids == plain[tag].response_ids
+        lines = [r.line() for r in one.rounds]
+        assert [set(line) for line in lines] == [
+            {*plain[tag].rounds[0].line(), *(["ids"] if tag in (2, 5) else [])} for _ in lines
+        ]
+        if tag not in (2, 5):
+            continue
+        told = [token for line in lines for token in line["ids"]["emitted"]]
+        assert told == one.response_ids[1:]
+        for r in one.rounds:
+            assert len(r.ids.drafted) == r.submitted == K
+            assert r.ids.drafted[: r.accepted] == r.ids.emitted[: r.accepted]
+            if r.rejected:
+                assert r.ids.drafted[r.accepted] != r.ids.emitted[r.accepted]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.sampling import Sampling
 from drafters.causal_lm import CausalLMDrafter
-from eval import measure
-from eval.policies import make_budget
+from eval import costs, measure
+from eval.policies.table import make_budget
+from target.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def test_drafting_costs_what_a_whole_round_costs_whatever_the_rule(target, polic
         return tree
 
     monkeypatch.setattr(drafter, "propose", propose)
-    measure.cost_of(drafter, target, make_budget(policy, 8))
+    costs.cost_of(drafter, target, make_budget(policy, 8))
     assert set(drafted) == {8}
     drafted.clear()
-    measure.draft_seconds(drafter, target, make_budget(policy, 8))
+    costs.draft_seconds(drafter, target, make_budget(policy, 8))
     assert min(drafted) < 8  # control: it does stop there
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from eval.metrics import (
     PromptCounters,
-    Round,
     bootstrap_p,
     check_invariants,
     counters_from_rounds,
@@ -15,6 +14,7 @@ from eval.metrics import (
     per_domain,
     summarise,
 )
+from eval.rounds import Round
 from eval.speed_model import (
     BATCH_SIZES,
     best_K,

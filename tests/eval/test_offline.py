@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from data.cache import CachedModel
-from data.decode import Request, decode
-from data.sampling import Sampling, row_key, warp
-from data.target import Target
 from data.traces import Trace
-from drafters.base import Budget
 from drafters.causal_lm import CausalLMDrafter
-from drafters.lookup import PromptLookup
-from drafters.tree import TokenTree
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.round import Budget
+from drafters.training_free.lookup import PromptLookup
+from drafters.trees.tree import TokenTree
 from eval.engine import SpeculativeDecoder
 from eval.metrics import check_invariants, counters_from_rounds
 from eval.offline import OfflineEvaluator, replay
-from eval.policies import make_budget
+from eval.policies.table import make_budget
+from target.cache import CachedModel
+from target.decode import Request, decode
+from target.model import Target
+from target.sampling import Sampling, row_key, warp
 from tests.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
 from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
 from trainer.config import UserError
@@ -195,6 +196,24 @@ def test_greedy_match_counts_every_response_position(greedy):
         one = expected[trace.prompt_hash]
         assert (one.greedy_sum, one.greedy_count) == (same, len(trace.response_ids))
         assert (one.overlap_sum, one.overlap_count) == (same, len(trace.response_ids))
+
+
+def test_a_head_is_judged_from_the_second_token_of_an_answer(greedy):
+    """The first is the prefill's: no round drafts it."""
+    target, traces = greedy
+    torch.manual_seed(0)
+    head = MedusaDrafter.build(target, MedusaSettings(K))
+    expected = offline(target, traces, head, GREEDY)
+    for trace in traces:
+        ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+        outputs = target.outputs(ids, layers=head.target_layers)
+        with torch.no_grad():
+            best = head.draft_logits(ids, outputs)[0, len(trace.prompt_ids) : -1].argmax(-1)
+        drafted = trace.response_ids[1:]
+        same = sum(a == b for a, b in zip(best.tolist(), drafted, strict=True))
+        one = expected[trace.prompt_hash]
+        assert (one.greedy_sum, one.greedy_count) == (same, len(drafted))
+        assert (one.overlap_sum, one.overlap_count) == (same, len(drafted))
 
 
 def test_without_look_ahead_the_cut_counters_are_the_same(greedy):

@@ -16,28 +16,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import vllm
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
-from data.sampling import Sampling
 from drafters.causal_lm import CausalLMDrafter
-from eval import served as module
-from eval import vllm_worker
-from eval.measure import Bench, Cost
-from eval.report import build_report
-from eval.served import (
-    Counters,
-    Served,
+from engines import vllm_run, vllm_worker
+from engines import vllm_server as vllm
+from engines.vllm_run import (
+    EngineCounters,
+    EngineRun,
     Speculation,
-    engine_row,
     from_metrics,
-    prompt_counters,
     scrape,
     serve,
-    served_row,
 )
+from eval.config import EvalConfig
+from eval.costs import Cost
+from eval.measure import Bench
+from eval.report.schema import build_report
+from eval.served import engine_row, prompt_counters, served_row
+from target.sampling import Sampling
 from tests.tiny import EOS, perturbed
-from trainer.config import EvalConfig, RunFault, UserError
+from trainer.config import RunFault, UserError
 
 K, NEW = 3, 20
 SAMPLED = Sampling(0.7, top_k=5, top_p=0.9)
@@ -117,11 +116,11 @@ def ask(target, **changed):
 def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_target):
     target = tiny_target("llama")
     found = ask(target)
-    assert found["plain"] == Served([[4, 5], [6, 7, 8]], None, [], None, "vllm 0")
+    assert found["plain"] == EngineRun([[4, 5], [6, 7, 8]], None, [], None, "vllm 0")
     one = found["a"]
     assert one.tokens == [[4, 5], [6, 7, 8]]
     assert one.rounds == [[[1, 1], [1, 0]]] * 2
-    assert one.counters == Counters(4, 4, 2, [2])
+    assert one.counters == EngineCounters(4, 4, 2, [2])
     (plain, _), (engine, params) = map(json.loads, fake.read_text().splitlines())
     speculative = engine.pop("speculative_config")
     assert engine.pop("per_request_spec_decode_metrics") == "detailed"
@@ -176,7 +175,7 @@ def test_a_missing_environment_is_one_line_with_the_remedy(tmp_path, monkeypatch
 
 
 def test_the_worker_imports_nothing_of_the_project():
-    tree = ast.parse(module.WORKER.read_text())
+    tree = ast.parse(vllm_run.WORKER.read_text())
     names = {
         name.split(".")[0]
         for node in ast.walk(tree)
@@ -212,7 +211,7 @@ def test_the_repaired_kernel_repeats_by_prompt_and_replaces(monkeypatch):
 
 def test_metrics_are_summed_over_engines_and_ordered_by_position():
     found = from_metrics(METRICS.replace('position="10"', 'position="3"'))
-    assert found == Counters(75, 900, 150, [100, 30, 19, 1])
+    assert found == EngineCounters(75, 900, 150, [100, 30, 19, 1])
     assert found.tokens_per_round == 3.0
     ten = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {i}.0' for i in
            range(11)]  # fmt: skip
@@ -226,7 +225,7 @@ def test_a_server_without_speculation_is_refused():
 
 
 def test_no_rounds_no_mean():
-    assert Counters(0, 0, 0, [0]).tokens_per_round is None
+    assert EngineCounters(0, 0, 0, [0]).tokens_per_round is None
 
 
 @pytest.fixture
@@ -264,7 +263,7 @@ def test_scraping_before_and_after(server):
     before = scrape(server.url)
     server.text = METRICS
     after = scrape(server.url + "/metrics")
-    assert after - before == Counters(20, 200, 40, [40, 0, 0, 0])
+    assert after - before == EngineCounters(20, 200, 40, [40, 0, 0, 0])
     with pytest.raises(RunFault, match="started again"):
         before - after
 
@@ -309,7 +308,9 @@ def measured(tiny_target, tmp_path_factory):
     for one in ours.rounds:
         rounds[one.prompt_hash].append([one.submitted, one.engine_accepted])
     tokens = [trace.response_ids for trace in bench.traces]
-    told = Served(tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0")
+    told = EngineRun(
+        tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0"
+    )
     return bench, ours, told
 
 

@@ -10,10 +10,10 @@ import types
 
 import pytest
 
+from engines.vllm_run import EngineCounters
 from eval import server as module
-from eval.measure import Cost
-from eval.report import build_report
-from eval.served import Counters
+from eval.costs import Cost
+from eval.report.schema import build_report
 from eval.server import check_server, server_row
 from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
 from tests.tiny import VOCAB_SIZE
@@ -29,7 +29,7 @@ def vllm_server(server, measured):
     bench, _, told = measured
     whole = {tuple(t.prompt_ids): i for i, t in enumerate(bench.traces)}
     state = types.SimpleNamespace(url=server.url, late=0, waiting=0, asked=[], changed=None)
-    old, new = Counters(3, 12, 5, [3, 1, 1]), None
+    old, new = EngineCounters(3, 12, 5, [3, 1, 1]), None
 
     def page(counters):
         def line(name, value, position=""):
@@ -59,7 +59,7 @@ def vllm_server(server, measured):
         reached = [sum(a > i for a in rounds) for i in range(K)]
         total = [x + y for x, y in zip(now.accepted_per_position, reached, strict=True)]
         drafts = now.drafts + len(rounds)
-        new = Counters(drafts, now.drafted + K * len(rounds), sum(total), total)
+        new = EngineCounters(drafts, now.drafted + K * len(rounds), sum(total), total)
         state.waiting = state.late
         tokens = told.tokens[index] if state.changed is None else state.changed(told.tokens[index])
         return json.dumps({"choices": [{"token_ids": tokens}]})

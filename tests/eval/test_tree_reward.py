@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.sampling import KeyedRandom, Sampling
-from data.target import TargetOutputs
-from drafters.base import DraftState
 from drafters.causal_lm import CausalLMDrafter
-from drafters.eagle import EagleDrafter, EagleSettings
-from drafters.tree import DynamicTree, StaticTree, TokenTree, parse_tree
+from drafters.round import DraftState
+from drafters.trees.dynamic import DynamicTree
+from drafters.trees.static import StaticTree
+from drafters.trees.table import parse_shape
+from drafters.trees.tree import TokenTree
 from eval.tree_reward import AGGREGATIONS, ScoredTrees, TreeScorer
-from eval.verify import verify_tree
+from eval.verifiers.token import Token
+from target.model import TargetOutputs
+from target.sampling import KeyedRandom, Sampling
+from tests.eagle import build_eagle, eagle_settings
 from tests.heads import BUSHY, randomised
 from tests.tiny import VOCAB_SIZE, prompts_of
 from trainer.config import UserError
@@ -25,8 +28,8 @@ KEPT = torch.arange(3, 97, 2)
 def head(target, version=3, kept=None):
     captures = [0, 1] if version == 3 else ["final_norm"]
     torch.manual_seed(0)
-    settings = EagleSettings(version, captures, target.hidden_size)
-    return randomised(EagleDrafter.build(target, settings, kept=kept), 0.1)
+    settings = eagle_settings(version, captures, target.hidden_size)
+    return randomised(build_eagle(target, settings, kept=kept), 0.1)
 
 
 def scored(target, drafter, lengths=LENGTHS, shape=TREE, **options):
@@ -115,7 +118,7 @@ def test_node_sum_is_what_verification_accepts(tiny_target):
         found.tree.tokens.expand(rounds, -1), found.tree.parents.expand(rounds, -1), None,
         torch.full((rounds,), TREE.num_nodes),
     )  # fmt: skip
-    verdict = verify_tree(
+    verdict = Token()(
         tree, logits.expand(rounds, -1, -1), Sampling(1.0), KeyedRandom(torch.arange(rounds)),
         torch.full((rounds,), 15),
     )  # fmt: skip
@@ -139,7 +142,7 @@ def test_the_greedy_path_is_the_verifiers(drafter, tiny_target):
             torch.tensor([TREE.num_nodes]),
         )  # fmt: skip
         random = KeyedRandom(torch.zeros(1, dtype=torch.long))
-        verdict = verify_tree(tree, logits[None], Sampling(0.0), random, torch.tensor([length]))
+        verdict = Token()(tree, logits[None], Sampling(0.0), random, torch.tensor([length]))
         assert int(verdict.accepted[0]) == int(lengths[row])
         nodes = [node for node in verdict.path[0].tolist() if node >= 0]
         assert tokens[row, : len(nodes)].tolist() == found.tree.tokens[row, nodes].tolist()
@@ -292,7 +295,7 @@ def test_a_target_that_takes_no_mask_is_refused(tiny_target, monkeypatch):
     target = tiny_target("llama")
     monkeypatch.setattr(target.model.config, "_attn_implementation", "flash_attention_2")
     with pytest.raises(UserError, match="takes no explicit mask"):
-        TreeScorer(target, parse_tree("eagle"))
+        TreeScorer(target, parse_shape("eagle"))
 
 
 def test_static_trees_are_drafted_too(tiny_target):

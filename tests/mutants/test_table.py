@@ -20,7 +20,9 @@ def test_names_are_unique():
 @pytest.mark.parametrize("mutant", TABLE, ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_code_and_its_tests_are_there(mutant):
     assert mutant.search != mutant.replacement
-    compile(mutant.mutated(ROOT), mutant.file, "exec")
+    content = mutant.mutated(ROOT)
+    if mutant.file.endswith(".py"):
+        compile(content, mutant.file, "exec")
     assert mutant.tests
     for test in mutant.tests:
         path, *names = test.partition("[")[0].split("::")

@@ -14,15 +14,17 @@ from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter
+from phases.train import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
-from recipes.phases.train import sample_drafter
 from tests.commands import command, read_jsonl
+from tests.losses import divergence
+from tests.objectives import Trained, trained
 from tests.tiny import EOS, tiny_model
 from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError
-from trainer.losses import DIVERGENCES, divergence
+from trainer.divergence import DIVERGENCES
 from trainer.shift import align
 
 MIXED = {"target": 0.5, "draft": 0.5}
@@ -58,12 +60,11 @@ def traces(target, tmp_path_factory):
     return made
 
 
-def make(target, row="after", **options) -> Recipe:
+def make(target, row="after", **options) -> Trained:
     recipe = Recipe(Config(**options), target)
     torch.manual_seed(0)
-    recipe.drafter = recipe.build([])
-    recipe.begin(next(s for s in recipe.stages() if s.row == row), max_new_tokens=8)
-    return recipe
+    number = [stage.row for stage in recipe.stages()].index(row)
+    return trained(recipe, recipe.build([]), stage=number, new=8)
 
 
 def batch_of(traces, size=8, teacher=False, mix=None):
@@ -90,7 +91,7 @@ def context_of(recipe, batch, seed=0) -> Context:
             recipe.drafter, prompts, recipe.target, temperature, max_new_tokens, seed + stream
         )
 
-    return Context(batch, generate)
+    return Context(batch, recipe.drafter, generate, lambda: None)
 
 
 def drawn(recipe, traces, index=0, seed=0):
@@ -110,12 +111,15 @@ def test_every_divergence_gives_another_loss(target, traces):
 @pytest.mark.parametrize(
     ("common", "change"),
     [
-        ({"divergence": "jsd"}, {"beta": 0.2}),
-        ({"divergence": "lk_hybrid"}, {"eta": 1.0}),
-        ({"divergence": "kl_mix"}, {"mix": 0.3}),
-        ({}, {"draft_temperature": 2.0}),
-        ({}, {"teacher_temperature": 2.0}),
-        ({"draft_temperature": 2.0}, {"loss_temperature_scale": True}),
+        ({"divergence": "jsd"}, {"divergence": "jsd:0.2"}),
+        ({"divergence": "lk_hybrid"}, {"divergence": "lk_hybrid:1"}),
+        ({"divergence": "kl_mix"}, {"divergence": "kl_mix:0.3"}),
+        ({}, {"divergence": "jsd,draft_temperature=2"}),
+        ({}, {"divergence": "jsd,teacher_temperature=2"}),
+        (
+            {"divergence": "jsd,draft_temperature=2"},
+            {"divergence": "jsd,draft_temperature=2,temperature_scale=true"},
+        ),
         ({}, {"reduction": "sequence"}),
         ({}, {"draft_layers": 2}),
         ({}, {"draft_hidden_size": 24}),
@@ -126,7 +130,7 @@ def test_every_divergence_gives_another_loss(target, traces):
 def test_every_option_of_the_loss_changes_it(target, traces, common, change):
     batch = batch_of(traces)
     plain = loss_of(make(target, **common), batch)
-    changed = loss_of(make(target, **common, **change), batch)
+    changed = loss_of(make(target, **common | change), batch)
     assert abs((plain - changed).item()) > 1e-5
 
 
@@ -222,8 +226,8 @@ def test_hard_labels_need_no_target(target, traces):
 def test_stages_say_what_text_they_need(target):
     recipe = make(target, data_mix=MIXED, mix_per="example", draft_ramp_share=0.3)
     control, main = recipe.stages()
-    assert control.needs == Needs({"fixed": 1.0})
-    assert main.needs == Needs({"target": 0.5, "draft": 0.5}, "example", 0.3, teacher=False)
+    assert control.data == Needs({"fixed": 1.0})
+    assert main.data == Needs({"target": 0.5, "draft": 0.5}, "example", 0.3, teacher=False)
     assert (control.row, main.row, control.start, main.start) == (
         "control",
         "after",
@@ -280,7 +284,7 @@ def test_live_and_compressed_teacher_agree_within_the_sampling_error(target, tra
 
 
 def test_pitfall_1_draft_text_is_ramped_up_over_the_first_tenth_of_the_steps(target, traces):
-    needs = make(target, data_mix=MIXED).stages()[1].needs
+    needs = make(target, data_mix=MIXED).stages()[1].data
     assert needs.ramp_share == 0.1
     ramped = Batches(traces, needs.mix, 4, seed=0, ramp=int(needs.ramp_share * 1000))
     early = sum(ramped.at(i).sources[0] == "draft" for i in range(30))
@@ -526,11 +530,11 @@ def test_every_process_goes_on_with_its_own_pool(target, traces, monkeypatch):
         monkeypatch.setattr(PartialState(), "process_index", rank)
         again = make(target, refresh_every=4)
         again.load_state_dict(state)
-        assert [batch.responses for batch in again._pool] == [[[number]]]
+        assert [batch.responses for batch in again.objective._pool] == [[[number]]]
 
 
 def test_a_stage_begins_without_a_pool(target, traces):
     recipe = make(target, refresh_every=3)
     drawn(recipe, traces, 0)
-    recipe.begin(recipe.stages()[1], 8)
+    recipe.begin(8)
     assert drawn(recipe, traces, 1).index == 1

@@ -16,14 +16,14 @@ from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces
 from data.packing import PackedBatches, RawText, check_separation
 from data.prompts import Prompt
-from data.target import Target
 from drafters.causal_lm import CausalLMDrafter
-from eval.measure import read_per_step
+from eval.costs import read_per_step
 from recipes import distillspec
 from recipes.base import Context
+from recipes.common import draft_size
+from recipes.common.draft_size import SizeSearch, _inner_parameters
 from recipes.fastdraft import Config, Recipe
-from recipes.parts import draft_size
-from recipes.parts.draft_size import SizeSearch, _inner_parameters
+from target.model import Target
 from tests.commands import (
     TWO,
     command,
@@ -35,10 +35,12 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
+from tests.losses import divergence
+from tests.objectives import Trained, trained
 from tests.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import learning_rate
-from trainer.losses import ce_hard, divergence
+from trainer.losses import ce_hard
 from trainer.shift import align
 
 STEPS = 6
@@ -66,17 +68,20 @@ def raw(tmp_path_factory):
     return str(write_jsonl(folder / "raw.jsonl", rows))
 
 
-def make(target, stage, seed=0, **options) -> Recipe:
+def make(target, stage, seed=0, **options) -> Trained:
     options = {"draft_hidden_size": 16} | options
     recipe = Recipe(Config(**options), target)
     torch.manual_seed(seed)
-    recipe.drafter = recipe.build([]).eval()
-    recipe.begin(next(s for s in recipe.stages() if s.name == stage), 8)
-    return recipe
+    number = [one.name for one in recipe.stages()].index(stage)
+    return trained(recipe, recipe.build([]).eval(), stage=number, new=8)
+
+
+def context_of(batch) -> Context:
+    return Context(batch, None, lambda *_: [], lambda: None)
 
 
 def loss_of(recipe, batch, step=0):
-    if refreshed := recipe.refresh(step, Context(batch, lambda *_: [])):
+    if refreshed := recipe.refresh(step, context_of(batch)):
         batch = refreshed
     request = recipe.target_request(batch, step)
     outputs = None
@@ -205,9 +210,9 @@ def test_token_level_alignment_is_the_divergence(target, traces):
         ({}, {"draft_layers": 2}),
         ({}, {"draft_hidden_size": 24}),
         ({}, {"tie_embeddings": True}),
-        ({"divergence": "jsd"}, {"beta": 0.2}),
-        ({"divergence": "lk_hybrid"}, {"eta": 1.0}),
-        ({"divergence": "kl_mix"}, {"mix": 0.3}),
+        ({"divergence": "jsd"}, {"divergence": "jsd:0.2"}),
+        ({"divergence": "lk_hybrid"}, {"divergence": "lk_hybrid:1"}),
+        ({"divergence": "kl_mix"}, {"divergence": "kl_mix:0.3"}),
         ({"divergence": "fkl"}, {"ce_share": 0.5}),
     ],
     ids=str,
@@ -224,7 +229,7 @@ def test_every_option_of_the_alignment_changes_its_loss(common, change, target, 
 
 def test_prompts_are_trained_from_their_second_token_where_asked(target, traces):
     recipe, batch = make(target, "align", train_prompts=True), stored(traces)
-    whole = recipe.refresh(0, Context(batch, lambda *_: []))
+    whole = recipe.refresh(0, context_of(batch))
     lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     assert whole.num_supervised == sum(length - 1 for length in lengths)
     assert torch.equal(whole.input_ids, batch.input_ids)
@@ -621,7 +626,7 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
         ("method.ce_share=0.5", "method.ce_share mixes cross-entropy with another"),
         ("method.teacher=compressed", "serves another method.divergence than ce_hard"),
         ("method.ce_share=1", "method.ce_share must lie in [0, 1)"),
-        ("method.divergence=kl", "unknown method.divergence 'kl'"),
+        ("method.divergence=kl", "method.divergence must be one of fkl["),
         ("method.search_by=size", "method.search_by must be one of mbsu_params, mbsu, modelled"),
         ("method.search_layers=[0]", "method.search_layers must be numbers >= 1"),
         ("method.search_parameters=[600]", "leave out method.draft_hidden_size, or the search"),
@@ -682,7 +687,7 @@ def test_a_corpus_shorter_than_one_context_is_known_before_anything_is_generated
 
 
 def test_the_alignments_checks_are_distillspecs(target):
-    assert isinstance(Config(divergence="jsd", beta=0.3).alignment(), distillspec.Config)
+    assert isinstance(Config(divergence="jsd:0.3").alignment(), distillspec.Config)
     with pytest.raises(UserError, match=r"method\.approx=bucket is for a compressed teacher"):
         Config(divergence="fkl", approx="bucket")
     assert isinstance(target, Target)

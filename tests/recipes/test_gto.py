@@ -14,19 +14,20 @@ import torch
 
 import train
 from data.batches import collate
-from data.target import Target
-from drafters.eagle import EagleDrafter, EagleSettings
 from drafters.layers import Shared
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.tree_reward import AGGREGATIONS
+from phases import shared
 from recipes import eagle, eagle3
-from recipes.gto import Config, Recipe, check_same_network
-from recipes.parts.reference_rewards import ReferenceRewards, check_rewards
-from recipes.parts.tree_loss import Paths, advantages, tree_loss
-from recipes.phases import shared
+from recipes.common.reference_rewards import ReferenceRewards, check_rewards
+from recipes.common.tree_loss import Paths, advantages, tree_loss
+from recipes.gto import Config, Recipe, TreeObjective, check_same_network
+from target.model import Target
 from tests.commands import TWO, command, finish, read_jsonl, start
+from tests.eagle import build_eagle, eagle_settings
 from tests.heads import PROMPTS, fitted, plain_texts, randomised
+from tests.objectives import trained as prepared
 from tests.recipes.test_heads import outputs_of
 from trainer.config import UserError
 
@@ -50,9 +51,9 @@ def batch(target):
 def head(target, base="eagle3", kept=None, **flags):
     captures = [0, 1] if base == "eagle3" else ["final_norm"]
     version = 3 if base == "eagle3" else 1
-    settings = EagleSettings(version, captures, target.hidden_size, **flags)
+    settings = eagle_settings(version, captures, target.hidden_size, **flags)
     torch.manual_seed(0)
-    return EagleDrafter.build(target, settings, kept=kept)
+    return build_eagle(target, settings, kept=kept)
 
 
 @functools.cache
@@ -71,11 +72,10 @@ def tuned(target, *, moved=0.03, size=None, base="eagle3", **options):
     drafter = copy.deepcopy(trained(target.name, base, size))
     drafter.shared = Shared(target)
     recipe.accept(drafter)
-    *_, stage = recipe.stages()
-    drafter = recipe.enter(stage, drafter, 8)
-    recipe.begin(stage, 12)
-    recipe.drafter = randomised(drafter, moved, 5) if moved else drafter
-    return recipe
+    found = prepared(recipe, drafter)
+    if moved:
+        found.drafter = randomised(drafter, moved, 5)
+    return found
 
 
 def terms_of(recipe, batch):
@@ -97,21 +97,26 @@ def metrics_of(recipe, batch):
 # --- positions --------------------------------------------------------------------------------
 
 
+def trees_of(target, **options) -> TreeObjective:
+    """Without a token loss: for what does not depend on it."""
+    return TreeObjective(Config(**SMALL | options), target, None)
+
+
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 9, 12, 40])
 def test_groups_are_runs_inside_of_the_answer_that_do_not_meet(length, target, capsys):
-    recipe = Recipe(Config(**SMALL | {"num_groups": 2}), target)
+    trees = trees_of(target, num_groups=2)
     room = length - 2
     for seed in range(20):
         ids = torch.randint(4, 90, (6 + length,), generator=torch.Generator().manual_seed(seed))
-        starts = recipe._groups(ids.tolist(), 6)
+        starts = trees.groups(ids.tolist(), 6)
         assert len(starts) == min(2, room // 3)
-        lengths = recipe._lengths(starts)
+        lengths = trees.lengths(starts)
         assert len(set(lengths)) == 3 * len(starts)
         for first in starts:
             assert list(range(first, first + 3)) == [n for n in lengths if first <= n < first + 3]
         # the last token of a prefix and the two behind it are the answer's: no border is crossed
         assert all(n - 1 >= 6 and n + 1 < 6 + length for n in lengths)
-        assert starts == recipe._groups(ids.tolist(), 6)
+        assert starts == trees.groups(ids.tolist(), 6)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warned) == (room // 3 < 2)  # once
     if warned:
@@ -119,18 +124,18 @@ def test_groups_are_runs_inside_of_the_answer_that_do_not_meet(length, target, c
 
 
 def test_different_texts_have_different_positions_and_all_of_them_come_up(target):
-    recipe = Recipe(Config(**SMALL), target)
+    trees = trees_of(target)
     found = set()
     for seed in range(60):
         ids = torch.randint(4, 90, (18,), generator=torch.Generator().manual_seed(seed)).tolist()
-        found |= set(recipe._lengths(recipe._groups(ids, 6)))
+        found |= set(trees.lengths(trees.groups(ids, 6)))
     assert found == set(range(7, 17))
 
 
 def test_no_tree_reaches_past_the_targets_context(target):
-    recipe = Recipe(Config(**SMALL | {"num_groups": 100}), target)
+    trees = trees_of(target, num_groups=100)
     ids = [5] * target.context
-    assert max(recipe._lengths(recipe._groups(ids, 6))) + recipe.shape.depth <= target.context
+    assert max(trees.lengths(trees.groups(ids, 6))) + trees.shape.depth <= target.context
 
 
 def test_rows_without_room_and_without_an_answer_count_nothing(target, batch):
@@ -181,7 +186,7 @@ def test_the_tree_loss_is_the_clipped_ratio_along_the_paths(options, target, bat
     got = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
 
-    paths, rewards, _ = recipe._paths(recipe._texts(batch), batch.input_ids.device)
+    paths, rewards, _ = recipe.paths(recipe.drafter, recipe.texts(batch), batch.input_ids.device)
     advantage = advantages(rewards.view(-1, 3), 1e-6)[0].flatten()
     assert len(set(paths.lengths.tolist())) > 1
     wanted = torch.zeros(())
@@ -256,7 +261,7 @@ def test_at_the_first_step_only_the_token_loss_is_left(base, target, batch):
     recipe = tuned(target, moved=0, base=base)
     module = {"eagle3": eagle3, "eagle": eagle}[base]
     plain = module.Recipe(module.Config(**OPTIONS[base]), target)
-    plain.drafter = recipe.drafter
+    plain = prepared(plain, recipe.drafter)
     *terms, (total, _, weight) = terms_of(recipe, batch)
     alone = plain.loss(batch, outputs_of(plain, batch), 0).terms
     for (a, n, w), (b, m, v) in zip(terms, alone, strict=True):
@@ -272,10 +277,11 @@ def test_at_the_first_step_only_the_token_loss_is_left(base, target, batch):
 def test_in_stage_base_there_is_nothing_but_the_token_loss(target, batch):
     recipe = Recipe(Config(base_options=OPTIONS["eagle3"], **SMALL), target)
     drafter = recipe.build([])
-    first, _ = recipe.stages()
-    assert recipe.enter(first, drafter, 8) is drafter
-    recipe.drafter = drafter
-    assert len(terms_of(recipe, batch)) == 2  # one for each unrolled step
+    first = prepared(recipe, drafter, stage=0)
+    assert first.drafter is drafter
+    assert len(terms_of(first, batch)) == 2  # one for each unrolled step
+    usual = object()
+    assert first.evaluated(usual, []) is usual  # trees do not choose there
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +341,7 @@ def test_another_reference_is_another_loss(target, batch, tmp_path):
 def test_trees_come_to_be_worth_more_than_the_references(target, batch):
     """Rewards rise from 0, and with them what the target accepts, where there is much to learn."""
     recipe = tuned(target, aggregation="node_sum")
-    recipe.drafter = recipe.enter(recipe.stages()[-1], head(target), 8)
+    recipe = prepared(recipe.recipe, head(target))
     optimizer = torch.optim.Adam(recipe.drafter.parameters(), 5e-3)
     found = [metrics_of(recipe, batch)]
     for _ in range(12):
@@ -356,8 +362,6 @@ def test_the_best_checkpoint_is_chosen_by_trees(target, batch):
     assert recipe.dev_metrics(recipe.reference, [trace]) != first
     short = SimpleNamespace(prompt_ids=batch.prompts[0], response_ids=[5, 6])
     assert recipe.dev_metrics(recipe.drafter, [short]) == {}
-    recipe.tuning = False  # as in stage base
-    assert recipe.dev_metrics(recipe.drafter, [trace]) == {}
 
 
 # --- the reference's rewards ------------------------------------------------------------------
@@ -365,14 +369,14 @@ def test_the_best_checkpoint_is_chosen_by_trees(target, batch):
 
 def drawn(recipe, batch, monkeypatch):
     """How many drafters have drafted for each text of a batch, and the loss."""
-    counts, scorer = [], recipe.scorer
+    counts, scorer = [], recipe.tree_scorer
     monkeypatch.setattr(
-        recipe, "scorer",
+        recipe.objective, "tree_scorer",
         lambda ids, lengths, drafters: counts.append(len(drafters))
         or scorer(ids, lengths, drafters),
     )  # fmt: skip
     value = tree_term(recipe, batch).item()
-    monkeypatch.setattr(recipe, "scorer", scorer)
+    monkeypatch.setattr(recipe.objective, "tree_scorer", scorer)
     return counts, value
 
 
@@ -410,21 +414,33 @@ def test_rewards_that_depend_on_something_else_are_refused(
         if named == "reference":
             drafter = randomised(recipe.drafter, 0.1)
         else:
-            drafter, recipe.target = recipe.reference, tiny_target("llama", seed=5)
+            drafter, recipe.objective.target = recipe.reference, tiny_target("llama", seed=5)
         with pytest.raises(UserError, match=rf"reward.* another {named}[ ,]"):
-            recipe.enter(recipe.stages()[-1], drafter, 8)
+            prepared(recipe.recipe, drafter)
         return
     with pytest.raises(UserError, match=rf"method\.reference_rewards: .* another {named}[ ,]"):
         tuned(target, reference_rewards=folder, **change)
 
 
+def test_rewards_of_another_device_are_refused(target, tmp_path):
+    """Its kernels round otherwise, which standardised rewards blow up."""
+    folder = tmp_path / "rewards"
+    tuned(target, reference_rewards=str(folder))
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    assert text.count('"device": "cpu"') == 1
+    manifest.write_text(text.replace('"device": "cpu"', '"device": "cuda"'))
+    with pytest.raises(UserError, match=r"reward.* another device[ ,]"):
+        tuned(target, reference_rewards=str(folder))
+
+
 def test_a_tree_in_a_file_may_have_changed(target, tmp_path):
     path, folder = tmp_path / "tree.json", str(tmp_path / "rewards")
     path.write_text("[[0], [1], [0, 0]]")
-    tuned(target, reference_rewards=folder, tree=str(path))
+    tuned(target, reference_rewards=folder, tree=f"static,file={path}")
     path.write_text("[[0], [1], [1, 0]]")
     with pytest.raises(UserError, match="another shape"):
-        tuned(target, reference_rewards=folder, tree=str(path))
+        tuned(target, reference_rewards=folder, tree=f"static,file={path}")
 
 
 def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_path):
@@ -462,7 +478,7 @@ def test_a_reference_of_another_network_or_vocabulary_is_refused(target, tmp_pat
     check_same_network(head(target, kept=some), head(target, kept=some))
     medusa = MedusaDrafter.build(target, MedusaSettings(num_heads=2))
     for reference, drafter, says in (
-        (head(target, "eagle"), head(target), "version is 1 there and 3 here"),
+        (head(target, "eagle"), head(target), "of kind 'eagle', the trained one of 'eagle3'"),
         (head(target, norm_output=True), head(target), "norm_output is True there and False here"),
         (head(target, kept=some), head(target), "another vocabulary, 40 tokens against 100"),
         (head(target, kept=some), head(target, kept=others), "another vocabulary"),
@@ -471,7 +487,7 @@ def test_a_reference_of_another_network_or_vocabulary_is_refused(target, tmp_pat
         with pytest.raises(UserError, match=says):
             check_same_network(reference, drafter)
     head(target, "eagle").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"method\.reference is another network: version"):
+    with pytest.raises(UserError, match=r"method\.reference is a drafter of kind 'eagle'"):
         tuned(target, reference=str(tmp_path))
 
 
@@ -480,24 +496,45 @@ def test_the_kind_of_a_given_head_is_read_from_it(target):
         drafter = head(target, name)
         recipe = Recipe(Config(**SMALL), target)
         recipe.accept(drafter)
-        assert type(recipe.base).__module__ == f"recipes.{name}"
-        assert recipe.base.captures == drafter.target_layers
+        assert type(recipe.head_recipe).__module__ == f"recipes.{name}"
+        assert recipe.head_recipe.captures == drafter.target_layers
         assert [stage.name for stage in recipe.stages()] == ["gto"]
         other = {"eagle3": "eagle", "eagle": "eagle3"}[name]
         with pytest.raises(UserError, match=f"head of recipe {name}, got method.base={other}"):
             Recipe(Config(base=other, **SMALL), target).accept(drafter)
-    with pytest.raises(UserError, match="of kind 'medusa', recipe=gto trains 'eagle'"):
+    with pytest.raises(UserError, match="of kind 'medusa', recipe=gto trains 'eagle3'"):
         Recipe(Config(**SMALL), target).accept(
             MedusaDrafter.build(target, MedusaSettings(num_heads=2))
         )
 
 
+def test_a_given_head_takes_its_own_token_loss_whatever_was_asked_before(tiny_target):
+    target = tiny_target("llama", layers=8)
+    recipe = Recipe(Config(**SMALL), target)
+    before = recipe.stages()[-1].objective.tokens
+    recipe.accept(head(target, "eagle"))
+    (stage,) = recipe.stages()
+    assert stage.objective.tokens is recipe.head_recipe.objective is not before
+
+
 def test_stage_base_has_settings_of_its_own(target):
-    config = Config(base_max_steps=7, base_batch_size=5, base_lr=0.5, **SMALL)
+    own = {"base_options": OPTIONS["eagle3"], **SMALL}
+    config = Config(base_max_steps=7, base_batch_size=5, base_lr=0.5, **own)
     base, tuned = Recipe(config, target).stages()
     assert base.overrides == {"max_steps": 7, "batch_size": 5, "lr": 0.5}
-    assert Recipe(Config(**SMALL), target).stages()[0].overrides == {"lr": 1e-3}
+    assert Recipe(Config(**own), target).stages()[0].overrides == {"lr": 1e-3}
     assert (tuned.overrides, base.row, tuned.row) == ({}, "before", "after")
+
+
+def test_bases_are_the_same_by_their_own_recipe_and_its_settings_alone(target):
+    def shared(**options):
+        given = {"base_options": OPTIONS["eagle3"], **SMALL, **options}
+        return Recipe(Config(**given), target).stages()[0].shared
+
+    assert shared() == shared(omega=0.7, num_groups=2)
+    others = {"steps": 3}, {"depth_decay": 0.5}, {"layers": [1, 0]}
+    assert all(shared(base_options=OPTIONS["eagle3"] | other) != shared() for other in others)
+    assert shared(base="eagle", base_options=OPTIONS["eagle"]) != shared()
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
@@ -646,7 +683,7 @@ def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
     (rewards,) = (tmp_path / "rewards").glob("rewards-*.jsonl")
     assert len(rewards.read_text().splitlines()) == 7
     target = Target.load(str(tiny_folder("llama")))
-    assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle"
+    assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle3"
     other = (*given, "method.eta=2", f"run.dir={tmp_path / 'other'}")
     capsys.readouterr()
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *other)) == 2
@@ -691,9 +728,12 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.epsilon=1", "method.epsilon must lie in (0, 1), got 1.0"),
         ("method.reward_temperature=-1", "method.reward_temperature must be >= 0"),
         ("method.tree=dynamic:2:3:3", "method.tree must hold at least as many nodes as its depth"),
-        ("method.tree=dynamic:9", "method.tree must be dynamic:<nodes>:<depth>"),
-        ("method.tree=calibrated:9", "method.tree must be eagle, dynamic:"),
-        ("method.tree=assets", "method.tree file assets is a folder: name a regular file"),
+        ("method.tree=dynamic:9", "method.tree must be dynamic:<num_nodes>:<depth>[:<top_k>]"),
+        ("method.tree=calibrated:9", "method.tree must be one of eagle["),
+        (
+            "method.tree=static,file=assets",
+            "static,file=assets': file assets is a folder: name a regular file",
+        ),
         (
             "trainer.lr_warmup_steps=4",
             [

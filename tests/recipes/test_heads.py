@@ -11,10 +11,14 @@ from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
-from recipes.parts.heads import frequent_tokens
+from recipes.common import heads
+from recipes.common.heads import frequent_tokens
+from tests.losses import divergence
+from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
+from trainer.chunked import OutputHead
 from trainer.config import UserError
-from trainer.losses import DIVERGENCES, divergence
+from trainer.divergence import DIVERGENCES
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
@@ -42,12 +46,12 @@ def make(name, target, traces, **options):
     module = importlib.import_module(f"recipes.{name}")
     recipe = module.Recipe(module.Config(**(EXTRA.get(name, {}) | options)), target)
     torch.manual_seed(0)
-    recipe.drafter = recipe.build(traces)
+    drafter = recipe.build(traces)
     torch.manual_seed(1)
     with torch.no_grad():  # away from the zeros and copies that a fresh head begins with
-        for parameter in recipe.drafter.parameters():
+        for parameter in drafter.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    return recipe
+    return trained(recipe, drafter, stage=0, traces=traces)
 
 
 def batch_of(traces, size=6):
@@ -103,6 +107,49 @@ def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces
         )
 
 
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
+    name, target, traces, monkeypatch
+):
+    recipe, batch, made = make(name, target, traces), batch_of(traces), []
+
+    def counted(head, states, _logits=OutputHead.logits):
+        made.append(head is target.head)
+        return _logits(head, states)
+
+    monkeypatch.setattr(OutputHead, "logits", counted)
+    found = []
+    for limit, times in ((heads.KEEP_TEACHER_BYTES, 1), (10, recipe.depth)):
+        monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
+        made.clear()
+        found.append([total for total, _, _ in terms_of(recipe, batch)])
+        assert sum(made) == times
+    torch.testing.assert_close(*found)
+
+
+def test_noise_on_the_states_is_as_wide_as_the_longest_text_allows(target, traces):
+    """Uniform, with a half width of `feature_noise` at 512 tokens."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, drafter):
+            super().__init__()
+            self.module, self.seen = drafter, None
+
+        def forward(self, ids, outputs, *given, **options):
+            self.seen = outputs.hidden["final_norm"]
+            return self.module(ids, outputs, *given, **options)
+
+    recipe, batch = make("eagle", target, traces, feature_noise=0.1), batch_of(traces)
+    sizes = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
+    assert len(set(sizes)) > 1
+    drafter, outputs = Wrapped(recipe.drafter), outputs_of(recipe, batch)
+    recipe.objective.loss(drafter, batch, outputs, 0)
+    noise = (drafter.seen - outputs.hidden["final_norm"]).abs()
+    width = 0.1 * 512 / max(sizes)
+    assert 0.99 * width < float(noise.max()) <= 1.001 * width
+    assert float(noise.mean()) == pytest.approx(width / 2, rel=0.05)
+
+
 def test_the_last_supervised_token_is_reached_at_every_depth_it_can_be():
     mask = torch.zeros(1, 8, dtype=torch.bool)
     mask[0, 3:7] = True  # response at 3..6
@@ -136,9 +183,9 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("medusa", {}, {"num_layers": 2}),
         ("medusa", {}, {"own_head": False}),
         ("medusa", {"num_layers": 2}, {"tie_layers": True}),
-        ("medusa", {"divergence": "jsd"}, {"beta": 0.2}),
-        ("medusa", {"divergence": "lk_hybrid"}, {"eta": 1.0}),
-        ("medusa", {"divergence": "kl_mix"}, {"mix": 0.5}),
+        ("medusa", {"divergence": "jsd"}, {"divergence": "jsd:0.2"}),
+        ("medusa", {"divergence": "lk_hybrid"}, {"divergence": "lk_hybrid:1"}),
+        ("medusa", {"divergence": "kl_mix"}, {"divergence": "kl_mix:0.5"}),
         ("medusa", {}, {"reduction": "sequence"}),
         ("medusa", {}, {"top_weight": 1.0}),
         ("hydra", {}, {"num_layers": 2}),
@@ -165,7 +212,7 @@ def test_every_divergence_gives_another_loss(name, target, traces):
 def test_every_option_changes_the_loss(name, common, change, target, traces):
     batch = batch_of(traces)
     before = make(name, target, traces, **common)
-    after = make(name, target, traces, **common, **change)
+    after = make(name, target, traces, **common | change)
     for recipe in (before, after):
         recipe.drafter.train()
     assert abs(loss_of(before, batch).item() - loss_of(after, batch).item()) > 1e-6
@@ -240,6 +287,16 @@ def test_the_draft_vocabulary_counts_responses_not_prompts(target, traces):
     assert frequent_tokens(traces, None, target) == (None, 1.0)
 
 
+@pytest.mark.parametrize(("size", "warned"), [(2, True), (VOCAB_SIZE, False)])
+def test_a_draft_vocabulary_that_misses_much_of_the_text_is_warned_of(
+    size, warned, target, traces, capsys
+):
+    make("eagle3", target, traces, draft_vocab_size=size)
+    said = capsys.readouterr().out
+    assert f"draft vocabulary: {size} tokens" in said
+    assert ("warning: below 98%; raise method.draft_vocab_size" in said) == warned
+
+
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused(target, traces):
     with pytest.raises(UserError, match=r"method\.draft_vocab_size must lie in 1\.\.100"):
         make("eagle3", target, traces, draft_vocab_size=VOCAB_SIZE + 1)
@@ -272,7 +329,7 @@ def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
         ("eagle3", {"steps": 0}, r"method\.steps must be >= 1"),
         ("eagle", {"feature_weight": -1.0}, r"method\.feature_weight must be >= 0"),
         ("medusa", {"num_heads": 0}, r"method\.num_heads must be >= 1"),
-        ("medusa", {"divergence": "nonsense"}, "unknown method.divergence"),
+        ("medusa", {"divergence": "nonsense"}, "method.divergence must be one of"),
         ("medusa", {"reduction": "row"}, r"method\.reduction must be"),
         ("medusa", {"depth_decay": 0.0}, r"method\.depth_decay must be > 0"),
         ("hydra", {"dropout": 1.0}, "dropout"),
@@ -290,9 +347,9 @@ def test_a_drafter_of_another_kind_or_size_is_refused(target, traces):
         medusa.accept(eagle.drafter)
     with pytest.raises(UserError, match=r"method\.num_heads=2"):
         make("medusa", target, traces).accept(medusa.drafter)
-    with pytest.raises(UserError, match="train it with recipe=eagle3"):
+    with pytest.raises(UserError, match="of kind 'eagle3', recipe=eagle trains 'eagle'"):
         eagle.accept(eagle3.drafter)
-    with pytest.raises(UserError, match=r"train it with recipe=eagle$"):
+    with pytest.raises(UserError, match="of kind 'eagle', recipe=eagle3 trains 'eagle3'"):
         eagle3.accept(eagle.drafter)
     other = make("eagle3", target, traces, layers=[1])
     with pytest.raises(UserError, match=r"reads the layers \[1\]"):

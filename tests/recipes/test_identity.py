@@ -8,12 +8,12 @@ import dataclasses
 import pytest
 import torch
 
-from data.target import Target
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
-from recipes.phases import shared
-from recipes.phases.generate import contents
-from recipes.phases.run import Run, claim
+from phases import shared
+from phases.generate import contents
+from phases.run import Run, claim
+from target.model import Target
 from tests.commands import command
 from train import resolve
 from trainer import checkpoint, files

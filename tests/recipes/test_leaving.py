@@ -11,7 +11,7 @@ from tests.commands import ROOT
 
 CODE = """
 import atexit, sys, torch, torch.distributed as dist
-from recipes.phases.run import end
+from phases.run import end
 
 def command(words):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

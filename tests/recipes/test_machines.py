@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.phases import run
+from phases import run
 from tests.commands import command
 from train import resolve
 from trainer.config import UserError

@@ -12,25 +12,26 @@ import torch
 import train
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
-from data.target import Target
 from data.traces import TraceStore
-from drafters.base import Budget
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.medusa2 import Medusa2Drafter
+from drafters.round import Budget
 from recipes.medusa2 import RAMPS, Config, Recipe
 from scripts import evaluate, export
+from target.model import Target
 from tests.commands import command, read_jsonl
 from tests.heads import (
     assert_branches_follow_the_unroll,
     assert_greedy_text_is_the_targets,
     assert_rounds_follow_the_unroll,
 )
+from tests.losses import divergence
+from tests.objectives import trained
 from tests.recipes.test_heads import batch_of, make, outputs_of, terms_of
 from tests.tiny import VOCAB_SIZE
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import make_optimizer
-from trainer.losses import divergence
 from trainer.shift import supervised
 
 STEPS = 10
@@ -55,9 +56,10 @@ def traces(target, tmp_path_factory):
 
 def joint(target, traces, moved=True, **options):
     """The recipe in its second stage. `moved`: with an adapter that does something."""
-    recipe = make("medusa2", target, traces, **{"lora_dropout": 0.0} | options)
+    heads = make("medusa2", target, traces, **{"lora_dropout": 0.0} | options)
     torch.manual_seed(3)
-    recipe.drafter = recipe.enter(recipe.stages()[JOINT], recipe.drafter, STEPS).train()
+    recipe = trained(heads.recipe, heads.drafter, stage=JOINT, max_steps=STEPS)
+    recipe.drafter.train()
     if moved:
         with torch.no_grad():
             for parameter in recipe.drafter.adapter.parameters():
@@ -163,8 +165,7 @@ def test_the_first_stage_is_recipe_medusa(target, traces):
     batch = batch_of(traces)
     plain = make("medusa", target, traces)
     recipe = make("medusa2", target, traces)
-    same = recipe.enter(recipe.stages()[0], recipe.drafter, STEPS)
-    assert same is recipe.drafter
+    assert trained(recipe.recipe, recipe.drafter, stage=0).drafter is recipe.drafter
     for (a, n, w), (b, m, v) in zip(terms_of(plain, batch), terms_of(recipe, batch), strict=True):
         assert torch.equal(a, b)
         assert (float(n), w) == (float(m), v)
@@ -183,7 +184,7 @@ def test_adapter_and_heads_move_and_the_targets_weights_do_not(options, target, 
     logits = target.outputs(batch.input_ids).logits
     before = {n: p.clone() for n, p in recipe.drafter.named_parameters()}
     settings = TrainerConfig(lr=1e-2)
-    optimizer = make_optimizer(recipe.drafter, settings, recipe.lr_multiplier)
+    optimizer = make_optimizer(recipe.drafter, settings, recipe.stage.lr_multiplier)
     rates = {
         id(p): group["lr_multiplier"] for group in optimizer.param_groups for p in group["params"]
     }
@@ -444,4 +445,4 @@ def test_an_adapter_of_another_shape_is_not_gone_on_from(target, traces):
     same = Recipe(Config(lora_dropout=0.0), target)
     same.accept(drafter)
     assert [stage.name for stage in same.stages()] == ["joint"]
-    assert same.enter(same.stages()[0], drafter, STEPS) is drafter
+    assert trained(same, drafter, stage=0).drafter is drafter

@@ -13,24 +13,21 @@ import torch
 
 import train
 from data.batches import collate
-from data.decode import Request
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from data.request_log import RequestLog
-from data.sampling import Sampling, row_key
 from data.traces import Trace
 from drafters.bank import DrafterBank
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.metrics import Round
 from eval.offline import rejections, replay
-from eval.policies import make_budget
+from eval.policies.table import make_budget
+from eval.rounds import Round
 from recipes import osd
 from recipes.base import Context
-from recipes.osd import Config, Recipe
-from recipes.parts import stream
-from recipes.parts.online import (
+from recipes.common import stream
+from recipes.common.online import (
     Replay,
     Served,
     draft_laws,
@@ -40,6 +37,9 @@ from recipes.parts.online import (
     publish,
     target_laws,
 )
+from recipes.osd import Config, Recipe
+from target.decode import Request
+from target.sampling import Sampling, row_key
 from tests.commands import (
     TWO,
     command,
@@ -50,6 +50,7 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
+from tests.objectives import trained
 from tests.tiny import EOS, assert_same_greedy, generated, perturbed, prompts_of
 from trainer.config import RunFault, UserError
 from trainer.shift import supervised
@@ -88,18 +89,20 @@ def make(target, traces, temperature=None, drafter=None, stage="online", max_ste
     drafter = drafter or drafter_of(target)
     if temperature is not None:
         traces = [Trace(**{**vars(t), "temperature": temperature}) for t in traces]
-    recipe.observe(traces, {"before": copy.deepcopy(drafter).eval()})
-    (found,) = [one for one in recipe.stages() if one.name == stage]
-    recipe.drafter = recipe.enter(found, drafter, max_steps)
-    recipe.begin(found, NEW_TOKENS)
-    recipe.drafter.train()
-    return recipe
+    number = [one.name for one in recipe.stages()].index(stage)
+    before = {"before": copy.deepcopy(drafter).eval()}
+    made = trained(
+        recipe, drafter, stage=number, traces=traces, drafters=before, max_steps=max_steps,
+        new=NEW_TOKENS,
+    )  # fmt: skip
+    made.drafter.train()
+    return made
 
 
 def interval(recipe, step, size=4, seed=0, folder=None):
     """The batch of a step, as the loop asks for it."""
     stored = collate([[5, 6]] * size, [[7]] * size, ["target"] * size, step)
-    return recipe.refresh(step, Context(stored, None, seed=seed, folder=folder))
+    return recipe.refresh(step, Context(stored, recipe.drafter, None, None, seed, folder))
 
 
 def loss_of(recipe, batch):
@@ -330,7 +333,7 @@ def test_batches_of_one_step_are_served_with_one_version(target, traces):
     seen = []
     for index in range(6):
         stored = collate([[5, 6]] * 2, [[7]] * 2, ["target"] * 2, index)
-        recipe.refresh(index // 2, Context(stored, None))
+        recipe.refresh(index // 2, Context(stored, recipe.drafter, None, None))
         seen += [row.version for row in recipe.last]
     assert seen == [0] * 4 + [1] * 4 + [2] * 4
     assert recipe.served_version == 3
@@ -359,9 +362,9 @@ def first_losses(target, traces):
     ("common", "change"),
     [
         ({}, {"divergence": "rkl"}),
-        ({"divergence": "jsd"}, {"beta": 0.2}),
-        ({"divergence": "lk_hybrid"}, {"eta": 1.0}),
-        ({"divergence": "kl_mix"}, {"mix": 0.5}),
+        ({"divergence": "jsd"}, {"divergence": "jsd:0.2"}),
+        ({"divergence": "lk_hybrid"}, {"divergence": "lk_hybrid:1"}),
+        ({"divergence": "kl_mix"}, {"divergence": "kl_mix:0.5"}),
         ({}, {"K": 1}),
         ({}, {"positions": "all"}),
         ({}, {"positions": "published_code"}),
@@ -399,7 +402,7 @@ def test_the_offline_stage_distils_on_the_same_text(target, traces):
     assert total.item() / count == pytest.approx(expected, rel=1e-4)
     assert recipe.denominators(batch, 0) == [float(count)]
     assert recipe.state_dict() == {}
-    assert recipe.evaluated(len) is len
+    assert recipe.evaluated(len, []) is len
     assert [s.name for s in Recipe(Config(offline=False), target).stages()] == ["online"]
     offline, online = Recipe(Config(offline_lr=2e-3), target).stages()
     assert offline.overrides == {"lr_schedule": "cosine", "lr": 2e-3}
@@ -712,7 +715,7 @@ def test_a_drafter_without_requests_does_not_move(target, traces):
     recipe = make(target, traces, 1.0, bank=True)
     optimizer = torch.optim.AdamW(recipe.drafter.parameters(), 1e-2)
     update(recipe, interval(recipe, 0), optimizer)
-    recipe.stream.traces = [t for t in recipe.traces if t.domain == "sums"]
+    recipe.stream.traces = [t for t in recipe.stream.traces if t.domain == "sums"]
     before = copy.deepcopy(recipe.drafter.state_dict())
     update(recipe, interval(recipe, 1), optimizer)
     moved = {n for n, p in recipe.drafter.state_dict().items() if not torch.equal(p, before[n])}
@@ -928,7 +931,7 @@ def test_versions_are_not_published_from_shares(target, monkeypatch):
         ("method.publish_every=-1", "method.publish_every must be >= 0"),
         ("method.log_wait_s=-1", "method.log_wait_s must be >= 0"),
         ("method.log=missing.jsonl", "method.log=missing.jsonl does not exist"),
-        ("method.divergence=kl", "unknown method.divergence 'kl'"),
+        ("method.divergence=kl", "method.divergence must be one of fkl["),
         ("run.stage=align", "run.stage must be one of offline, online"),
     ],
 )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from drafters.causal_lm import CausalLMDrafter
-from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.eagle1 import Eagle1Settings
 from drafters.hydra import HydraDrafter, HydraSettings
-from drafters.lookup import PromptLookup
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from recipes.phases.generate import tree_depth
-from recipes.phases.report import check_drafter, facts, tree_of
+from drafters.training_free.lookup import PromptLookup
+from eval.config import EvalConfig
+from phases.generate import tree_depth
+from phases.report import check_drafter, facts, tree_of
+from tests.eagle import build_eagle
 from tests.tiny import CONTEXT
-from trainer.config import EvalConfig, UserError
+from trainer.config import UserError
 
 TABLE = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]
 
@@ -37,14 +39,14 @@ def test_more_depths_than_heads_are_refused(medusa, options):
 
 
 def test_drafting_beyond_the_context_is_refused(target):
-    eagle = EagleDrafter.build(target, EagleSettings(1, ["final_norm"], target.hidden_size))
+    eagle = build_eagle(target, Eagle1Settings(["final_norm"], target.hidden_size))
     with pytest.raises(UserError, match=rf"eval\.K must be below the target's context {CONTEXT}"):
         check_drafter(eagle, EvalConfig(K=CONTEXT))
 
 
 def test_hydra_is_not_asked_of_an_engine(target):
     hydra = HydraDrafter.build(target, HydraSettings())
-    with pytest.raises(UserError, match=r"no engine loads Hydra; vllm serves"):
+    with pytest.raises(UserError, match="of kind 'hydra'; engines serve causal_lm: "):
         check_drafter(hydra, EvalConfig(engine="vllm"))
 
 
@@ -66,12 +68,14 @@ def test_a_calibrated_tree_needs_accuracies(medusa):
 
 @pytest.mark.parametrize(("text", "K"), [("", 4), ("x", 4), ("0", 4), ("11", 1), ("11111", 4)])
 def test_a_calibrated_tree_that_cannot_be_is_refused_before_a_model_is_loaded(text, K):
-    with pytest.raises(UserError, match=r"must be calibrated:<nodes> with 1 to \d+ nodes at eval"):
-        tree_depth(EvalConfig(K=K, tree=f"calibrated:{text}"))
-    huge = EvalConfig(K=10**11, tree="calibrated:" + "9" * 5000)
-    with pytest.raises(UserError, match=r"with 1 to 111110 nodes at eval\.K=100000000000"):
-        tree_depth(huge)
-    assert tree_depth(EvalConfig(K=1, tree="calibrated:10")) == 0
+    rule = rf"num_nodes must (lie in 1..\d+ for depth {K}|be a whole number)"
+    with pytest.raises(UserError, match=rf"eval\.tree='calibrated:{text}': {rule}"):
+        EvalConfig(K=K, tree=f"calibrated:{text}")
+    with pytest.raises(UserError, match=r"lie in 1..111110 for depth 100000000000"):
+        EvalConfig(K=10**11, tree="calibrated:111111")
+    with pytest.raises(UserError, match=r"num_nodes must be a whole number of at most twelve"):
+        EvalConfig(K=10**11, tree="calibrated:" + "9" * 5000)
+    assert tree_depth(EvalConfig(K=1, tree="calibrated:10")) == 1
 
 
 def test_a_calibrated_tree_is_not_asked_of_a_language_model(target):
@@ -92,6 +96,6 @@ def test_facts_count_what_is_read(target, medusa):
     assert found["parameters"] == found["trained_parameters"]
     assert found["active_parameters"] == found["parameters"] / 2  # one head a step
     assert found["feature_bytes_per_token"] == 2 * target.hidden_size
-    eagle = EagleDrafter.build(target, EagleSettings(1, ["final_norm"], target.hidden_size))
+    eagle = build_eagle(target, Eagle1Settings(["final_norm"], target.hidden_size))
     head = target.head.weight.numel()
     assert facts(eagle, target)["active_parameters"] == eagle.num_parameters + head

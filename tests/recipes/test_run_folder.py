@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import transformers
 
 import train
-from recipes.parts.draft_size import SizeSearch
-from recipes.phases import run as run_phase
+from phases import run as run_phase
+from recipes.common.draft_size import SizeSearch
 from tests.commands import command, read_jsonl
 
 
@@ -124,7 +123,7 @@ def test_a_run_that_begins_again_has_no_report_until_it_ends(begun, monkeypatch)
         assert not (run / "report.json").exists()
         raise SystemExit(75)
 
-    monkeypatch.setattr("recipes.phases.train.train_stages", stop)
+    monkeypatch.setattr("phases.train.train_stages", stop)
     with pytest.raises(SystemExit):
         train.main([*words, "trainer.resume=never"])
 
@@ -136,7 +135,8 @@ def test_a_run_that_goes_on_under_other_versions_says_so(begun, capsys, monkeypa
     run, words = begun
     (run / "report.json").unlink()
     first = json.loads((run / "run.json").read_text())
-    monkeypatch.setattr(transformers, "__version__", "99.0")
+    # by its name: transformers may put another module in the place of the one imported first
+    monkeypatch.setattr("transformers.__version__", "99.0")
     assert train.main(words) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "other versions" in line]
     assert f"transformers {first['transformers']}, now 99.0" in said

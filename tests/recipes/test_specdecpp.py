@@ -12,18 +12,20 @@ import train
 from data.batches import collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
-from data.sampling import Sampling, warp
-from data.target import TargetOutputs
 from drafters.acceptance_head import SETTINGS
 from drafters.causal_lm import CausalLMDrafter
-from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.eagle3 import Eagle3Settings
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes.base import Context
 from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted_loss
 from scripts import evaluate, export
+from target.model import TargetOutputs
+from target.sampling import Sampling, warp
 from tests.commands import TWO, command, finish, read_jsonl, start
+from tests.eagle import build_eagle
 from tests.heads import randomised
+from tests.objectives import trained
 from tests.tiny import EOS, perturbed
 from trainer.config import UserError
 
@@ -52,15 +54,14 @@ def recipe_of(target, kind="causal_lm", **options):
     if kind == "causal_lm":
         drafter = CausalLMDrafter._of(perturbed(target.model, 0.1), target, "draft")
     else:
-        settings = EagleSettings(3, [0, 1], target.hidden_size)
-        drafter = randomised(EagleDrafter.build(target, settings), 0.1)
+        settings = Eagle3Settings([0, 1], target.hidden_size)
+        drafter = randomised(build_eagle(target, settings), 0.1)
     recipe.accept(drafter)
-    (stage,) = recipe.stages()
+    assert len(recipe.stages()) == 1
     torch.manual_seed(0)
-    recipe.drafter = recipe.enter(stage, drafter, 9).train()
-    randomised(recipe.drafter.acceptance, 0.1)
-    recipe.begin(stage, 24)
-    return recipe
+    stage = trained(recipe, drafter, max_steps=9, new=24)
+    randomised(stage.drafter.train().acceptance, 0.1)
+    return stage
 
 
 def batch_of(traces, index=0):
@@ -75,7 +76,7 @@ def outputs_of(recipe, batch):
 
 def drawn_of(recipe, traces, index=0):
     batch = batch_of(traces, index)
-    context = Context(batch, lambda *_: [], lambda: outputs_of(recipe, batch))
+    context = Context(batch, recipe.drafter, lambda *_: [], lambda: outputs_of(recipe, batch))
     return recipe.refresh(0, context)
 
 
@@ -167,7 +168,7 @@ def test_a_label_that_is_no_probability_is_named(target, traces):
     outputs = outputs_of(recipe, batch)
     outputs.logits[3] = torch.nan
     with pytest.raises(UserError, match=r"DataError: .* got nan in row 3 of batch 0, .*Question 3"):
-        recipe.draw(batch, outputs)
+        recipe.draw(recipe.drafter, batch, outputs)
 
 
 # --- the loss ---------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_the_head_learns_what_its_states_tell(target, traces):
         optimizer.zero_grad()
         loss_of(recipe, drawn).backward()
         optimizer.step()
-    f = recipe.judge(drawn, None).softmax(-1)[:, 1].detach()
+    f = recipe.judge(recipe.drafter, drawn, None).softmax(-1)[:, 1].detach()
     found = quality(f, drawn.accept, 6.0)
     assert found["binary_kl"] < 0.8 * found["binary_kl_constant"]
     assert found["auc"] > 0.8
@@ -436,7 +437,7 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.temperature=-1", "method.temperature must be >= 0"),
         ("method.top_k=-1", "method.top_k must be >= 0"),
         ("method.top_p=0", "method.top_p must lie in (0, 1]"),
-        ("eval.policy=head:1", "eval.policy must be head:<number in (0, 1)>, got 'head:1'"),
+        ("eval.policy=head:1", "eval.policy='head:1': threshold must lie in (0, 1), got 1.0"),
     ],
 )
 def test_bad_settings_end_in_one_line(word, says, tiny_folder, tmp_path, capsys):
@@ -461,8 +462,8 @@ def test_a_drafter_without_states_and_a_policy_without_a_head_are_refused(
 @pytest.mark.slow
 def test_an_eagle_head_is_judged_as_well(target, tiny_folder, tmp_path):
     """Its law changes with the depth; trained, decoded, saved, exported and measured again."""
-    settings = EagleSettings(3, [0, 1], target.hidden_size)
-    start = randomised(EagleDrafter.build(target, settings), 0.1)
+    settings = Eagle3Settings([0, 1], target.hidden_size)
+    start = randomised(build_eagle(target, settings), 0.1)
     start.save_pretrained(tmp_path / "eagle")
     given = (f"model.drafter={tmp_path / 'eagle'}", "method.depths=2")
     words = words_of(tmp_path, tiny_folder("llama"), *given)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from eval.metrics import HEADLINE
-from eval.render import to_markdown
-from eval.report import COUNTING, ROW_KEYS
+from eval.report.render import to_markdown
+from eval.report.rows import role_of
+from eval.report.schema import COUNTING, ROW_KEYS, read_report
 from scripts.compare import leaderboard, parse, run_names
 from trainer.config import UserError
 
@@ -36,13 +37,15 @@ def a_report(tokens_per_round, *, fingerprint="f1", **changes):
         "tokens_per_round": tokens_per_round,
         "tokens_per_round_ci95": [tokens_per_round - 0.1, tokens_per_round + 0.1],
     }
+    row |= changes
+    row["role"] = role_of(row["drafter"])
     assert set(HEADLINE) <= set(row)
     return {
         "schema": 1,
         "run": {},
         "target": {"name": "toy", "fingerprint": fingerprint},
         "drafter": {},
-        "results": [row | changes],
+        "results": [row],
         "comparisons": [],
         "series": [],
     }
@@ -109,6 +112,22 @@ def test_rows_measured_otherwise_stand_apart_with_a_warning(tmp_path, changes, n
     assert (tmp_path / "board" / "leaderboard.html").exists()
 
 
+def test_reports_of_an_earlier_version_stand_beside_those_of_this_one():
+    """Theirs had no role, and no name for the verifier of sampled children."""
+    paths = sorted((ROOT / "tests/fixtures/first_edition").glob("*/report.json"))
+    old = [json.loads(path.read_text()) for path in paths]
+    assert not any("role" in row for report in old for row in report["results"])
+    reports = [(path.parent.name, read_report(path)) for path in paths]
+    for _, report in reports:
+        roles = {row["drafter"]: row["role"] for row in report["results"]}
+        assert roles["after"] == "trained"
+        assert roles["prompt_lookup"] == "baseline"
+        assert roles.get("control", "control") == "control"
+    text = to_markdown(leaderboard(reports))
+    for path in paths:
+        assert f"| {path.parent.name}: after | " in text
+
+
 def test_chains_and_trees_share_a_table_with_what_they_cost():
     tree = {"tree": "eagle, 25 nodes, depth 5", "K": 5, "nodes": 25,
             "modelled_speedup_at": {"0.02": 2.91, "0.05": 2.56, "0.1": 2.13}}  # fmt: skip
@@ -123,7 +142,7 @@ def test_chains_and_trees_share_a_table_with_what_they_cost():
     assert tables(text) == [["target", "tree: after", "long: after", "chain: after"]]
     assert (
         "| tree: after | eagle, 25 nodes, depth 5 | 25 | 1,234,567 | 3.20 [3.10, 3.30] | – "
-        "| 2.91 | 2.56 | 2.13 | – | – | yes |"
+        "| 2.91 | 2.56 | 2.13 | – | – | yes | trained |"
     ) in text
     assert "| long: after | K 8 | 8 | – | 2.40" in text
     assert "| target | K 4 | 4 | – | 4.80" in text

@@ -6,8 +6,11 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 import train
+from eval.report.schema import read_report
+from eval.report.terminal import summary
 from scripts import evaluate
 from tests.commands import command, only, read_jsonl
 
@@ -49,7 +52,7 @@ def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys)
     report = measured(tmp_path, f"eval.drafter={name}")
     out = capsys.readouterr().out
     assert out.strip().endswith(f"report: {tmp_path / 'out' / 'report.html'}")
-    assert (tmp_path / "out" / "report.md").read_text() in out
+    assert summary(read_report(tmp_path / "out" / "report.json")) in out
     assert {r["drafter"] for r in report["results"]} == {"drafter", *BASELINES}
     trained = json.loads((finished / "run" / "report.json").read_text())
     assert report["target"] == trained["target"]
@@ -88,6 +91,64 @@ def test_a_drafter_in_a_folder_called_target_keeps_a_row_of_its_own(tmp_path, ti
     words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     assert row(report, "./target", 0.0)["alpha"] < row(report, "target", 0.0)["alpha"] == 1
+
+
+def test_a_training_free_drafter_is_measured_by_name(tmp_path, tiny_folder, capsys):
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
+    report = measured(tmp_path, "eval.drafter=lookup:2", *words)
+    roles = {r["drafter"]: r["role"] for r in report["results"]}
+    assert roles == {
+        "plain": "plain", "lookup:2": "measured", "prompt_lookup": "baseline", "target": "target",
+    }  # fmt: skip
+    assert report["drafter"] == {"start": "lookup:2", "kind": "lookup", "parameters": 0}
+    assert row(report, "lookup:2", 0.0, "decoding")["identical_to_plain"] == 1
+    assert "the trained drafter" not in capsys.readouterr().out
+    longer = row(report, "prompt_lookup", 0.0)["engine_drafts"]
+    assert row(report, "lookup:2", 0.0)["engine_drafts"] >= longer > 0
+
+
+def test_baselines_are_those_that_are_named(tmp_path, tiny_folder):
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
+    words += ["eval.temperatures=0", "eval.drafter=lookup:3"]
+    report = measured(tmp_path, *words, "eval.baselines=[lookup:1, lookup:3, 'lookup,max_ngram=4']")
+    roles = {r["drafter"]: r["role"] for r in report["results"]}
+    assert roles == {
+        "plain": "plain", "lookup:3": "measured", "lookup:1": "baseline",
+        "lookup,max_ngram=4": "baseline", "target": "target",
+    }  # fmt: skip
+    report = measured(tmp_path, *words, "eval.baselines=[]")
+    assert {r["drafter"] for r in report["results"]} == {"plain", "lookup:3", "target"}
+
+
+OLD = "tests/fixtures/first_edition"
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """The run folder of an EAGLE head, written by an earlier version, and words that measure it."""
+    for name in ("cache", "eagle"):
+        shutil.copytree(f"{OLD}/{name}", tmp_path / name)
+    drafter = tmp_path / "eagle" / "drafter"
+    return drafter.parent, [f"eval.drafter={drafter}", f"data.cache_dir={tmp_path / 'cache'}"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "verifier", "children"),
+    [
+        ({"tree_children": "sampled"}, "multi_round", "sampled"),
+        ({"verifier": "typical", "typical_epsilon": 0.2}, "typical:0.2", "top"),
+    ],
+)
+def test_a_configuration_of_an_earlier_version_is_translated(
+    tmp_path, earlier, changed, verifier, children
+):
+    folder, words = earlier
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    stored["eval"] |= {"tree": "eagle", "K": 5, **changed}
+    (folder / "config.yaml").write_text(yaml.safe_dump(stored))
+    report = measured(tmp_path, *words)
+    trees = {(r["verifier"], r["tree_children"]) for r in report["results"] if r.get("tree")}
+    assert trees == {(verifier, children)}
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):

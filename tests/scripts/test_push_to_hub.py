@@ -13,7 +13,9 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import save_file
 
 import scripts.push_to_hub as module
+from eval.report.schema import write_report
 from scripts.push_to_hub import main
+from tests.report_rows import report_with_readings
 from trainer.redaction import MARK
 
 TOKEN = "hf_" + "secretsecretsecretsecret"
@@ -94,6 +96,14 @@ def test_uploads_export_and_report_privately(run, hub, capsys):
     assert hub.private == {"user/name": True}
     assert capsys.readouterr().out == "uploaded: https://hub/user/name\n"
     assert not (run / "export" / "transformers" / "report.md").exists()
+
+
+def test_prompts_and_answers_stay_here(run, hub):
+    write_report(report_with_readings(), run)
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    for name in ("report.md", "report.html", "report.json"):
+        assert ("What is a cat?" in (run / name).read_text()) == (name != "report.md")
+        assert "What is a cat?" not in (hub.folder / "user" / "name" / name).read_text()
 
 
 def test_public_on_demand_and_again_on_the_same_repository(run, hub):

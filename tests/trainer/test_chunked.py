@@ -8,13 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from trainer.chunked import OutputHead, chunked_divergence
+from tests.losses import chunked_divergence, divergence
+from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError
-from trainer.losses import DIVERGENCES, divergence
+from trainer.divergence import DIVERGENCES
 
 N, D, V = 7, 4, 12
 KEPT = [0, 2, 3, 5, 8, 9, 11]
-WARM = {"draft_temperature": 1.7, "teacher_temperature": 0.6, "loss_temperature_scale": True}
+WARM = {"draft_temperature": 1.7, "teacher_temperature": 0.6, "temperature_scale": True}
 CASES = {
     "plain": {},
     "everything": {"bias": True, "cap": True, "weights": True, "options": WARM},
@@ -300,15 +301,15 @@ def test_unusable_inputs_are_refused():
     weight = head.weight
     get = teacher.__getitem__
     for options, message in (
-        ({"name": "fkll"}, "unknown method.divergence 'fkll'"),
-        ({"beta": 1.3}, "method.beta must lie in"),
         ({"teacher": None}, "teacher must be given for fkl"),
         ({"chunk_positions": 0}, "chunk_positions must be >= 1, got 0"),
         ({"teacher": lambda span: get(span)[:, :-1]}, r"logits of the target must have the shape"),
     ):
-        arguments = {"name": "fkl", "teacher": get, **options}
         with pytest.raises(UserError, match=message):
-            chunked_divergence(states=states, head=head, labels=labels, **arguments)
+            chunked_divergence(
+                "fkl", states, head, options.get("teacher", get), labels,
+                chunk_positions=options.get("chunk_positions"),
+            )  # fmt: skip
     for options, message in (
         ({"vocab_size": V + 1}, f"vocab_size must lie in 1..{V}"),
         ({"vocab_size": 3, "kept": torch.arange(V)}, "stand without a reduced vocabulary, got 3"),

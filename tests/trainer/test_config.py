@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
+from data.config import DataConfig
+from eval.config import EvalConfig
 from recipes import base
+from recipes.common.config import Config, compose
 from tests.commands import ROOT
 from trainer.checks import require_address
 from trainer.config import (
-    DataConfig,
-    EvalConfig,
     TrainerConfig,
     UserError,
-    compose,
     known_keys,
     parse_overrides,
+    sections,
     to_yaml,
 )
 
@@ -175,9 +176,8 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("method.data_mix=0.5", "method.data_mix must be a mapping"),
         ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
         ("trainer.precision=fp16", "trainer.precision must be one of fp32, bf16"),
-        ("eval.tree_children=best", "eval.tree_children"),
-        ("eval.verifier=typical", "eval.tree"),
-        ("eval.typical_delta=0", "eval.typical_delta"),
+        ("eval.tree_children=sampled", "write eval.tree=<tree>,siblings=without_replacement, with"),
+        ("eval.typical_delta=0", "no key any more: write eval.verifier=typical:<epsilon>:<delta>"),
         ("data.features=disk", "data.features"),
         ("data.features_dtype=int4", "data.features_dtype"),
         ("data.top_p=0", r"data.top_p must lie in \(0, 1\], got 0"),
@@ -282,9 +282,11 @@ def test_scripts_have_keys_of_their_own():
 
 
 def test_overrides_know_their_keys():
-    assert parse_overrides(["run.seed=3"], known_keys(Method)) == {"run.seed": 3}
+    known = known_keys({**sections(Config), "method": Method})
+    assert {"run.seed", "data.prompts", "eval.K", "method.beta"} < set(known)
+    assert parse_overrides(["run.seed=3"], known) == {"run.seed": 3}
     with pytest.raises(UserError, match=r"'method.beat'; did you mean 'method.beta'"):
-        parse_overrides(["method.beat=3"], known_keys(Method))
+        parse_overrides(["method.beat=3"], known)
 
 
 # written and read back

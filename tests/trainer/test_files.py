@@ -12,7 +12,7 @@ import pytest
 
 from trainer import files
 from trainer.config import RunFault, UserError
-from trainer.files import MARKER, read_json, whole_folder, write_atomic, write_json
+from trainer.files import MARKER, read_json, rewrite, whole_folder, write_atomic, write_json
 
 
 def make(folder, text="new", **options):
@@ -247,6 +247,28 @@ def test_a_link_stays_a_link(tmp_path):
     make(tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
     assert (tmp_path / "disk" / MARKER).exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_one_file_is_rewritten_and_all_others_stay(tmp_path, monkeypatch, links):
+    """Large files are linked into the new folder, and copied where a file system has no links."""
+
+    def refused(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    out, other = make(tmp_path / "out"), tmp_path / "other"
+    os.link(out / "config.json", other)
+    before = (out / "deep" / "weights").stat().st_ino
+    with monkeypatch.context() as patch:
+        if not links:
+            patch.setattr(os, "link", refused)
+        rewrite(out, {"config.json": "{1}"})
+    assert (out / "config.json").read_text() == "{1}"
+    assert (out / "deep" / "weights").read_text() == "new"
+    assert ((out / "deep" / "weights").stat().st_ino == before) == links
+    assert other.read_text() == "{}"  # nothing is written into the old file
+    assert names(tmp_path) == ["other", "out"]
+    make(out, "again")  # the folder counts as unchanged
 
 
 def test_the_marker_holds_what_was_written(tmp_path):

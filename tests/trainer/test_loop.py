@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
-from trainer.loop import fit, learning_rate, make_accelerator
+from trainer.loop import Fit, fit, learning_rate, make_accelerator
 from trainer.losses import LossOutput
 from trainer.tracking import Tracker
 
@@ -116,14 +116,22 @@ class PlainLM(nn.Module):
         return self.table(ids)
 
 
-class Recipe:
-    """Cross-entropy; remembers the losses it gave."""
+class CrossEntropy:
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        return [batch.num_supervised]
 
-    def __init__(self) -> None:
-        self.drafter: nn.Module | None = None
+    def refresh(self, step: int, context: object) -> Batch | None:
+        raise NotImplementedError
 
-    def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
-        logits = self.drafter(batch.input_ids)[:, :-1].float()
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: object, step: int
+    ) -> LossOutput:
+        logits = drafter(batch.input_ids)[:, :-1].float()
         labels = batch.input_ids[:, 1:]
         mask = batch.loss_mask[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -132,16 +140,18 @@ class Recipe:
         return LossOutput([((losses * mask).sum(), count, 1.0)], {"accuracy": (right.sum(), count)})
 
 
-class CountingRecipe(Recipe):
+class Counting(CrossEntropy):
     """With a state of its own: how many losses it gave."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = torch.zeros((), dtype=torch.long)
 
-    def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: object, step: int
+    ) -> LossOutput:
         self.calls += 1
-        output = super().loss(batch, target_outputs, step)
+        output = super().loss(drafter, batch, target_outputs, step)
         output.metrics["calls"] = (self.calls.clone(), 1)
         return output
 
@@ -160,7 +170,9 @@ def accuracy(drafter: nn.Module, step: int) -> dict[str, float]:
     return {"select": right.float().mean().item()}
 
 
-def train(folder: Path, recipe: Recipe | None = None, drafter: nn.Module | None = None, **given):
+def train(
+    folder: Path, objective: CrossEntropy | None = None, drafter: nn.Module | None = None, **given
+):
     """-> result, drafter, rows of metrics.jsonl. Keys of TrainerConfig and arguments of `fit`."""
     names = {field.name for field in fields(TrainerConfig)}
     settings = {"max_steps": 12, "log_every": 1, "eval_every": 5, "save_every": 4, "lr": 1e-2}
@@ -172,7 +184,7 @@ def train(folder: Path, recipe: Recipe | None = None, drafter: nn.Module | None 
         torch.manual_seed(0)
         drafter = TinyLM(dropout=given.get("dropout", 0.1))
     arguments = {
-        "recipe": recipe or CountingRecipe(),
+        "objective": objective or Counting(),
         "drafter": drafter,
         "batches": Batches(2, accelerator.process_index, accelerator.num_processes),
         "evaluate": accuracy,
@@ -184,7 +196,7 @@ def train(folder: Path, recipe: Recipe | None = None, drafter: nn.Module | None 
         "tracker": Tracker(config, folder, "test", {}, accelerator.is_main_process),
     }
     arguments |= {key: value for key, value in given.items() if key not in {*names, "dropout"}}
-    result = fit(**arguments)
+    result = fit(Fit(**arguments))
     return result, drafter, rows_of(folder)
 
 
@@ -261,16 +273,16 @@ def test_how_often_one_evaluates_or_saves_changes_no_loss(tmp_path):
 
 
 def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
-    class TwoTerms(Recipe):
+    class TwoTerms(CrossEntropy):
         def denominators(self, batch: Batch, step: int) -> list[float]:
             return [float(batch.num_supervised), float(len(batch.input_ids))]
 
-        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
-            ((total, count, _),) = super().loss(batch, target_outputs, step).terms
+        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+            ((total, count, _),) = super().loss(drafter, batch, target_outputs, step).terms
             return LossOutput([(total, count, 1.0), (total, len(batch.input_ids), 0.25)])
 
     settings = {"evaluate": None, "dropout": 0.0, "max_steps": 1}
-    _, _, plain = train(tmp_path / "a", Recipe(), **settings)
+    _, _, plain = train(tmp_path / "a", CrossEntropy(), **settings)
     _, _, rows = train(tmp_path / "b", TwoTerms(), **settings)
     num_tokens = plain[0]["num_tokens"]
     expected = plain[0]["loss"] * (1 + 0.25 * num_tokens / 2)
@@ -278,7 +290,7 @@ def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
 
 
 def test_a_loss_that_divides_by_something_unannounced_is_refused(tmp_path):
-    class Wrong(Recipe):
+    class Wrong(CrossEntropy):
         def denominators(self, batch: Batch, step: int) -> list[float]:
             return [float(len(batch.input_ids))]
 
@@ -305,7 +317,7 @@ def test_a_skipped_step_leaves_the_weights_alone(tmp_path):
 
 
 def test_refresh_replaces_batches_and_may_give_none(tmp_path):
-    class Online(Recipe):
+    class Online(CrossEntropy):
         def refresh(self, step: int, context: tuple[int, Batch]) -> Batch | None:
             own_step, batch = context
             assert own_step == step
@@ -313,7 +325,7 @@ def test_refresh_replaces_batches_and_may_give_none(tmp_path):
 
     result, _, rows = train(
         tmp_path, Online(), evaluate=None, max_steps=30, lr=0.1,
-        context=lambda step, batch: (step, batch),
+        context=lambda step, batch, drafter: (step, batch),
     )  # fmt: skip
     assert result.skipped_batches == 1
     assert rows[1]["loss"] is None
@@ -344,18 +356,18 @@ def test_the_schedule_reaches_the_optimiser(tmp_path):
     assert not same_weights(slow, fast)
 
 
-def test_a_recipe_may_let_parameters_learn_at_their_own_rate(tmp_path):
-    class Faster(Recipe):
-        def lr_multiplier(self, name):
-            return 4.0 if name.startswith("head.") else 1.0
+def test_a_stage_may_let_parameters_learn_at_their_own_rate(tmp_path):
+    def faster(name):
+        return 4.0 if name.startswith("head.") else 1.0
 
     torch.manual_seed(0)
     before = TinyLM(dropout=0.0)
     settings = {"max_steps": 2, "lr_schedule": "linear", "lr_min_ratio": 0.0, "evaluate": None}
+    settings["lr_multiplier"] = faster
     for steps, folder in ((1, "one"), (2, "two")):
         settings["max_steps"] = steps
         drafter = deepcopy(before)
-        _, _, rows = train(tmp_path / folder, Faster(), drafter, **settings)
+        _, _, rows = train(tmp_path / folder, CrossEntropy(), drafter, **settings)
         assert rows[0]["lr"] == 1e-2
         if steps == 1:  # the first step of Adam is the learning rate, whatever the gradient
             for name, factor in (("head.weight", 4), ("norm.weight", 1), ("embed.weight", 1)):
@@ -365,15 +377,15 @@ def test_a_recipe_may_let_parameters_learn_at_their_own_rate(tmp_path):
     first, batches = deepcopy(before), StoppingBatches(2)
     batches.stop_at = 1
     with pytest.raises(Stopped):
-        train(tmp_path / "cut", Faster(), first, batches=batches, save_every=1, **settings)
-    train(tmp_path / "cut", Faster(), first, save_every=1, **settings)
+        train(tmp_path / "cut", CrossEntropy(), first, batches=batches, save_every=1, **settings)
+    train(tmp_path / "cut", CrossEntropy(), first, save_every=1, **settings)
     assert same_weights(first, drafter)
 
 
 def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_path):
-    class Still(Recipe):
-        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
-            ((total, count, weight),) = super().loss(batch, target_outputs, step).terms
+    class Still(CrossEntropy):
+        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+            ((total, count, weight),) = super().loss(drafter, batch, target_outputs, step).terms
             return LossOutput([(0.0 * total, count, weight)])
 
     torch.manual_seed(0)
@@ -411,10 +423,10 @@ def test_gradient_checkpointing_is_refused_where_the_drafter_has_none(tmp_path):
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path):
     seen = []
 
-    class Looking(Recipe):
-        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
-            seen.append((self.drafter.head.weight @ self.drafter.head.weight.T).dtype)
-            return super().loss(batch, target_outputs, step)
+    class Looking(CrossEntropy):
+        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+            seen.append((drafter.head.weight @ drafter.head.weight.T).dtype)
+            return super().loss(drafter, batch, target_outputs, step)
 
     _, drafter, rows = train(tmp_path / "a", Looking(), evaluate=None, precision="bf16")
     _, _, exact = train(tmp_path / "b", Looking(), evaluate=None)
@@ -444,14 +456,24 @@ def test_the_preview_is_printed_once_before_training(tmp_path, capsys):
     assert lines[1].startswith("supervised: ")  # after the evaluation at step 0
 
 
+def test_a_run_that_goes_on_shows_no_preview(tmp_path, capsys):
+    batches = StoppingBatches(2)
+    batches.stop_at = 6
+    with pytest.raises(Stopped):
+        train(tmp_path, batches=batches)
+    capsys.readouterr()
+    train(tmp_path, describe=lambda batch: "a preview")
+    assert "a preview" not in capsys.readouterr().err
+
+
 # Faults
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
-    class Broken(Recipe):
-        def loss(self, batch: Batch, target_outputs: object, step: int) -> LossOutput:
-            output = super().loss(batch, target_outputs, step)
+    class Broken(CrossEntropy):
+        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+            output = super().loss(drafter, batch, target_outputs, step)
             ((total, count, weight),) = output.terms
             if step == 6 and where == "loss":
                 total = total * torch.nan
@@ -466,7 +488,7 @@ def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
     assert torch.equal(load_file(path)["loss_mask"], Batches(2).at(6).loss_mask)
     with safe_open(path, "pt") as file:
         assert file.metadata()["step"] == "7"
-    result, _, rows = train(tmp_path, Recipe())  # the state of step 4 was saved and is sound
+    result, _, rows = train(tmp_path, CrossEntropy())  # the state of step 4 was saved and is sound
     assert result.steps == 12
     assert all(loss > 0 for loss in losses_of(rows))
 
@@ -483,7 +505,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
             train(tmp_path / "b", batches=batches, log_every=3)
     result, drafter, resumed_rows = train(tmp_path / "b", log_every=3)
     assert result == straight
-    assert resumed_rows == rows  # the recipe's counter among them: it is in the checkpoint
+    assert resumed_rows == rows  # the objective's counter among them: it is in the checkpoint
     assert same_weights(drafter, expected)
 
 
@@ -513,6 +535,15 @@ def test_going_on_with_another_setting_is_refused(tmp_path):
         train(tmp_path, batches=batches)
     with pytest.raises(UserError, match=r"trainer\.lr was 0\.01 .* now 0\.5"):
         train(tmp_path, lr=0.5)
+
+
+def test_going_on_with_another_seed_is_refused(tmp_path):
+    batches = StoppingBatches(2)
+    batches.stop_at = 6
+    with pytest.raises(Stopped):
+        train(tmp_path, batches=batches)
+    with pytest.raises(UserError, match=r"run\.seed was 1 when .* is now 2"):
+        train(tmp_path, seed=2)
 
 
 def test_the_best_weights_by_evaluation_are_kept(tmp_path):
@@ -659,7 +690,7 @@ def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
 
 
 JOINT = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_every": 4, "dropout": 0.0}
-ENDING = {**JOINT, "weight_decay": 0.5, "context": lambda step, batch: batch}
+ENDING = {**JOINT, "weight_decay": 0.5, "context": lambda step, batch, drafter: batch}
 # step s reads the sequences 8 s to 8 s + 7, rank 1 every other two of them. Rank 1 has nothing in
 # step 1, nobody has in step 2, rank 0 lacks one of two batches in step 3
 EMPTY = frozenset({10, 11, 14, 15, *range(16, 24), 24, 25})
@@ -705,7 +736,9 @@ def test_a_finished_training_with_damaged_weights_is_finished_again(tmp_path, ev
 
 
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
-    one, drafter, rows = train(tmp_path / "a", Recipe(), batches=Batches(4, empty=EMPTY), **JOINT)
+    one, drafter, rows = train(
+        tmp_path / "a", CrossEntropy(), batches=Batches(4, empty=EMPTY), **JOINT
+    )
     start_two(tmp_path / "b", "join", 0)
     assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
     weights = load_file(tmp_path / "b/result.safetensors")
@@ -718,7 +751,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
 
 
 def test_two_processes_take_no_step_where_there_is_nothing_to_train_on(tmp_path):
-    """Their batches have text, of which a recipe that learns from a stream wants none any more."""
+    """Their batches have text, of which an objective that follows a stream wants none any more."""
     _, drafter, rows = train(tmp_path / "a", Ending(), batches=Batches(4), **ENDING)
     start_two(tmp_path / "b", "ending", 0)
     assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
@@ -782,7 +815,7 @@ class SignalledBatches(Batches):
         return super().at(index)
 
 
-class Ending(Recipe):
+class Ending(CrossEntropy):
     def refresh(self, step: int, context: Batch) -> Batch | None:
         return context if step < 2 else None
 
@@ -793,8 +826,8 @@ def join(folder: Path, kind: type[Batches] = Batches, ending: bool = False) -> N
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         batches = Batches(2, rank, 2) if ending else kind(2, rank, 2, EMPTY)
-        recipe, settings = (Ending(), ENDING) if ending else (Recipe(), JOINT)
-        result, drafter, _ = train(folder, recipe, batches=batches, **settings)
+        objective, settings = (Ending(), ENDING) if ending else (CrossEntropy(), JOINT)
+        result, drafter, _ = train(folder, objective, batches=batches, **settings)
         if rank == 0:
             save_file(drafter.state_dict(), folder / "result.safetensors")
             (folder / "result.json").write_text(json.dumps(vars(result)))

@@ -5,17 +5,17 @@ import math
 import pytest
 import torch
 
+from tests.losses import divergence, named
 from trainer.config import RunFault, UserError
+from trainer.divergence import DIVERGENCES, parse_divergence
 from trainer.losses import (
-    DIVERGENCES,
     CompressedTeacher,
-    check_options,
     compress,
-    divergence,
     overlap,
     overlap_bounds,
     reduce,
 )
+from trainer.specs import spelled
 
 SOFT = [name for name in DIVERGENCES if name != "ce_hard"]
 PROPER = [n for n in SOFT if n not in ("ce_soft", "ce_top", "tvd_pp")]  # zero at p = q
@@ -186,7 +186,8 @@ def test_broken_logits_name_their_model(name, bad, who):
 
 def test_negative_kl_is_a_fault(monkeypatch):
     draft, teacher = _logits()
-    monkeypatch.setitem(DIVERGENCES, "fkl", lambda q, p: torch.full((5,), -2e-5))
+    formula = staticmethod(lambda q, p: torch.full((5,), -2e-5))
+    monkeypatch.setattr(DIVERGENCES["fkl"], "formula", formula)
     with pytest.raises(RunFault, match=r"fkl is negative \(-2e-05\)"):
         divergence("fkl", draft, teacher)
 
@@ -216,7 +217,7 @@ def test_temperatures_change_the_loss_and_the_scale_is_optional():
     warm = divergence("fkl", draft, teacher, **both)
     torch.testing.assert_close(warm, divergence("fkl", draft / 2, teacher / 2))
     assert not torch.allclose(warm, plain)
-    scaled = divergence("fkl", draft, teacher, **both, loss_temperature_scale=True)
+    scaled = divergence("fkl", draft, teacher, **both, temperature_scale=True)
     torch.testing.assert_close(scaled, 4 * warm)
     torch.testing.assert_close(
         divergence("fkl", draft, teacher, teacher_temperature=0.5),
@@ -244,20 +245,48 @@ def test_options_reach_their_divergence():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fkll", {}, r"unknown method.divergence 'fkll'; available: fkl, "),
-        ("jsd", {"beta": 1.3}, r"method.beta must lie in \[0, 1\], got 1.3"),
-        ("jsd", {"beta": math.nan}, r"method.beta must lie in \[0, 1\]"),
-        ("kl_mix", {"mix": -0.1}, r"method.mix must lie in \[0, 1\], got -0.1"),
-        ("lk_hybrid", {"eta": -1}, r"method.eta must be >= 0, got -1"),
-        ("fkl", {"draft_temperature": 0.0}, r"method.draft_temperature must be > 0, got 0.0"),
+        ("jsd", {"beta": 1.3}, r"beta must lie in \[0, 1\], got 1.3"),
+        ("jsd", {"beta": math.nan}, r"beta must lie in \[0, 1\]"),
+        ("kl_mix", {"mix": -0.1}, r"mix must lie in \[0, 1\], got -0.1"),
+        ("lk_hybrid", {"eta": -1}, r"eta must be >= 0, got -1"),
+        ("fkl", {"draft_temperature": 0.0}, r"draft_temperature must be >= 1e-05, got 0.0"),
         ("fkl", {"approx": "buckets"}, r"method.approx must be null or bucket"),
     ],
 )
 def test_options_outside_their_range_are_refused(name, options, message):
     with pytest.raises(UserError, match=message):
-        check_options(name, **options)
-    with pytest.raises(UserError, match=message):
         divergence(name, *_logits(), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "spelling"),
+    [
+        ("fkl", "fkl"), ("jsd", "jsd"), ("jsd:0.5", "jsd"), ("jsd:0.3", "jsd:0.3"),
+        ("lk_hybrid,eta=2", "lk_hybrid:2"), ("kl_mix:0.5,draft_temperature=2",
+        "kl_mix:0.5,draft_temperature=2"), ("tvd,temperature_scale=true",
+        "tvd,temperature_scale=true"), ("tvd,temperature_scale=false", "tvd"),
+    ],
+)  # fmt: skip
+def test_a_divergence_is_spelled_as_a_named_spec(text, spelling):
+    parsed = parse_divergence(text)
+    assert spelled(parsed) == spelling
+    assert parse_divergence(spelling) == parsed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fkll", r"method\.divergence must be one of fkl.*got 'fkll'; did you mean 'fkl'"),
+        ("fkl:0.5", r"method\.divergence must be fkl"),
+        ("jsd:1.3", r"method\.divergence='jsd:1.3': beta must lie in \[0, 1\], got 1.3"),
+        ("jsd:0.3:0.4", r"method\.divergence must be jsd\[:<beta>\]"),
+        ("jsd,eta=1", r"method\.divergence must be jsd\[:<beta>\]"),
+        ("tvd,temperature_scale=yes", r"temperature_scale must be true or false, got 'yes'"),
+    ],
+)
+def test_a_spec_that_is_none_ends_in_one_line(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_divergence(text)
 
 
 def test_missing_inputs_are_refused():
@@ -360,7 +389,7 @@ def test_non_linear_divergences_refuse_a_compressed_teacher(name):
     with pytest.raises(UserError, match=f"^CompressedTeacherError: {name} is not linear in p"):
         divergence(name, draft, compress(teacher, 2, 3))
     with pytest.raises(UserError, match=r"^CompressedTeacherError"):
-        check_options(name, compressed=True)
+        named(name).check_compressed(None)
 
 
 def test_compressed_teacher_has_one_temperature():

@@ -9,7 +9,8 @@ no sampling noise but the random tables. All seeds train side by side, Adam acts
 import pytest
 import torch
 
-from trainer.losses import divergence, overlap
+from tests.losses import divergence
+from trainer.losses import overlap
 
 V = 24
 SEEDS = 6

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import io
 import json
-import os
-import pty
-import struct
-import termios
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +16,7 @@ from tests.commands import command
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig
 from trainer.losses import LossOutput
-from trainer.tracking import Progress, StepRecord, Tracker, Window
+from trainer.tracking import StepRecord, Tracker, Window
 
 
 def rows(folder):
@@ -78,51 +73,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         tracker_in(tmp_path).log({"step": 1})
 
 
-def report(progress, step):
-    progress.report({"step": step, "loss": 1.5, "lr": 0.001, "tokens_per_s": 1234.4})
-
-
-def test_piped_progress_is_plain_lines_with_rate_and_time_left(monkeypatch):
-    stream = io.StringIO()
-    clock = iter([50.0, 150.0])  # ten steps took 100 s
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(clock))
-    progress = Progress(total=300, start=10, stream=stream)
-    progress.advance()
-    report(progress, 20)
-    progress.close()
-    assert stream.getvalue() == (
-        "step 20/300  loss 1.5000  lr 1.00e-03  1234 tokens/s  0:46:40 left\n"
-    )
-
-
-def test_on_a_terminal_there_is_a_bar():
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    with os.fdopen(theirs, "w") as stream:
-        progress = Progress(total=4, stream=stream)
-        progress.advance()
-        progress.note("a note")
-        report(progress, 1)
-        progress.close()
-        stream.flush()
-        shown = ""  # a terminal hands over its output in pieces
-        while "1234 tokens/s" not in shown:
-            shown += os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert "1/4" in shown
-    assert "a note" in shown
-    assert "1234 tokens/s" in shown
-
-
-def test_other_processes_show_nothing():
-    stream = io.StringIO()
-    progress = Progress(total=4, enabled=False, stream=stream)
-    progress.advance()
-    progress.note("hidden")
-    report(progress, 1)
-    assert stream.getvalue() == ""
-
-
 def add(window, step, loss, count=2.0):
     batch = SimpleNamespace(input_ids=torch.tensor([[step]]), loss_mask=torch.ones(1, 1))
     record = StepRecord(step, [batch], [torch.tensor(loss)])
@@ -132,7 +82,7 @@ def add(window, step, loss, count=2.0):
 
 
 def test_a_window_gives_means_over_its_steps_and_begins_anew(tmp_path):
-    window = Window(Accelerator(cpu=True), tmp_path, object())
+    window = Window(Accelerator(cpu=True), tmp_path, object)
     add(window, 0, 1.0)
     add(window, 1, 2.0)
     row = window.row(2, 40, 0.1)
@@ -145,7 +95,7 @@ def test_a_window_gives_means_over_its_steps_and_begins_anew(tmp_path):
 def test_a_window_looked_at_late_names_the_first_step_that_broke(tmp_path):
     """On a GPU the numbers are read when a row is due, several steps after they went wrong."""
     folder = tmp_path / "not yet there"
-    window = Window(Accelerator(cpu=True), folder, object())
+    window = Window(Accelerator(cpu=True), folder, object)
     for step, loss in enumerate([1.0, 2.0, float("inf"), float("nan")]):
         add(window, step, loss)
     with pytest.raises(RunFault, match=r"loss inf, gradient norm 1\.0 at step 3"):
@@ -156,7 +106,7 @@ def test_a_window_looked_at_late_names_the_first_step_that_broke(tmp_path):
 def test_tokens_per_second_are_those_since_the_last_row_without_pauses(tmp_path, monkeypatch):
     now = 0.0
     monkeypatch.setattr(tracking, "time", SimpleNamespace(perf_counter=lambda: now))
-    window = Window(Accelerator(cpu=True), tmp_path, object())
+    window = Window(Accelerator(cpu=True), tmp_path, object)
     window.start(100)
     now = 2.0
     with window.paused():  # an evaluation
@@ -169,7 +119,7 @@ def test_tokens_per_second_are_those_since_the_last_row_without_pauses(tmp_path,
 
 @pytest.mark.parametrize("count", [3.0, 2.001])
 def test_denominators_other_than_announced_are_a_fault(tmp_path, count):
-    window = Window(Accelerator(cpu=True), tmp_path, object())
+    window = Window(Accelerator(cpu=True), tmp_path, object)
     add(window, 0, 1.0, count=torch.tensor(count, dtype=torch.float64))
     with pytest.raises(RunFault, match=rf"returned the denominator {count} at step 1, .* 2\.0"):
         window.settle()
@@ -204,3 +154,6 @@ def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(
     assert (artifact.name, artifact.type) == ("report-abc", "report")
     assert set(artifact.manifest.entries) == {"report.md", "report.html", "report.json"}
     assert 0 <= wandb_run.summary["after/T=0/alpha"] <= 1
+    assert "times 3" in (tmp_path / "run" / "report.html").read_text()
+    for entry in artifact.manifest.entries.values():  # prompts are the user's own
+        assert "times 3" not in Path(entry.local_path).read_text()

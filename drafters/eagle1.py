@@ -1,0 +1,68 @@
+"""EAGLE-1: a head that reads the target's final-normed state and drafts through its output head.
+
+Li et al. 2024, arXiv:2401.15077. EAGLE-2 (arXiv:2406.16858) is the same network under a dynamic
+tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.layers import DecoderLayer, layer_config
+from target.model import LayerId, Target
+from trainer.chunked import OutputHead
+from trainer.config import UserError
+
+
+@dataclass
+class Eagle1Settings(EagleSettings):
+    """`captures` names one layer; engines feed `final_norm`."""
+
+    def __post_init__(self) -> None:
+        if len(self.captures) != 1:
+            raise UserError(f"EAGLE-1 reads the states of one layer, got {self.captures}")
+
+
+class Eagle1Drafter(EagleDrafter):
+    kind = "eagle"
+    version = 1
+
+    @classmethod
+    def build(cls, target: Target, settings: Eagle1Settings) -> Eagle1Drafter:
+        """A fresh one in the target's shape."""
+        return cls(settings, layer_config(target.model.config), target)
+
+    def make_network(self, kept: torch.Tensor | None) -> None:
+        if kept is not None:
+            raise UserError("EAGLE-1 drafts through the target's head: no reduced vocabulary")
+        width = self.config.hidden_size
+        self.fc = nn.Linear(width + self.settings.target_width, width, bias=False)
+        self.layer = DecoderLayer(self.config, width)
+
+    def fuse(self, hidden: dict[LayerId, torch.Tensor], *index: Any) -> torch.Tensor:
+        (layer,) = self.target_layers
+        return hidden[layer][index].to(self.fc.weight.dtype)
+
+    def layer_inputs(
+        self, feature: torch.Tensor, embedded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = self.fc(torch.cat([embedded, feature], -1))
+        return mixed, mixed
+
+    def layer_outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, hidden
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        return self.shared.target.head
+
+    @classmethod
+    def read_settings(cls, stored: dict[str, Any]) -> Eagle1Settings:
+        """Heads written by earlier versions name settings of EAGLE-3 too, all of them off."""
+        return Eagle1Settings(
+            **{name: value for name, value in stored.items() if value is not False}
+        )

@@ -1,0 +1,133 @@
+"""EAGLE-3: a head that reads the states of three layers and has an output head of its own.
+
+Li et al. 2025, arXiv:2503.01840. Its output head scores the whole vocabulary, or the most frequent
+tokens alone (`kept`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
+from target.devices import decoder_of
+from target.model import LayerId, Target, decoder_layers
+from trainer.chunked import OutputHead
+from trainer.config import UserError
+
+FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other captures are not dead
+
+
+@dataclass
+class Eagle3Settings(EagleSettings):
+    """`norm_before_residual`, `fc_norm`, `norm_output`: variants that engines know; the last two
+    are EAGLE-3.1's."""
+
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def default_captures(num_layers: int) -> list[LayerId]:
+    """Low, middle and high: outputs of layers 1, L/2 - 1 and L - 4."""
+    layers: list[LayerId] = [1, num_layers // 2 - 1, num_layers - 4]
+    if len(set(layers)) < 3 or min(layers) < 0:  # type: ignore[type-var]
+        raise UserError(
+            f"method.layers: the defaults {layers} collide on a target of {num_layers} layers: "
+            "name three distinct ones, for example method.layers=[0,1,2]"
+        )
+    return layers
+
+
+class Eagle3Drafter(EagleDrafter):
+    kind = "eagle3"
+    version = 3
+    settings: Eagle3Settings
+
+    @classmethod
+    def build(
+        cls,
+        target: Target,
+        settings: Eagle3Settings,
+        *,
+        kept: torch.Tensor | None = None,
+        head_from_target: bool = True,
+        layer_from_target: bool = True,
+    ) -> Eagle3Drafter:
+        """A fresh one in the target's shape. `head_from_target`: its own head starts as the
+        target's rows; `layer_from_target`: its layer starts as the target's last one, fed with the
+        last state captured."""
+        drafter = cls(settings, layer_config(target.model.config), target, kept)
+        if head_from_target:
+            rows = torch.arange(target.vocab_size) if kept is None else kept
+            with torch.no_grad():
+                drafter.lm_head.weight.copy_(target.head.weight[rows.to(target.device)])
+        if layer_from_target:
+            drafter._start_from_target()
+        return drafter
+
+    def make_network(self, kept: torch.Tensor | None) -> None:
+        settings, config = self.settings, self.config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(settings.captures) * settings.target_width, width, bias=False)
+        if settings.fc_norm:
+            self.fc_norms = nn.ModuleList(
+                RMSNorm(settings.target_width, eps=eps) for _ in settings.captures
+            )
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layer = DecoderLayer(config, 2 * width)
+        self.norm = RMSNorm(width, eps=eps)
+        self.lm_head = nn.Linear(width, self.vocab_size if kept is None else len(kept), bias=False)
+        self._head: OutputHead | None = None
+
+    @torch.no_grad()
+    def _start_from_target(self) -> None:
+        """As if the target's layers between the last capture and its last one were left out."""
+        target = self.shared.target
+        model = target.model
+        last, norm = decoder_layers(model)[-1], getattr(decoder_of(model), "norm", None)
+        with target.in_place(last, norm):
+            missing = start_from(self.layer, last)
+            if not copy_gain(self.hidden_norm, getattr(last, "input_layernorm", None)):
+                missing.append("input_layernorm")
+            if not copy_gain(self.norm, norm):
+                missing.append("norm")
+        if missing:
+            print(f"layer_from_target: a fresh start for {', '.join(missing)}, which the target's "
+                  "last layer has in another form")  # fmt: skip
+        width = self.fc.weight.shape[0]
+        self.fc.weight.mul_(FUSED_NOISE)
+        self.fc.weight[:, -width:].diagonal().add_(1)
+
+    def fuse(self, hidden: dict[LayerId, torch.Tensor], *index: Any) -> torch.Tensor:
+        states = [hidden[layer][index].to(self.fc.weight.dtype) for layer in self.target_layers]
+        if self.settings.fc_norm:
+            states = [norm(one) for norm, one in zip(self.fc_norms, states, strict=True)]
+        return self.fc(torch.cat(states, -1))
+
+    def layer_inputs(
+        self, feature: torch.Tensor, embedded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.hidden_norm(feature)
+        residual = normed if self.settings.norm_before_residual else feature
+        return torch.cat([self.input_layernorm(embedded), normed], -1), residual
+
+    def layer_outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(hidden)
+        return normed, normed if self.settings.norm_output else hidden
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        head = self._head
+        # made once: checking `kept` waits for the device
+        if head is None or head.weight is not self.lm_head.weight or head.kept is not self.kept:
+            head = self._head = OutputHead(self.lm_head.weight, kept=self.kept)
+        return head
+
+    @classmethod
+    def read_settings(cls, stored: dict[str, Any]) -> Eagle3Settings:
+        return Eagle3Settings(**stored)

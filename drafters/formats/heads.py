@@ -1,0 +1,136 @@
+"""Drafters of this project with the weights of published heads, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.formats.files import Tensors
+from drafters.formats.reader import Head
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from target.model import Target
+from target.vocabulary import real_ids
+from trainer.config import UserError
+
+
+def check_head(head: Head, target: Target) -> None:
+    """The head's vocabulary is the target's, and so are the tables that it brings along: drafters
+    here borrow them."""
+    width = target.fingerprint["vocab_size"]
+    if head.vocab_size != width:
+        raise UserError(
+            f"CompatibilityError: the head was made for a vocabulary of {head.vocab_size}, the "
+            f"target has {width}"
+        )
+    ids = torch.arange(target.vocab_size)
+    _only_if_equal(head, "embed_tokens.weight", lambda: target.embedding(ids.to(target.device)))
+    _only_if_equal(head, "lm_head.weight", lambda: target.head.weight, head.kind == "eagle")
+
+
+def _only_if_equal(
+    head: Head, name: str, table: Callable[[], torch.Tensor], applies: bool = True
+) -> None:
+    """Drafters here borrow the target's tables, so a head's own is left out if it is the same."""
+    if not applies or name not in head.tensors:
+        return
+    ours = table()[: head.vocab_size].cpu().float()
+    if not torch.equal(head.tensors[name][: len(ours)].float(), ours):
+        raise UserError(
+            f"tensor {name!r} differs from the target's: this head has a table of its own (or "
+            "another target), and drafters here borrow the target's"
+        )
+
+
+@torch.no_grad()
+def eagle1(head: Head, target: Target) -> Eagle1Drafter:
+    assert head.layer is not None
+    check_head(head, target)
+    settings = Eagle1Settings(head.captures, target.hidden_size)
+    drafter = Eagle1Drafter(settings, head.layer, target)
+    drafter.load_state_dict(_layer_weights(head))
+    return drafter.eval()
+
+
+@torch.no_grad()
+def eagle3(head: Head, target: Target) -> Eagle3Drafter:
+    assert head.layer is not None
+    check_head(head, target)
+    state_width = head.tensors["fc.weight"].shape[1] // len(head.captures)
+    if state_width != target.hidden_size:
+        raise UserError(
+            f"CompatibilityError: the head reads states {state_width} wide, the target's are "
+            f"{target.hidden_size}"
+        )
+    settings = Eagle3Settings(head.captures, state_width, **head.flags)
+    weights = _layer_weights(head)
+    kept, weights["lm_head.weight"] = _rows(
+        head, head.tensors["lm_head.weight"].float(), target.vocab_size
+    )
+    if kept is not None:
+        weights["kept"] = kept
+    drafter = Eagle3Drafter(settings, head.layer, target, kept)
+    drafter.load_state_dict(weights)
+    return drafter.eval()
+
+
+def _layer_weights(head: Head) -> Tensors:
+    """In float32, under the drafter's names; its tables of tokens are left out."""
+    return {
+        _own_name(name): tensor.float()
+        for name, tensor in head.tensors.items()
+        if name not in ("embed_tokens.weight", "d2t", "t2d", "lm_head.weight")
+    }
+
+
+def _own_name(name: str) -> str:
+    """Of the reader's; the two norms before the layer stand outside of it here."""
+    if name in ("layer.input_layernorm.weight", "layer.hidden_norm.weight"):
+        return name.removeprefix("layer.")
+    if name.startswith("fc_norm."):
+        return name.replace("fc_norm.", "fc_norms.")
+    return name.replace("layer.self_attn.", "layer.")
+
+
+def _rows(
+    head: Head, weight: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`kept`, ascending and without padding, and the rows in that order."""
+    ids = torch.arange(len(weight)) if head.target_ids is None else head.target_ids
+    kept, order = ids.sort()
+    order, kept = order[kept < vocab_size], kept[kept < vocab_size]
+    return (None if len(kept) == vocab_size else kept), weight[order]
+
+
+@torch.no_grad()
+def medusa(head: Head, target: Target) -> MedusaDrafter:
+    check_head(head, target)
+    tensors = {name: tensor.float() for name, tensor in head.tensors.items()}
+    real = real_ids(target.tokenizer)
+    real = real[real < target.vocab_size]
+    rows = tensors.get("rows")
+    lent = rows is not None and torch.equal(rows[real], target.head.weight[real].cpu().float())
+    settings = MedusaSettings(head.num_heads, head.num_layers, own_head=not lent)
+    drafter = MedusaDrafter.build(target, settings)
+    weights = drafter.state_dict()
+    expected = target.hidden_size
+    for i in range(head.num_heads):
+        for j in range(head.num_layers):
+            weight = tensors[f"block.{i}.{j}.weight"]
+            if len(weight) != expected:
+                raise UserError(
+                    f"CompatibilityError: the heads read states {len(weight)} wide, the target's "
+                    f"are {expected}"
+                )
+            bias = tensors.get(f"block.{i}.{j}.bias", torch.zeros(expected))
+            weights[f"blocks.{i}.layers.{j}.weight"] = weight
+            weights[f"blocks.{i}.layers.{j}.bias"] = bias
+        if not lent:
+            own = tensors[f"rows.{i}"] if rows is None else rows
+            weights[f"lm_heads.{i}.weight"] = own[: target.vocab_size]
+            if f"lm_heads.{i}.bias" in weights:
+                weights[f"lm_heads.{i}.bias"] = torch.zeros(target.vocab_size)
+    drafter.load_state_dict(weights)
+    return drafter.eval()

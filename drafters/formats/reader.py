@@ -1,0 +1,378 @@
+"""Reads the published layouts of heads on its own account: it shares no table with the writers, so
+that a slip in one of them shows as a difference.
+
+`read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
+missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
+the original repository's), EAGLE-1, EAGLE-3 flat (`midlayer.*` or `layers.0.*`), EAGLE-3 of the
+speculators library.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from drafters.formats.files import (
+    Tensors,
+    check_keys,
+    check_tensors,
+    read_json,
+    read_tensors,
+    renamed,
+    tensor_names,
+    weight_files,
+)
+from drafters.formats.keys import EAGLE1, EAGLE3, KEYS, LAYER_IDS, LAYER_KEYS, WITHOUT
+from target.model import LayerId
+from trainer.config import UserError
+
+
+@dataclass
+class Head:
+    """What a folder holds, under this reader's own names.
+
+    Tensors of EAGLE: those of the flat layout, `layer.` before the layer's. Of Medusa:
+    `block.<head>.<layer>.weight|bias` and `rows.<head>`, or `rows` for a shared matrix.
+    `captures`: ids as in `target.model`, in the order in which an engine joins the states.
+    """
+
+    kind: str  # "medusa" | "eagle" | "eagle3"
+    tensors: Tensors
+    captures: list[LayerId]
+    vocab_size: int
+    layer: LlamaConfig | None = None  # of EAGLE
+    num_heads: int = 0  # of Medusa, as the next
+    num_layers: int = 0
+    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """[Vd] int64 of a reduced draft vocabulary"""
+        d2t = self.tensors.get("d2t")
+        return None if d2t is None else d2t + torch.arange(len(d2t))
+
+
+def layout_of(folder: Path) -> str | None:
+    """medusa, eagle, eagle3, speculators, or None: no head in a layout known here."""
+    if not (folder / "config.json").exists():
+        return None
+    config = read_json(folder / "config.json")
+    if "speculators_model_type" in config:
+        return "speculators"
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        return "medusa"
+    names = config.get("architectures") or []
+    for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
+        if any(part in str(name) for name in names):
+            return layout
+    if names == ["LlamaForCausalLM"] and config.get("num_hidden_layers") == 1:
+        # what an ordinary model could call itself
+        found = set(tensor_names(folder))
+        if "fc.weight" in found:
+            return "eagle3" if "norm.weight" in found else "eagle"
+    return None
+
+
+def read(folder: str | Path, *, strict: bool = False, num_target_layers: int | None = None) -> Head:
+    """The head in `folder`. `strict`: one of our own exports, so every key and tensor must be as
+    documented; else published heads pass that leave out what has a default or add what has no
+    effect. `num_target_layers`: for the default captures of EAGLE-3."""
+    folder = Path(folder)
+    layout, config = layout_of(folder), read_json(folder / "config.json")
+    if layout is None:
+        raise UserError(
+            f"{folder}: key 'architectures' is {config.get('architectures')}, no head known here"
+        )
+    if strict and [path.name for path in weight_files(folder)] != ["model.safetensors"]:
+        raise UserError(f"{folder}: the weights must lie in model.safetensors")
+    check_keys(folder, config, KEYS[layout], strict)
+    tensors = read_tensors(folder)
+    if layout == "medusa":
+        return _medusa(folder, config, tensors, strict)
+    if layout == "eagle":
+        return _eagle1(folder, config, tensors, strict)
+    return _eagle3(folder, layout, config, tensors, strict, num_target_layers)
+
+
+# --- EAGLE ---------------------------------------------------------------------------------------
+
+
+def _eagle1(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool) -> Head:
+    names = config["architectures"]
+    _check_architecture(folder, names, EAGLE1)
+    layer = _layer_config(folder, config, strict)
+    width, vocab = layer.hidden_size, layer.vocab_size
+    tensors, given = _named(folder, tensors, r"layers\.0" if strict else r"midlayer|layers\.0")
+    wanted = {"fc.weight": (width, 2 * width), **_layer_shapes(layer, width)}
+    optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, width)}
+    if not strict:
+        optional |= {"fc.bias": (width,), "lm_head.weight": (vocab, width)}
+    elif names == ["LlamaForCausalLMEagle"]:
+        wanted["fc.bias"] = (width,)  # of SGLang, which would leave it unset
+    check_tensors(folder, tensors, wanted, optional, given)
+    if "fc.bias" in tensors and bool(tensors.pop("fc.bias").any()):
+        raise UserError(f"{folder}: tensor 'fc.bias' must be zero, not all engines add it")
+    return Head("eagle", tensors, ["final_norm"], vocab, layer)
+
+
+def _eagle3(
+    folder: Path,
+    layout: str,
+    config: dict[str, Any],
+    tensors: Tensors,
+    strict: bool,
+    num_target_layers: int | None,
+) -> Head:
+    nested, prefix = config, "midlayer"
+    if layout == "speculators":
+        if config["speculators_model_type"] != "eagle3":
+            kind = config["speculators_model_type"]
+            raise UserError(
+                f"{folder}: key 'speculators_model_type' must be 'eagle3' here, got {kind!r}"
+            )
+        nested, prefix = config["transformer_layer_config"], r"layers\.0"
+        keys = LAYER_KEYS | {"num_aux_hidden_states": (int, False)}
+        check_keys(folder, nested, keys, strict)
+        if strict:
+            _check_proposal(folder, config["speculators_config"])
+    else:
+        _check_architecture(folder, config.get("architectures"), (*EAGLE3, "LlamaForCausalLM"))
+    _refuse_variants(folder, config if layout == "speculators" else {})
+    layer = _layer_config(folder, nested, strict)
+    tensors, given = _named(folder, tensors, prefix if strict else r"midlayer|layers\.0")
+
+    width, vocab = layer.hidden_size, layer.vocab_size
+    drafted, state_width = config.get("draft_vocab_size"), config.get("target_hidden_size")
+    drafted, state_width = drafted or vocab, state_width or width
+    captures = _captures(folder, config, strict, num_target_layers)
+    counted = nested.get("num_aux_hidden_states")
+    if counted is not None and counted != len(captures):
+        raise UserError(
+            f"{folder}: key 'num_aux_hidden_states' must be {len(captures)}, the number of "
+            f"captured layers, got {counted}"
+        )
+    switches = ("norm_before_residual", "fc_norm", "norm_output")
+    flags = {name: bool(config.get(name, False)) for name in switches}
+    wanted: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, len(captures) * state_width),
+        "layer.input_layernorm.weight": (width,),
+        "layer.hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+        "lm_head.weight": (drafted, width),
+        **_layer_shapes(layer, 2 * width),
+    }
+    if flags["fc_norm"]:
+        wanted |= {f"fc_norm.{i}.weight": (state_width,) for i in range(len(captures))}
+    maps: dict[str, tuple[int, ...]] = {"d2t": (drafted,), "t2d": (vocab,)}
+    if drafted != vocab:  # where they are equal, vLLM has no place for the maps
+        wanted |= maps if strict else {"d2t": maps["d2t"]}
+    optional = {"embed_tokens.weight": (vocab, width), **({} if strict else maps)}
+    check_tensors(folder, tensors, wanted, optional, given)
+    head = Head("eagle3", tensors, captures, vocab, layer, flags=flags)
+    _check_vocabulary(folder, head)
+    return head
+
+
+def _named(folder: Path, tensors: Tensors, prefix: str) -> tuple[Tensors, dict[str, str]]:
+    """`prefix`: of the layer's tensors, an expression."""
+    rules = [
+        (rf"(?:model\.)?(?:{prefix})\.(.+)", r"layer.\1"),
+        (r"model\.((?:fc|norm|embed_tokens|fc_norm)\..+)", r"\1"),
+    ]
+    return renamed(folder, tensors, rules)
+
+
+def _layer_shapes(layer: LlamaConfig, reads: int) -> dict[str, tuple[int, ...]]:
+    """`reads`: the width that q, k and v take in."""
+    width, inner, head = layer.hidden_size, layer.intermediate_size, int(layer.head_dim or 0)
+    attended, grouped = layer.num_attention_heads * head, (layer.num_key_value_heads or 0) * head
+    return {
+        "layer.self_attn.q_proj.weight": (attended, reads),
+        "layer.self_attn.k_proj.weight": (grouped, reads),
+        "layer.self_attn.v_proj.weight": (grouped, reads),
+        "layer.self_attn.o_proj.weight": (width, attended),
+        "layer.mlp.gate_proj.weight": (inner, width),
+        "layer.mlp.up_proj.weight": (inner, width),
+        "layer.mlp.down_proj.weight": (width, inner),
+        "layer.post_attention_layernorm.weight": (width,),
+    }
+
+
+def _layer_config(folder: Path, config: dict[str, Any], strict: bool) -> LlamaConfig:
+    """As transformers, and with it the engines, understand it."""
+    if config.get("model_type", "llama") != "llama":
+        raise UserError(f"{folder}: key 'model_type' must be 'llama', got {config['model_type']!r}")
+    _refuse_variants(folder, config)
+    if strict and config["tie_word_embeddings"]:
+        raise UserError(f"{folder}: key 'tie_word_embeddings' must be false here, got true")
+    told = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
+    told.pop("torch_dtype", None)
+    new, scaling, theta = (
+        told.pop(key, None) for key in ("rope_parameters", "rope_scaling", "rope_theta")
+    )
+    old = {"rope_theta": theta or 10000.0, **(scaling or {"rope_type": "default"})}
+    if strict and new != old:
+        raise UserError(
+            f"{folder}: key 'rope_parameters' is {new}, but rope_theta and rope_scaling say {old}"
+        )
+    try:
+        return LlamaConfig(**told, rope_parameters=new or old)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: config.json describes no Llama layer ({reason})") from error
+
+
+def _captures(
+    folder: Path, config: dict[str, Any], strict: bool, num_target_layers: int | None
+) -> list[LayerId]:
+    """At the top level the key counts the layers a state has passed; in `eagle_config` it counts
+    layers from 0. Both may stand there."""
+    inner = config.get("eagle_config") or {}
+    passed, below = config.get(LAYER_IDS), inner.get(LAYER_IDS)
+    for key in ("use_aux_hidden_state", LAYER_IDS):
+        if strict and "eagle_config" in config and key not in inner:
+            raise UserError(f"{folder}: key 'eagle_config.{key}' is missing")
+    for key, needed in (("use_aux_hidden_state", True), ("norm_before_fc", False)):
+        if inner.get(key, needed) is not needed:
+            raise UserError(f"{folder}: key 'eagle_config.{key}' must be {needed} here")
+    if passed and below and [k - 1 for k in passed] != below:
+        raise UserError(
+            f"{folder}: key {LAYER_IDS!r} is {passed}, in eagle_config {below}: the first counts "
+            "the layers a state has passed, so each must be one more"
+        )
+    if passed:
+        layers = [k - 1 for k in passed]
+    elif below:
+        layers = list(below)
+    elif num_target_layers is not None:
+        layers = [k - 1 for k in (2, num_target_layers // 2, num_target_layers - 3)]
+    else:
+        raise UserError(f"{folder}: key {LAYER_IDS!r} is missing")
+    end = num_target_layers or max(layers) + 1
+    if layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= end:
+        raise UserError(
+            f"{folder}: key {LAYER_IDS!r} must name distinct layers of the target, ascending; "
+            f"it means the outputs of layers {layers}"
+        )
+    return list(layers)
+
+
+def _check_architecture(folder: Path, names: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise UserError(
+            f"{folder}: key 'architectures' must name one of {', '.join(known)}, got {names}"
+        )
+
+
+def _refuse_variants(folder: Path, config: dict[str, Any]) -> None:
+    for key, value in WITHOUT.items():
+        given = config.get(key)
+        if given is not None and given != value:
+            raise UserError(f"{folder}: key {key!r} must be {value!r} here, got {given!r}")
+
+
+def _check_vocabulary(folder: Path, head: Head) -> None:
+    ids, t2d = head.target_ids, head.tensors.get("t2d")
+    if ids is None:
+        return
+    inside = int(ids.min()) >= 0 and int(ids.max()) < head.vocab_size
+    if not inside or len(ids.unique()) < len(ids):
+        raise UserError(
+            f"{folder}: tensor 'd2t' must lead from the rows' numbers to distinct ids below "
+            f"{head.vocab_size}"
+        )
+    said = torch.zeros(head.vocab_size, dtype=torch.bool)
+    said[ids] = True
+    if t2d is not None and not torch.equal(said, t2d):
+        raise UserError(f"{folder}: tensors 't2d' and 'd2t' name different ids")
+
+
+def _check_proposal(folder: Path, config: dict[str, Any]) -> None:
+    method: Any = (config.get("proposal_methods") or [{}])[0]
+    default, proposed = config.get("default_proposal_method"), method.get("proposal_type")
+    needed = {
+        "algorithm": config.get("algorithm") == "eagle3",
+        "proposal_methods": isinstance(method.get("speculative_tokens"), int),
+        "default_proposal_method": default == proposed == "greedy",
+        "verifier": bool((config.get("verifier") or {}).get("name_or_path")),
+    }
+    for key, good in needed.items():
+        if not good:
+            raise UserError(f"{folder}: key 'speculators_config.{key}' is missing or wrong")
+
+
+# --- Medusa --------------------------------------------------------------------------------------
+
+
+def _medusa(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool) -> Head:
+    if strict:
+        _check_architecture(folder, config["architectures"], ("MedusaModel",))
+        if config["model_type"] != "medusa" or not config["medusa_fc_bias"]:
+            raise UserError(
+                f"{folder}: keys 'model_type' and 'medusa_fc_bias' must be 'medusa' and true, or "
+                "vLLM drops the biases"
+            )
+    indexed = r"(?:medusa_heads\.)?(\d+)\.(\d+)"  # head, layer; the matrix comes after the layers
+    matrices = [match for name in tensors if (match := re.fullmatch(indexed + r"\.weight", name))]
+    tensors, given = renamed(
+        folder,
+        tensors,
+        [
+            (indexed + r"\.linear\.(weight|bias)", r"block.\1.\2.\3"),
+            (indexed + r"\.weight", r"rows.\1"),
+            (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"block.\1.\2.\3"),
+            (r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight", r"rows.\1"),
+            (r"(?:medusa_heads\.)?lm_head\.weight", "rows"),
+        ],
+    )
+    # the file counts: uploads of the original repository are known to say too few heads
+    parts = [name.split(".") for name in tensors if name.startswith(("block.", "rows."))]
+    num_heads = 1 + max((int(part[1]) for part in parts), default=-1)
+    num_layers = 1 + max((int(part[2]) for part in parts if part[0] == "block"), default=-1)
+    said = {
+        "num_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "medusa_num_layers": num_layers,
+    }
+    for key, count in said.items():
+        if config.get(key, count) != count:
+            raise UserError(
+                f"{folder}: key {key!r} must be {count}, as the tensors are numbered, "
+                f"got {config[key]}"
+            )
+    for match in matrices:
+        if int(match[2]) != num_layers:
+            raise UserError(f"{folder}: unknown tensor {match[0]!r} beside {num_layers} layers")
+
+    shared = bool(config.get("original_lm_head"))
+    if shared and "rows" not in tensors and "rows.0" in tensors:
+        tensors["rows"], given["rows"] = tensors.pop("rows.0"), given.pop("rows.0")
+    rows = tensors.get("rows" if shared else "rows.0")
+    if rows is None or rows.dim() != 2 or num_heads > len(tensors):
+        raise UserError(f"{folder}: tensor 'medusa_heads.0.{num_layers}.weight' is missing")
+    vocab, width = config.get("vocab_size") or len(rows), config.get("hidden_size") or rows.shape[1]
+    if config.get("truncated_vocab_size", vocab) not in (None, vocab):
+        raise UserError(
+            f"{folder}: key 'truncated_vocab_size' must be that of vocab_size, {vocab}, "
+            f"got {config['truncated_vocab_size']}"
+        )
+    blocks = [(i, j) for i in range(num_heads) for j in range(num_layers)]
+    wanted: dict[str, tuple[int, ...]] = {
+        f"block.{i}.{j}.weight": (width, width) for i, j in blocks
+    }
+    biases: dict[str, tuple[int, ...]] = {f"block.{i}.{j}.bias": (width,) for i, j in blocks}
+    for i, j in blocks:  # as they would be called
+        for part in ("weight", "bias"):
+            given.setdefault(f"block.{i}.{j}.{part}", f"medusa_heads.{i}.{j}.linear.{part}")
+    for name in ["rows"] if shared else [f"rows.{i}" for i in range(num_heads)]:
+        wanted[name] = (vocab, width)
+        given.setdefault(name, f"medusa_heads.{name[5:]}.{num_layers}.weight")
+    check_tensors(folder, tensors, wanted | biases if strict else wanted, biases, given)
+    return Head(
+        "medusa", tensors, ["final_norm"], vocab, num_heads=num_heads, num_layers=num_layers
+    )

@@ -1,0 +1,111 @@
+"""The one table of the kinds of drafters: how each is loaded, exported, served and named.
+
+Loading, the phases, `scripts.export` and the model card read it. A kind without writers is not
+exported: no engine serves it, and the run says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafters.bank import DrafterBank
+from drafters.base import TrainedDrafter
+from drafters.causal_lm import CausalLMDrafter
+from drafters.eagle1 import Eagle1Drafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.export import hf, sglang, speculators, vllm
+from drafters.export.card import Export
+from drafters.formats import heads
+from drafters.formats.reader import Head
+from drafters.hydra import HydraDrafter
+from drafters.medusa import MedusaDrafter
+from drafters.medusa2 import Medusa2Drafter
+from target.model import Target
+from trainer.config import UserError
+
+Writer = Callable[[Any, Path, Export], Path]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row. `load`: from a folder of this project, None for causal LMs, which load by any name;
+    `words`: what the model card calls one; `method`: the engines' own name for the method;
+    `writers`: by engine, the first of them is written by a run; `adopt`: makes a drafter of a
+    published head of this kind."""
+
+    drafter: type[TrainedDrafter]
+    words: str
+    load: Callable[[Path, Target], TrainedDrafter] | None
+    method: str | None = None
+    writers: Mapping[str, Writer] = field(default_factory=dict)
+    adopt: Callable[[Head, Target], TrainedDrafter] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.drafter.kind
+
+    def adopted(self, head: Head, target: Target) -> TrainedDrafter:
+        assert self.adopt is not None, f"the reader knows heads of kind {self.name!r}"
+        return self.adopt(head, target)
+
+
+_MEDUSA_WRITERS: Mapping[str, Writer] = {"vllm": vllm.write_medusa}
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            CausalLMDrafter, "A draft model", None, "draft_model",
+            {"transformers": hf.write, "vllm": hf.write},
+        ),
+        Kind(DrafterBank, "A bank of draft models", DrafterBank.from_pretrained),
+        Kind(
+            MedusaDrafter, "A set of Medusa heads", MedusaDrafter.from_pretrained, "medusa",
+            _MEDUSA_WRITERS, heads.medusa,
+        ),
+        Kind(  # served as Medusa's, on the target that was trained with them
+            Medusa2Drafter, "A set of Medusa heads", Medusa2Drafter.from_pretrained, "medusa",
+            _MEDUSA_WRITERS,
+        ),
+        Kind(HydraDrafter, "A set of Hydra heads", HydraDrafter.from_pretrained),
+        Kind(
+            Eagle1Drafter, "An EAGLE head", Eagle1Drafter.from_pretrained, "eagle",
+            {"vllm": vllm.write_eagle1, "sglang": sglang.write_eagle1}, heads.eagle1,
+        ),
+        Kind(
+            Eagle3Drafter, "An EAGLE-3 head", Eagle3Drafter.from_pretrained, "eagle3",
+            {
+                "vllm": vllm.write_eagle3, "speculators": speculators.write_eagle3,
+                "sglang": sglang.write_eagle3,
+            },
+            heads.eagle3,
+        ),
+    )
+}  # fmt: skip
+
+
+def kind_of(drafter: TrainedDrafter) -> Kind:
+    try:
+        return KINDS[drafter.kind]
+    except KeyError as error:
+        raise UserError(
+            f"drafters of kind {drafter.kind!r} have no row in drafters/kinds.py: add one, without "
+            "writers where no engine serves them"
+        ) from error
+
+
+def stored_kind(about: Mapping[str, Any]) -> Kind:
+    """Of drafter.json, where all EAGLE heads have one kind and are told apart by their settings."""
+    name = about["kind"]
+    if name == Eagle1Drafter.kind and about["settings"].get("version") == Eagle3Drafter.version:
+        name = Eagle3Drafter.kind
+    return KINDS[name]
+
+
+def served_by() -> str:
+    """Which kinds each engine serves, for messages."""
+    served = {name: ", ".join(kind.writers) for name, kind in KINDS.items() if kind.writers}
+    return "; ".join(f"{name}: {engines}" for name, engines in served.items())

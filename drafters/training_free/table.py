@@ -1,0 +1,18 @@
+"""The training-free drafters that have a name."""
+
+from __future__ import annotations
+
+from drafters.training_free.base import TrainingFree
+from drafters.training_free.lookup import PromptLookup
+from trainer.specs import parse
+
+TRAINING_FREE: dict[str, type[TrainingFree]] = {one.name: one for one in (PromptLookup,)}
+
+
+def parse_training_free(text: str, key: str) -> TrainingFree:
+    return parse(key, text, TRAINING_FREE)
+
+
+def is_training_free(text: str | None) -> bool:
+    """Whether it names one of these; a folder or model of such a name is written ./<name>."""
+    return text is not None and text.partition(",")[0].partition(":")[0] in TRAINING_FREE

@@ -1,0 +1,89 @@
+"""Static trees that are built from how often a drafter's ranks are right (Medusa)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from drafters.trees.spec import Accuracy, TreeSpec
+from drafters.trees.static import Ranks, StaticTree
+from drafters.trees.tree import TOP
+from trainer.config import UserError, require
+
+MAX_RANKS = 10  # children of one node
+
+
+@dataclass(frozen=True)
+class CalibratedTree(TreeSpec):
+    """The tree of `num_nodes` with the largest expected acceptance, no deeper than chains are."""
+
+    name: ClassVar[str] = "calibrated"
+    needs_accuracy: ClassVar[bool] = True
+    num_nodes: int
+    siblings: str = field(default=TOP, kw_only=True)
+
+    def deepest(self, K: int) -> int:
+        # of more than five levels there are more than anybody verifies in one pass
+        most = sum(MAX_RANKS**level for level in range(1, min(K, 5) + 1))
+        rule = f"lie in 1..{most} for depth {K}"
+        require(1 <= self.num_nodes <= most, "num_nodes", rule, self.num_nodes)
+        return K
+
+    def shape(self, accuracy: Accuracy | None, K: int) -> StaticTree:
+        if accuracy is None:
+            raise UserError(
+                "the drafter holds no accuracies of its ranks; train it with this project, or "
+                "name another tree"
+            )
+        tree = calibrated_tree(accuracy[:K], self.num_nodes)
+        return replace(tree, siblings=self.siblings)
+
+
+def calibrated_tree(accuracy: Accuracy, num_nodes: int) -> StaticTree:
+    """The tree with the largest expected acceptance (Cai et al. 2024, Medusa, Sec. 2.3).
+
+    accuracy[j][r]: probability that the rank-r token of depth j + 1 is the target's, the path
+    before it being right. A node's value is the product along its path; the tree grows by its best
+    next sibling or first child, which is optimal because values fall with rank and depth.
+    """
+    require(num_nodes >= 1, "number of nodes", "be >= 1", num_nodes)
+    # a higher rank can measure better by chance; the tree may not skip a sibling for it
+    table = [_falling(row) for row in accuracy]
+    value: dict[Ranks, float] = {(): 1.0}
+    chosen: list[Ranks] = []
+    frontier: dict[Ranks, float] = {(0,): table[0][0]}
+    while len(chosen) < num_nodes and frontier:
+        path = max(frontier, key=lambda p: (frontier[p], -len(p), [-r for r in p]))
+        value[path] = frontier.pop(path)
+        chosen.append(path)
+        depth, rank = len(path), path[-1]
+        if rank + 1 < len(table[depth - 1]):
+            sibling = (*path[:-1], rank + 1)
+            frontier[sibling] = value[path[:-1]] * table[depth - 1][rank + 1]
+        if depth < len(table):
+            frontier[(*path, 0)] = value[path] * table[depth][0]
+    if len(chosen) < num_nodes:
+        raise UserError(
+            f"only {len(chosen)} nodes fit {len(table)} depths and "
+            f"{len(table[0])} ranks, got {num_nodes}"
+        )
+    return StaticTree(tuple(chosen), f"calibrated:{num_nodes}")
+
+
+def expected_tokens(tree: StaticTree, accuracy: Accuracy) -> float:
+    """1 + the sum of the node values: tokens per round if depths were independent."""
+    total = 1.0
+    for path in tree.paths:
+        value = 1.0
+        for depth, rank in enumerate(path):
+            value *= accuracy[depth][rank]
+        total += value
+    return total
+
+
+def _falling(row: Sequence[float]) -> list[float]:
+    out: list[float] = []
+    for one in row:
+        out.append(min(one, out[-1]) if out else one)
+    return out

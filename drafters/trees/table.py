@@ -1,0 +1,28 @@
+"""The trees that have a name."""
+
+from __future__ import annotations
+
+from drafters.round import Shape
+from drafters.trees.calibrated import CalibratedTree
+from drafters.trees.dynamic import DynamicTree
+from drafters.trees.eagle import EagleTree
+from drafters.trees.spec import TreeSpec
+from drafters.trees.static import FileTree
+from trainer.checks import UserError
+from trainer.specs import parse
+
+TREES: dict[str, type[TreeSpec]] = {
+    one.name: one for one in (EagleTree, DynamicTree, CalibratedTree, FileTree)
+}
+
+
+def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
+    if text.endswith(".json") and text.partition(":")[0] not in TREES:
+        raise UserError(f"{key}={text}: a JSON file of rank paths is named as static:{text}")
+    return parse(key, text, TREES)
+
+
+def parse_shape(text: str, key: str = "eval.tree") -> Shape:
+    """Of a tree that has one whatever the drafter is."""
+    known = {name: one for name, one in TREES.items() if not one.needs_accuracy}
+    return parse(key, text, known).shape(None, 1)

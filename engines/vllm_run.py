@@ -1,0 +1,183 @@
+"""vLLM run with each drafter in turn: its tokens and its own counters.
+
+`serve` runs vLLM in an environment of its own (`bash scripts/engine_env.sh`): one process, the
+drafters one after the other. vLLM logs every round of every prompt, so one batch gives the rounds
+of each prompt; they must add up to its counters for the whole set. `scrape` reads the counters of a
+server that runs already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.vllm_server import engine_python, environment, model_options
+from engines.web import urlopen
+from target.model import Target
+from target.sampling import Sampling
+from trainer.config import RunFault, UserError, is_address
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+ENGINE = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors surface in the worker, not in a child
+METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d+)")?.*\} (\S+)')
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """As vLLM counts, past the end of answers too: rounds that drafted, their drafted and accepted
+    tokens, and for each position how many rounds accepted so far."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+    accepted_per_position: list[int]
+
+    @classmethod
+    def named(cls, values: Mapping[str, Any]) -> EngineCounters:
+        """From vLLM's names without prefix and suffix."""
+        whole = [int(values[name]) for name in ("drafts", "draft_tokens", "accepted_tokens")]
+        return cls(whole[0], whole[1], whole[2], list(values["accepted_tokens_per_pos"]))
+
+    def __sub__(self, earlier: EngineCounters) -> EngineCounters:
+        if self.drafts < earlier.drafts:
+            raise RunFault("vLLM's counters ran backwards: the server was started again meanwhile")
+        pairs = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
+        by_position = [now - then for now, then in pairs]
+        drafts, drafted = self.drafts - earlier.drafts, self.drafted - earlier.drafted
+        return EngineCounters(drafts, drafted, sum(by_position), by_position)
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """vLLM's mean acceptance length, not cut at the end of answers."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A drafter for vLLM. `method`: draft_model, medusa, eagle or eagle3; `folder`: exported for
+    vLLM; `sampled`: above temperature 0 it samples what it drafts, as in our own decoding. vLLM's
+    own default is False: the most likely tokens at any temperature, of which fewer are accepted."""
+
+    method: str
+    folder: str | Path
+    K: int
+    sampled: bool = True
+
+    def config(self, sampling: Sampling) -> dict[str, Any]:
+        folder = str(Path(self.folder).resolve())
+        config = {"method": self.method, "model": folder, "num_speculative_tokens": self.K}
+        sampled = self.sampled and sampling.temperature > 0
+        return config | ({"draft_sample_method": "probabilistic"} if sampled else {})
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """tokens: by prompt, with the ending EOS; rounds: by prompt, [drafted, accepted] each. Plain
+    decoding has no drafter, no rounds and no counters."""
+
+    tokens: list[list[int]]
+    drafter: Speculation | None
+    rounds: list[list[list[int]]]
+    counters: EngineCounters | None
+    engine: str  # name and version
+
+
+def serve(
+    target: Target,
+    jobs: Mapping[str, Speculation | None],
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    batch_size: int,
+    seed: int,
+) -> dict[str, EngineRun]:
+    """vLLM's answers to the same prompts with each drafter; None is plain decoding.
+
+    The target is loaded by its name in its own dtype; EOS are its `eos_ids` and no others."""
+    python = engine_python()
+    K = max([job.K for job in jobs.values() if job], default=0)
+    longest = max(len(ids) for ids in prompts) + max_new_tokens + 2 * K + 2
+    own = dataclasses.asdict(sampling) | {
+        "max_tokens": max_new_tokens, "stop_token_ids": list(target.eos_ids), "ignore_eos": True,
+        "detokenize": False,
+    }  # fmt: skip
+    request = {
+        "engine": {
+            **model_options(target),
+            "max_model_len": min(target.context, longest),
+            "max_num_seqs": min(batch_size, len(prompts)),
+            **ENGINE,
+        },
+        "prompts": list(prompts),
+        "sampling": [own | {"seed": seed + index} for index in range(len(prompts))],
+        "jobs": {name: job.config(sampling) if job else None for name, job in jobs.items()},
+    }
+    answer = _run(python, request)
+    engine = f"vllm {answer['version']}"
+    return {name: _checked(name, job, answer["jobs"][name], engine) for name, job in jobs.items()}
+
+
+def _run(python: Path, request: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, answered, log = (Path(scratch) / n for n in ("asked.json", "answered.json", "log"))
+        asked.write_text(json.dumps(request))
+        with log.open("w") as output:
+            done = subprocess.run(
+                [python, WORKER, asked, answered], cwd=scratch,
+                env=environment() | IN_PROCESS,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        if done.returncode or not answered.exists():
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise RunFault("\n".join([f"vLLM ended with code {done.returncode}:", *said[-8:]]))
+        return json.loads(answered.read_text())
+
+
+def _checked(name: str, job: Speculation | None, answer: dict[str, Any], engine: str) -> EngineRun:
+    if job is None:
+        return EngineRun(answer["tokens"], None, [], None, engine)
+    counters = EngineCounters.named(answer["counters"])
+    rounds = [one for own in answer["rounds"] for one in own]
+    reached = [sum(accepted > i for _, accepted in rounds) for i in range(job.K)]
+    summed = EngineCounters(
+        len(rounds), sum(drafted for drafted, _ in rounds), sum(reached), reached
+    )
+    if summed != counters:
+        raise RunFault(f"{name}: vLLM's rounds add up to {summed}, its counters say {counters}")
+    return EngineRun(answer["tokens"], job, answer["rounds"], counters, engine)
+
+
+def from_metrics(text: str) -> EngineCounters:
+    """The counters in a server's `/metrics` text, summed over its engines."""
+    totals = defaultdict[str, int](int)
+    for name, position, value in METRIC.findall(text):
+        totals[position or name] += int(float(value))
+    if "drafts" not in totals:
+        remedy = "start vLLM with --speculative-config and without --disable-log-stats"
+        raise UserError(f"the metrics hold no counters of speculative decoding: {remedy}")
+    positions = [totals[place] for place in sorted(filter(str.isdigit, totals), key=int)]
+    return EngineCounters.named({**totals, "accepted_tokens_per_pos": positions})
+
+
+def scrape(url: str) -> EngineCounters:
+    """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start."""
+    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+    if not is_address(address):
+        raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
+    try:
+        with urlopen(address, 10) as response:
+            text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"cannot read {address} ({error}): is the server running?") from error
+    return from_metrics(text)

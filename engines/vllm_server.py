@@ -1,0 +1,125 @@
+"""vLLM in an environment of its own: where it is, and a server for as long as one is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.web import past_proxy, urlopen
+from target.model import Target
+from trainer.config import RunFault, UserError
+
+PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
+DEFAULT_PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
+GUARD = Path(__file__).with_name("guard.py")
+# on a CPU: GiB for keys and values, and as many threads as OMP_NUM_THREADS says, not all cores
+DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+FORCED = {
+    "PYTHONSAFEPATH": "1",  # the folder it starts in may hold modules with common names
+    "VLLM_NO_USAGE_STATS": "1",
+}
+START_S = 1800  # a large model is read for long
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def engine_python() -> Path:
+    """The interpreter of the engine's environment, named by a variable or made by the script."""
+    python = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        remedy = f"run `bash scripts/engine_env.sh`, or name its Python in {PYTHON_VARIABLE}"
+        raise UserError(f"no environment with vLLM: {python} is no program; {remedy}")
+    return python.absolute()  # not resolved: its link is what makes it the environment's
+
+
+def model_options(target: Target) -> dict[str, Any]:
+    """How vLLM finds the target, and computes as it does here."""
+    local = Path(target.name)
+    return {
+        "model": str(local.resolve()) if local.exists() else target.name,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Of a process with vLLM, whose parts ask each other on this machine."""
+    return DEFAULTS | dict(os.environ) | past_proxy(os.environ) | FORCED
+
+
+@contextlib.contextmanager
+def vllm_server(target: Target, options: Mapping[str, Any]) -> Iterator[str]:
+    """The address of a server of the target on this machine, which ends with the block, and with
+    this process. `options`: further arguments of vLLM, such as {"tensor_parallel_size": 4}.
+
+    RunFault where it does not start, with its last words."""
+    python = engine_python()
+    settings: dict[str, Any] = model_options(target) | {
+        "host": "127.0.0.1",  # for this machine alone: whoever reaches it may use it
+        "port": free_port(),
+        "generation_config": "vllm",  # no sampling defaults of the model's own
+    }  # fmt: skip
+    if not torch.cuda.is_available():
+        settings["enforce_eager"] = True  # compiling takes longer than it saves there
+    settings |= options
+    host = str(settings["host"])
+    url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, GUARD, python, "-m", SERVER, *command_line(settings)], cwd=scratch,
+                env=environment(),
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        assert process.stdin is not None
+        try:
+            _await(url, process, log)
+            yield url
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """vLLM's arguments: {"max_model_len": 8, "enforce_eager": True} -> --max-model-len 8 ..."""
+    words = list[str]()
+    for name, value in options.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            shown = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            words += [f"--{dashed}", shown]
+    return words
+
+
+def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    began = time.monotonic()
+    while True:
+        try:
+            urlopen(f"{url}/health", 5).close()
+            return
+        except (OSError, http.client.HTTPException):
+            ended, waited = process.poll() is not None, time.monotonic() - began
+            if ended or waited > START_S:
+                said = [s for s in log.read_text(errors="replace").splitlines() if s.strip()]
+                how = "ended" if ended else f"was not ready after {waited:.0f} s"
+                raise RunFault("\n".join([f"vLLM's server {how}:", *said[-8:]])) from None
+            time.sleep(0.5)

@@ -1,0 +1,138 @@
+"""`eval.*` of the configuration, and what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from drafters.training_free.table import is_training_free, parse_training_free
+from drafters.trees.spec import TreeSpec
+from drafters.trees.table import parse_tree
+from drafters.trees.tree import CHAIN
+from eval.policies.table import parse_policy
+from eval.verifiers.table import VERIFIERS, parse_verifier
+from trainer.checks import (
+    SEEDS,
+    SIDE_BY_SIDE,
+    UserError,
+    excerpt,
+    is_address,
+    require,
+    require_address,
+    require_counts,
+)
+from trainer.config import Section
+from trainer.specs import spelled
+
+
+@dataclass
+class EvalConfig(Section):
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "tree_children": "eval.tree=<tree>,siblings=without_replacement, with a verifier that "
+        "judges it, eval.verifier=multi_round",
+        "typical_epsilon": "eval.verifier=typical:<epsilon>:<delta>",
+        "typical_delta": "eval.verifier=typical:<epsilon>:<delta>",
+    }
+    # drafter that scripts.evaluate measures: a folder, a Hub id, or a training-free one by name
+    drafter: str | None = None
+    # prompts of the report, named as data.prompts; null: held out from data.prompts by hash, of the
+    # toy from modules of their own
+    prompts: str | None = None
+    prompts_config: str | None = None  # configuration of the Hub data set
+    prompts_split: str = "test"  # split of the Hub data set
+    prompts_column: str | None = None  # column that holds the prompts
+    num_prompts: int = 96  # prompts of the report
+    max_new_tokens: int = 96  # longest answer in the report
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # each gets its own rows
+    top_k: int = 0  # of the report's answers
+    top_p: float = 1.0  # of the report's answers
+    K: int = 4  # tokens drafted per round by a chain, at most where a policy ends it early
+    tree: str | None = None  # tree to measure beside the chain; null: none
+    # rule that decides which drafted tokens are accepted; rows of a lossy one say so
+    verifier: str = "token"
+    policy: str = "fixed"  # rule that ends a chain before eval.K tokens; head* need such a head
+    # training-free drafters that get rows beside those of the drafter
+    baselines: list[str] = field(default_factory=lambda: ["lookup:3"])
+    # where the drafter is measured beside the project's own decoding; vllm: in vLLM too;
+    # http://...: on that running vLLM server too
+    engine: str = "own"
+    batch_size: int = 8  # prompts that are decoded side by side
+    timing_prompts: int = 12  # prompts decoded one by one for tokens per second, after a warm-up
+    bootstrap_draws: int = 1000  # resamples of the prompts for each 95 % interval
+    seed: int = 1234  # of the report: its prompts, its answers, its resamples
+
+    @classmethod
+    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
+        new = {key: value for key, value in stored.items() if key not in cls.MOVED}
+        tree, verifier = new.get("tree"), new.get("verifier")
+        if isinstance(tree, str) and tree.endswith(".json") and not tree.startswith("static"):
+            new["tree"] = f"static,file={tree}"
+        sampled = stored.get("tree_children") == "sampled"
+        if sampled and isinstance(tree, str) and not tree.startswith("dynamic:"):
+            new["tree"] += ",siblings=without_replacement"
+            new["verifier"] = "multi_round" if verifier == "token" else verifier
+        limits = [f"{key}={stored[f'typical_{key}']}" for key in ("epsilon", "delta")
+                  if f"typical_{key}" in stored]  # fmt: skip
+        if verifier == "typical" and limits:
+            new["verifier"] = spelled(parse_verifier(",".join(["typical", *limits])))
+        return new
+
+    def __post_init__(self) -> None:
+        self.temperatures = [float(t) for t in self.temperatures]
+        require(
+            bool(self.temperatures),
+            "eval.temperatures",
+            "name at least one temperature",
+            self.temperatures,
+        )
+        require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
+        distinct = len(set(self.temperatures)) == len(self.temperatures)
+        require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
+        require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
+        require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
+        require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
+        require_counts("eval", self, "batch_size", "bootstrap_draws", most=SIDE_BY_SIDE)
+        require(0 <= self.seed < SEEDS, "eval.seed", f"lie in 0..{SEEDS - 1}", self.seed)
+        require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
+        if is_address(self.engine):
+            require_address("eval.engine", self.engine)
+        else:
+            rule = "be own, vllm, or the address of a running vLLM server (http://...)"
+            require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
+        _check_names(self)
+
+
+def _check_names(config: EvalConfig) -> None:
+    """Every name is known, its values are in range, and what is asked for goes together."""
+    parse_policy(config.policy)
+    tree = tree_of(config)
+    form = CHAIN if tree is None else tree.siblings
+    if form not in parse_verifier(config.verifier).judges:
+        others = [name for name, one in VERIFIERS.items() if form in one.judges]
+        what = "eval.tree=null, a chain" if tree is None else f"eval.tree={config.tree}, {form}"
+        raise UserError(
+            f"eval.verifier={config.verifier} cannot judge what is drafted ({what}): name "
+            f"{' or '.join(others)}, or another eval.tree"
+        )
+    for one in config.baselines:
+        parse_training_free(one, "eval.baselines")
+    once = len(set(config.baselines)) == len(config.baselines)
+    require(once, "eval.baselines", "name each drafter once", config.baselines)
+    if is_training_free(config.drafter):
+        parse_training_free(str(config.drafter), "eval.drafter")
+        for key, plain in (("tree", None), ("policy", "fixed"), ("engine", "own")):
+            rule = f"be {plain or 'null'} for {config.drafter}, whose copies are chains of no law"
+            require(getattr(config, key) == plain, f"eval.{key}", rule, getattr(config, key))
+
+
+def tree_of(config: EvalConfig) -> TreeSpec | None:
+    """eval.tree, which can be as deep as eval.K where that decides."""
+    if config.tree is None:
+        return None
+    tree = parse_tree(config.tree)
+    try:
+        tree.deepest(config.K)
+    except UserError as error:
+        raise UserError(f"eval.tree={excerpt(config.tree)}: {error}") from error
+    return tree

@@ -1,0 +1,112 @@
+"""What drafting and verifying cost on this machine: seconds, bytes and parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafters.base import TrainedDrafter, acceptance_of
+from drafters.causal_lm import parameters_read
+from drafters.round import Budget, DraftState
+from eval.policies.base import Recorder
+from target.cache import CachedModel
+from target.model import Target, TargetOutputs
+from target.sampling import KeyedRandom, Sampling
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a drafter against the target. `round_time`: drafting of one round over one target forward
+    on one token; `verify`: the target's forward on what is verified over that on one token;
+    bytes and parameters: of a round's drafting over a step of the target."""
+
+    round_time: float
+    verify: float
+    round_bytes: float
+    round_parameters: float
+
+
+def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
+    """(bytes, parameters) one decoding step reads."""
+    read = parameters_read(model)
+    return sum(p.numel() * p.element_size() for p in read), sum(p.numel() for p in read)
+
+
+def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
+    """(bytes, parameters) that a round of so many draft forwards reads, the target's head where the
+    drafter uses it included. A drafter with one head per depth reads each head once."""
+    own = list(drafter.drafting_parameters())
+    head = drafter.output_head(1).weight
+    shared = [] if any(p is head for p in own) else [head]
+    share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
+    counts = [sum(p.numel() for p in group) for group in (own, shared)]
+    sizes = [sum(p.numel() * p.element_size() for p in group) for group in (own, shared)]
+    return sizes[0] * share + sizes[1] * forwards, counts[0] * share + counts[1] * forwards
+
+
+@torch.inference_mode()
+def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> float:
+    """Median seconds of one cached forward of `tokens` tokens at batch 1."""
+    cached = CachedModel(model)
+    device = cached.device
+    cached.begin(1, context + tokens)
+    positions = torch.arange(context + tokens, device=device).unsqueeze(0)
+    first, last = positions[:, :context], positions[:, context:]
+    cached.forward(torch.ones_like(first), first, used=context, first=0)
+    spent = []
+    for _ in range(18):
+        began = time.perf_counter()
+        cached.forward(torch.ones_like(last), last, used=context + tokens, first=context)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+    return sorted(spent[3:])[7]
+
+
+@torch.inference_mode()
+def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64):
+    """Median seconds of drafting one round at batch 1."""
+    device = target.device
+    ids = torch.ones(1, context, dtype=torch.long, device=device)
+    capacity = context + budget.max_tokens + budget.max_slots + 2
+    hidden = target.outputs(ids, layers=drafter.target_layers, logits=False).hidden
+    lengths = torch.tensor([context - 1], device=device)
+    state = DraftState(
+        ids, lengths, context - 1, Sampling(0.0), KeyedRandom(torch.zeros_like(lengths)),
+        TargetOutputs(hidden),
+    )  # fmt: skip
+    drafter.begin(1, capacity)
+    if budget.stop is not None:
+        budget.stop.begin(1, device)
+    prompt = TargetOutputs({layer: states[:, :-2] for layer, states in hidden.items()})
+    drafter.prefill(torch.tensor([0], device=device), ids[:, :-2], lengths - 1, prompt)
+    spent = []
+    for _ in range(18):
+        began = time.perf_counter()
+        drafter.propose(state, budget)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+    return sorted(spent[3:])[7]
+
+
+def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
+    """Measured on this machine; a training-free drafter reads nothing and costs next to nothing."""
+    step = step_seconds(target.model)
+    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
+    if not isinstance(drafter, TrainedDrafter):
+        return Cost(0.0, verify, 0.0, 0.0)
+    read = read_per_round(drafter, budget.max_tokens)
+    if budget.stop is not None and budget.stop.uses_head:
+        head = list(acceptance_of(drafter).parameters())
+        counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
+        read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
+    whole = read_per_step(target.model)
+    # of all that a round may draft: a stop rule ends it where it likes, on text that says nothing
+    stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
+    ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
+    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])

@@ -1,0 +1,76 @@
+"""How long to draft: named rules that end a chain early.
+
+Whether another token is drafted depends on tokens already drafted and never on the coins that
+verify them, and the token after which a rule stops is verified: which token it was decides what
+follows, not whether it is submitted. So all rules leave the target's distribution as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from drafters.round import Budget, Signals, StopRule
+from trainer.checks import require
+from trainer.specs import spelled
+
+MIDDLE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+@dataclass
+class Policy(StopRule):
+    """`grid`: the settings of a family that a report compares."""
+
+    name: ClassVar[str]
+
+    @property
+    def policy(self) -> str:
+        return spelled(self)
+
+    def budget(self, K: int, K_min: int = 1) -> Budget:
+        """Chains of at most K tokens, and of at least `K_min` where an acceptance head decides."""
+        return Budget(K, self)
+
+    @classmethod
+    def grid(cls, K: int, K_min: int = 1) -> list[Budget]:
+        return [cls().budget(K, K_min)]
+
+
+@dataclass
+class Threshold(Policy):
+    """A rule that compares with `threshold`, which lies in (0, 1)."""
+
+    THRESHOLDS: ClassVar[tuple[float, ...]]
+    threshold: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.threshold < 1, "threshold", "lie in (0, 1)", self.threshold)
+
+    @classmethod
+    def grid(cls, K: int, K_min: int = 1) -> list[Budget]:
+        return [cls(threshold).budget(K, K_min) for threshold in cls.THRESHOLDS]
+
+
+class RunningProduct:
+    """A product over the tokens of a round."""
+
+    product: torch.Tensor
+
+    def times(self, factor: torch.Tensor, depth: int) -> torch.Tensor:
+        """The product so far, [B]; a round's first token begins anew."""
+        self.product = factor if depth == 1 else self.product * factor
+        return self.product
+
+
+class Recorder(StopRule):
+    """Never stops and notes what a rule would have seen."""
+
+    def __init__(self, uses_head: bool = False):
+        self.uses_head = uses_head
+        self.seen: list[Signals] = []
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        self.seen.append(signals)
+        return torch.zeros_like(signals.confidence, dtype=torch.bool)

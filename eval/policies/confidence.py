@@ -1,0 +1,26 @@
+"""Stop by the newest token's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from drafters.round import Signals
+from eval.policies.base import MIDDLE, Threshold
+from trainer.checks import require
+
+
+@dataclass
+class Confidence(Threshold):
+    """Stop once the drafter's largest probability falls below the threshold."""
+
+    name: ClassVar[str] = "confidence"
+    THRESHOLDS: ClassVar[tuple[float, ...]] = MIDDLE
+
+    def __post_init__(self) -> None:
+        require(0 <= self.threshold <= 1, "threshold", "lie in [0, 1]", self.threshold)
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return signals.confidence < self.threshold

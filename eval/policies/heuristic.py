@@ -1,0 +1,43 @@
+"""The schedule of transformers' assisted generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from drafters.round import Budget, Signals
+from eval.policies.base import Policy
+
+FIRST_K = 5  # of an answer
+
+
+@dataclass
+class Heuristic(Policy):
+    """Two tokens more after a round that was accepted whole, one less after any other, from
+    `FIRST_K` in every answer."""
+
+    name: ClassVar[str] = "heuristic"
+    replayable = False
+    K: int = field(default=FIRST_K, init=False)
+
+    def budget(self, K: int, K_min: int = 1) -> Budget:
+        self.K = K
+        return Budget(K, self)
+
+    def begin(self, rows: int, device: torch.device) -> None:
+        self.lengths = torch.full((rows,), min(FIRST_K, self.K), device=device)
+
+    def renew(self, rows: torch.Tensor) -> None:
+        self.lengths[rows] = min(FIRST_K, self.K)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.lengths = self.lengths[rows]
+
+    def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None:
+        change = torch.where(accepted >= submitted, 2, -1)
+        self.lengths = (self.lengths + change).clamp(1, self.K)
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        return self.lengths <= depth

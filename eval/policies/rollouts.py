@@ -1,0 +1,284 @@
+"""A bank of draft rollouts: every policy of draft length measured on the same drafts and coins.
+
+From places of the target's text one chain of `K` tokens is drafted, with the law, the acceptance
+head's score and the accepting coin of every token. A policy is then a place to cut each chain, so a
+grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresholds; common random
+numbers make their differences small). Places are drawn as rounds of `REFERENCE_K` tokens start in
+that text (`eval.offline`): decoding begins more of them where it fails. Other policies start theirs
+a little elsewhere, so what is chosen here is confirmed by decoding. Rounds are cut at the end of
+text and at the length limit, as decoding cuts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.traces import Trace
+from drafters.round import Budget, DraftState, Signals
+from drafters.trees.chain import Stops
+from drafters.trees.tree import TokenTree
+from eval.metrics import PromptCounters
+from eval.offline import OfflineEvaluator
+from eval.policies.base import Recorder
+from eval.speed_model import modelled_speedup
+from target.model import Target, TargetOutputs
+from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
+from trainer.config import UserError
+
+REFERENCE_K = 5
+FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")  # that a report compares
+STARTS = 8  # rounds per prompt
+
+
+@dataclass
+class Rollouts:
+    """P prompts with S rollouts of K tokens each, in the order of the text. confidence,
+    probability, score [P, S, K] float: `Signals` of each token, `score` that of the token itself,
+    NaN for the last one and without a head; ratio: its chance of acceptance, p/q at most 1;
+    uniform: its coin; ends: whether it is an EOS; room [P, S]: tokens the answer still takes;
+    rounds [P]: that the rollouts of a prompt stand for."""
+
+    traces: list[Trace]
+    confidence: torch.Tensor
+    probability: torch.Tensor
+    score: torch.Tensor
+    ratio: torch.Tensor
+    uniform: torch.Tensor
+    ends: torch.Tensor
+    room: torch.Tensor
+    rounds: list[float]
+
+    @property
+    def K(self) -> int:
+        return self.ratio.shape[-1]
+
+    @property
+    def scored(self) -> bool:
+        return self.K > 1 and not bool(self.score[..., 0].isnan().any())
+
+    def counters(self, budget: Budget) -> list[PromptCounters]:
+        """Of each prompt under this policy: its rollouts as rounds, one after the other, weighted
+        so that they stand for all rounds of its text."""
+        if budget.max_tokens > self.K:
+            raise UserError(f"rollouts hold {self.K} tokens, a policy asks for {budget.max_tokens}")
+        rule, num_prompts = budget.stop, len(self.traces)
+        if rule is not None:
+            rule.begin(num_prompts, self.ratio.device)
+        rounds = []
+        for turn in range(self.ratio.shape[1]):
+            lengths = self._lengths(budget, turn)
+            accepted = self.accepted(turn).clamp(max=lengths)
+            if rule is not None:
+                rule.verified(accepted, lengths)
+            cut = _cut(lengths, accepted, self.ends[:, turn], self.room[:, turn])
+            judged = rule is not None and rule.judges_last
+            rounds.append(cut | {"judging": (lengths < budget.max_tokens) & judged})
+        sums = {name: sum(one[name].double() for one in rounds) for name in rounds[0]}
+        return [self._prompt(row, sums, budget) for row in range(num_prompts)]
+
+    def accepted(self, turn: int) -> torch.Tensor:
+        """[P] tokens before the first rejection, of all K."""
+        passed = self.uniform[:, turn] < self.ratio[:, turn]
+        return passed.long().cumprod(-1).sum(-1)
+
+    def _lengths(self, budget: Budget, turn: int) -> torch.Tensor:
+        """[P] where the policy cuts each chain."""
+        rule, stops = budget.stop, Stops(self.room[:, turn])
+        if rule is None:
+            return stops.lengths.clamp(max=budget.max_tokens)
+        for depth in range(1, budget.max_tokens):
+            at = depth - 1
+            judged = at if rule.judges_last else at - 1
+            score = self.score[:, turn, judged] if rule.uses_head and judged >= 0 else None
+            seen = self.confidence[:, turn, at], self.probability[:, turn, at]
+            if stops.all(rule(Signals(*seen, score), depth)):
+                break
+        return stops.lengths.clamp(max=budget.max_tokens)
+
+    def _prompt(self, row: int, sums: dict[str, Any], budget: Budget) -> PromptCounters:
+        trace = self.traces[row]
+        weight = self.rounds[row] / self.ratio.shape[1]
+        one = PromptCounters(trace.prompt_hash, trace.domain, budget.max_tokens)
+        one.rounds = self.rounds[row]
+        for name, values in sums.items():
+            setattr(one, name, weight * float(values[row]))
+        return one
+
+
+def _cut(
+    lengths: torch.Tensor, accepted: torch.Tensor, ends: torch.Tensor, room: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """One round of each prompt, cut as `eval.engine` cuts it; [P] each, `ends` [P, K]."""
+    first_end = torch.where(ends.any(-1), ends.long().argmax(-1) + 1, ends.shape[-1] + 2)
+    kept = torch.minimum(torch.minimum(accepted + 1, first_end), room)
+    return {
+        "submitted": lengths,
+        "emitted": kept,
+        "accepted": torch.minimum(accepted, kept),
+        "rejections": (accepted < lengths) & (accepted < kept),
+    }
+
+
+@torch.inference_mode()
+def draw(
+    target: Target,
+    drafter: Any,
+    traces: Sequence[Trace],
+    sampling: Sampling,
+    K: int,
+    *,
+    starts: int = STARTS,
+    seed: int = 0,
+    batch_size: int = 32,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Rollouts:
+    """Rollouts from `starts` places of every trace whose response has a place to begin a round; of
+    `sampling`, whatever the text was sampled with. `on_tokens` is called after each batch with the
+    number of tokens drafted."""
+    usable = [trace for trace in traces if len(trace.response_ids) > 1]
+    if not usable:
+        raise UserError("rollouts need at least one target trace of two tokens")
+    rng = np.random.default_rng(seed)
+    visits = _visits(target, drafter, usable, sampling, min(K, REFERENCE_K))
+    places = [_places(own, starts, float(rng.random())) for own in visits]
+    rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
+    order = sorted(range(len(rows)), key=lambda r: len(usable[rows[r][0]].prompt_ids) + rows[r][1])
+    shape = (len(rows), K)
+    names = ("confidence", "probability", "score", "ratio", "uniform", "ends")
+    table = {name: torch.zeros(shape, dtype=torch.double) for name in names}
+    for i in range(0, len(order), batch_size):
+        taken = order[i : i + batch_size]
+        texts = [
+            usable[p].prompt_ids + usable[p].response_ids[:n] for p, n in (rows[r] for r in taken)
+        ]
+        keys = [row_key(seed, usable[p].prompt_ids, n) for p, n in (rows[r] for r in taken)]
+        found = _group(target, drafter, texts, keys, sampling, K)
+        for name, values in found.items():
+            table[name][taken] = values.double().cpu()
+        on_tokens(len(taken) * K)
+    room = torch.tensor([len(usable[p].response_ids) - n for p, n in rows])
+    laid = {name: values.view(len(usable), starts, K) for name, values in table.items()}
+    ends = laid.pop("ends") > 0
+    rounds = [float(own.sum()) for own in visits]
+    return Rollouts(usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds)
+
+
+def _visits(
+    target: Target, drafter: Any, traces: Sequence[Trace], sampling: Sampling, K: int
+) -> list[np.ndarray]:
+    """[response] of each trace: rounds that start at each token; one at each place where the text
+    was sampled otherwise, which then says nothing about rejections."""
+    found = [np.minimum(np.arange(len(t.response_ids)), 1.0) for t in traces]
+    own = [i for i, t in enumerate(traces) if Sampling(t.temperature, t.top_k, t.top_p) == sampling]
+    if own and hasattr(drafter, "states"):
+        texts = [traces[i] for i in own]
+        offline = OfflineEvaluator(target, texts, sampling, Budget(K), engine_counters=False)
+        order = {id(trace): n for n, trace in enumerate(t for g in offline.groups for t in g)}
+        visits = offline(drafter).visits
+        for i in own:
+            found[i] = visits[order[id(traces[i])]]
+    return found
+
+
+def _places(visits: np.ndarray, count: int, shift: float) -> np.ndarray:
+    """`count` indices in order, each as often as its visits say (systematic sampling; `shift` in
+    [0, 1) is the only random number)."""
+    total = visits.cumsum()
+    wanted = (np.arange(count) + shift) / count * total[-1]
+    return np.minimum(np.searchsorted(total, wanted, side="right"), len(visits) - 1)
+
+
+def _group(
+    target: Target,
+    drafter: Any,
+    texts: list[list[int]],
+    keys: list[int],
+    sampling: Sampling,
+    K: int,
+) -> dict[str, torch.Tensor]:
+    """One rollout behind each text, [B, K] each."""
+    device, longest = target.device, max(map(len, texts))
+    ids = torch.zeros(len(texts), longest + 2 * K + 2, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+    ids = ids.to(device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    random = KeyedRandom(torch.tensor(keys, device=device))
+    outputs = target.outputs(ids[:, :longest], layers=drafter.target_layers, logits=False)
+    drafter.begin(len(texts), ids.shape[1])
+    rows = torch.arange(len(texts), device=device)
+    prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})
+    drafter.prefill(rows, ids[:, : longest - 1], lengths - 1, prompt)
+    recorder = Recorder(getattr(drafter, "acceptance", None) is not None)
+    state = DraftState(ids, lengths, longest, sampling, random, outputs)
+    tree = drafter.propose(state, Budget(K, recorder))
+    found = _judged(target, ids, lengths, tree, sampling)
+    scores = [one.score for one in recorder.seen[1:]] if recorder.uses_head else []
+    unknown = torch.full_like(found["ratio"][:, 0], torch.nan)
+    scores += [unknown] * (K - len(scores))  # type: ignore[list-item]
+    coins = [keyed_uniform(random.keys, lengths + i, "accept") for i in range(K)]
+    return found | {
+        "confidence": torch.stack([one.confidence for one in recorder.seen], 1),
+        "probability": torch.stack([one.probability for one in recorder.seen], 1),
+        "score": torch.stack(scores, 1),  # type: ignore[arg-type]
+        "uniform": torch.stack(coins, 1),
+        "ends": torch.isin(tree.tokens, torch.tensor(target.eos_ids, device=device)),
+    }
+
+
+def _judged(
+    target: Target, ids: torch.Tensor, lengths: torch.Tensor, tree: TokenTree, sampling: Sampling
+) -> dict[str, torch.Tensor]:
+    """The chance that the target accepts each drafted token, [B, K]."""
+    K = tree.tokens.shape[1]
+    at = lengths.unsqueeze(1) + torch.arange(K, device=ids.device)
+    whole = ids.scatter(1, at, tree.tokens)[:, : int(lengths.max()) + K]
+    logits = target.outputs(whole).logits
+    assert logits is not None
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    p = warp(logits[rows, at - 1][..., : target.vocab_size], sampling)
+    drafted = tree.tokens.unsqueeze(-1)
+    accept = p.gather(-1, drafted)[..., 0]
+    if tree.laws is not None:  # else drafted for sure
+        accept = accept / tree.laws.gather(-1, drafted)[..., 0]
+    return {"ratio": accept.clamp(max=1.0)}
+
+
+# --- what follows from counters ------------------------------------------------------------------
+
+
+def at_cost(counters: Iterable[PromptCounters], cost_ratio: float) -> list[PromptCounters]:
+    """The same with time in place of rounds, in target forwards, where a drafted token costs
+    `cost_ratio`: tokens per round are then tokens per time, the modelled speed-up, and everything
+    in `eval.metrics` compares that."""
+    return [
+        dataclasses.replace(one, rounds=one.rounds + cost_ratio * (one.submitted + one.judging))
+        for one in counters
+    ]
+
+
+def rates(counters: Sequence[PromptCounters]) -> dict[str, float]:
+    """`discard_rate`: discarded drafts per emitted token; `verification_rate`: target forwards per
+    emitted token (Huang et al. 2024, Sec. 4.1); drafted tokens, drafting steps and emitted tokens
+    per round."""
+    names = ("rounds", "emitted", "submitted", "accepted", "judging")
+    total = {name: sum(getattr(one, name) for one in counters) for name in names}
+    return {
+        "discards_per_token": (total["submitted"] - total["accepted"]) / total["emitted"],
+        "verification_rate": total["rounds"] / total["emitted"],
+        "submitted_per_round": total["submitted"] / total["rounds"],
+        "draft_steps_per_round": (total["submitted"] + total["judging"]) / total["rounds"],
+        "tokens_per_round": total["emitted"] / total["rounds"],
+    }
+
+
+def speed(counters: Sequence[PromptCounters], cost_ratio: float) -> float:
+    """Modelled speed-up at this cost of a drafted token."""
+    found = rates(counters)
+    return modelled_speedup(found["tokens_per_round"], found["draft_steps_per_round"], cost_ratio)

@@ -1,0 +1,40 @@
+"""The policies that have a name, and what they make of a drafter."""
+
+from __future__ import annotations
+
+from drafters.base import TrainedDrafter
+from drafters.round import Budget
+from eval.policies.base import Policy
+from eval.policies.confidence import Confidence
+from eval.policies.drafted import Drafted
+from eval.policies.fixed import Fixed
+from eval.policies.head import Head, HeadLast
+from eval.policies.heuristic import Heuristic
+from eval.policies.product import Product
+from trainer.specs import parse
+
+POLICIES: dict[str, type[Policy]] = {
+    one.name: one for one in (Fixed, Confidence, Drafted, Product, Heuristic, Head, HeadLast)
+}
+
+
+def parse_policy(text: str) -> Policy:
+    return parse("eval.policy", text, POLICIES)
+
+
+def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
+    """Chains of at most K under `eval.policy`, of `K_min` tokens at least where an acceptance head
+    decides."""
+    return parse_policy(policy).budget(K, K_min)
+
+
+def budget_for(drafter: object, policy: str, K: int) -> Budget:
+    """`make_budget` for this drafter. Chains of fixed length where it has not what the policy asks
+    for: baselines have no acceptance head, and what is copied from the prompt has no law."""
+    rule = parse_policy(policy)
+    if not isinstance(drafter, TrainedDrafter):
+        return Budget(K)
+    if not rule.uses_head:
+        return rule.budget(K)
+    head = drafter.acceptance
+    return Budget(K) if head is None else rule.budget(K, head.settings.K_min)

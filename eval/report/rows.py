@@ -1,0 +1,130 @@
+"""What tells the rows of a report apart: drafter and its role, shape of the draft, how it was
+measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.report.render import NONE
+
+DRAFTERS = (
+    "plain", "untrained", "before", "control", "offline", "after", "prompt_lookup", "target",
+)  # fmt: skip
+STAGES = ("pretrained", "continued")  # of a drafter that is trained in several, between two
+ORDER = (*DRAFTERS[:3], *STAGES, *DRAFTERS[3:])
+
+# what a row is in the report for
+TRAINED, MEASURED, CONTROL, BASELINE = "trained", "measured", "control", "baseline"
+PLAIN, UNTRAINED, BEFORE, STAGE, TARGET = "plain", "untrained", "before", "stage", "target"
+ROLES = {
+    "plain": PLAIN, "untrained": UNTRAINED, "before": BEFORE, **dict.fromkeys(STAGES, STAGE),
+    "control": CONTROL, "offline": CONTROL, "after": TRAINED, "prompt_lookup": BASELINE,
+    "target": TARGET,
+}  # fmt: skip
+REFERENCES = (PLAIN, UNTRAINED, BASELINE, TARGET)
+GREEDY_DRAFTS = ", greedy drafts"  # behind the name of a row of vLLM as it drafts by itself
+
+Row = dict[str, Any]
+
+
+def role_of(name: str) -> str:
+    """Of the row of this drafter; one with a name of its own is what the report measures."""
+    return ROLES.get(name.removesuffix(GREEDY_DRAFTS), MEASURED)
+
+
+def is_trained(row: Row) -> bool:
+    """What the report is about: the trained drafter, or the one that is measured."""
+    return row["role"] in (TRAINED, MEASURED)
+
+
+def draft_shape(row: Row) -> str:
+    """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree."""
+    if row.get("tree") is not None:
+        sampled = row.get("tree_children") == "sampled" and row["temperature"] > 0
+        return row["tree"] + ", sampled children" * sampled
+    rule = "" if row["policy"] in ("fixed", "none") else f", {row['policy']}"
+    return f"K {row['K']}{rule}" if row.get("K") else NONE
+
+
+def num_nodes(row: Row) -> int | None:
+    """Tokens that the target verifies beside its own, in every round."""
+    chain = row.get("K") if row.get("tree") is None else None
+    return row.get("nodes") or chain or None
+
+
+def label(row: Row) -> str:
+    shape = draft_shape(row)
+    return row["drafter"] if shape == NONE else f"{row['drafter']} ({shape})"
+
+
+def key(row: Row) -> tuple[str, ...]:
+    """What the same thing measured twice shares, on the traces and by decoding."""
+    same = ("drafter", "temperature", "top_k", "top_p", "policy", "verifier")
+    place = str(row["prompts"]["hash"])
+    return (*(str(row[name]) for name in same), place, str(row.get("K")), draft_shape(row))
+
+
+def once(rows: Sequence[Row]) -> list[Row]:
+    """Without the decoded (or served) twins of rows that were measured on the traces as well."""
+    offline = {key(row) for row in rows if row["measured_by"] == "offline"}
+    return [row for row in rows if row["measured_by"] == "offline" or key(row) not in offline]
+
+
+def asked(rows: Sequence[Row]) -> list[Row]:
+    """Without the chains that a drafter was only decoded with, or served, where it has others: to
+    their length a policy was tuned, and no comparison is with them."""
+    replayed = {r["drafter"] for r in rows if r["measured_by"] == "offline" and not r.get("tree")}
+    return [
+        row for row in rows
+        if row.get("tree") or row["measured_by"] == "offline" or row["drafter"] not in replayed
+    ]  # fmt: skip
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that may stand in one table, by its heading."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        prompts = row["prompts"]
+        heading = f"Temperature {row['temperature']:g}, prompts {prompts['name']}"
+        heading += f", top-k {row['top_k']}" if row["top_k"] else ""
+        heading += f", top-p {row['top_p']:g}" if row["top_p"] < 1 else ""
+        same_name = {r["prompts"]["hash"] for r in rows if r["prompts"]["name"] == prompts["name"]}
+        heading += f" ({prompts['hash']})" if len(same_name) > 1 else ""
+        found.setdefault(heading, []).append(row)
+    return found
+
+
+def focus(rows: Sequence[Row]) -> Row | None:
+    """The row the headline speaks about: the best lossless shape of the trained drafter."""
+    own = [row for row in asked(rows) if row["role"] not in (PLAIN, TARGET)]
+    own = [row for row in own if row["tokens_per_round"] is not None]
+    own = [row for row in own if is_trained(row)] or own
+    own = [row for row in own if row["lossless"]] or own
+    # a rule that ends chains early is there to draft less, not for more tokens a round
+    own = [row for row in own if row["policy"] == "fixed"] or own
+    return max(own, key=lambda row: row["tokens_per_round"], default=None)
+
+
+def focus_rows(rows: Sequence[Row]) -> list[Row]:
+    """Every shape, chain or tree, that the drafter of the headline was measured with."""
+    best = focus(rows)
+    known = [row for row in rows if row["tokens_per_round"] is not None]
+    return [row for row in known if best and row["drafter"] == best["drafter"]]
+
+
+def best_chain(rows: Sequence[Row], drafter: str) -> Row | None:
+    chains = [row for row in asked(rows) if row["drafter"] == drafter and not row.get("tree")]
+    chains = [row for row in chains if row["tokens_per_round"] is not None and row.get("K")]
+    chains = [row for row in chains if row["policy"] == "fixed"] or chains
+    return max(chains, key=lambda row: (row["lossless"], row["tokens_per_round"]), default=None)
+
+
+def known_positions(row: Row, name: str = "alpha_pos") -> list[float]:
+    """Positions up to the first that no round tested."""
+    found: list[float] = []
+    for value in row.get(name) or []:
+        if value is None:
+            break
+        found.append(value)
+    return found

@@ -1,0 +1,42 @@
+"""The table of a drafter that is trained in several stages: what each of them gave where.
+
+Layout and measures of FastDraft (Zafrir et al. 2024, arXiv:2411.11055): acceptance rate by task for
+every stage, with the overlap beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.report.render import Block, Heading, Table, Text, number
+from eval.report.rows import STAGES, Row, groups, once
+
+
+def stage_tables(rows: Sequence[Row]) -> list[Block]:
+    """None where no stage but the last was measured."""
+    blocks: list[Block] = []
+    for heading, group in groups(once(rows)).items():
+        shown = [r for r in group if r["drafter"] in ("before", *STAGES, "after")]
+        shown = [r for r in shown if r.get("tree") is None and r.get("by_domain")]
+        if not any(row["drafter"] in STAGES for row in shown):
+            continue
+        domains = sorted({name for row in shown for name in row["by_domain"]["domains"]})
+        lines = [[row["drafter"], *_cells(row, domains)] for row in shown]
+        headers = ["stage", *domains, "all", "block efficiency", "mbsu, by parameters"]
+        blocks += [Heading(heading, 3), Table(headers, lines)]
+    if blocks:
+        text = "Draft acceptance rate, and alpha after the slash, of what each stage ended with."
+        blocks = [Heading("By stage"), Text(text), *blocks]
+    return blocks
+
+
+def _cells(row: Row, domains: Sequence[str]) -> list[str]:
+    found = [row["by_domain"]["domains"].get(name, {}) for name in domains]
+    return [
+        *(
+            f"{number(one.get('draft_acceptance_rate'), 3)} / {number(one.get('alpha'), 3)}"
+            for one in (*found, row)
+        ),
+        number(row["tokens_per_round"]),
+        number(row.get("mbsu_params")),
+    ]

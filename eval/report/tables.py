@@ -1,0 +1,367 @@
+"""The tables of a report, each made of its rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eval.report.render import (
+    NONE,
+    Block,
+    Bullets,
+    Heading,
+    Table,
+    Text,
+    flatten,
+    number,
+    with_interval,
+)
+from eval.report.rows import (
+    PLAIN,
+    REFERENCES,
+    Row,
+    draft_shape,
+    focus_rows,
+    groups,
+    is_trained,
+    key,
+    known_positions,
+    label,
+    num_nodes,
+    once,
+)
+from eval.speed_model import BATCH_SIZES, COST_RATIOS, KNEE, best_K, best_K_at, goodput
+
+MIDDLE_COST = COST_RATIOS[1]
+FACTS = {
+    "kind": "kind",
+    "parameters": "parameters",
+    "trained_parameters": "parameters trained",
+    "active_parameters": "parameters active per step",
+    "feature_bytes_per_token": "bytes per token of features",
+    "captures": "target layers read",
+    "draft_vocab_size": "draft vocabulary",
+    "coverage": "coverage of the draft vocabulary",
+}
+
+# --- main table --------------------------------------------------------------------------------
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Drafter names; a row that was decoded says so where its twin was not."""
+    twins = Counter(map(key, rows))
+    how = {"decoding": ", decoded", "vllm": ", vLLM"}
+    return [
+        row["drafter"] + (how.get(row["measured_by"], "") if twins[key(row)] > 1 else "")
+        for row in rows
+    ]
+
+
+def main_table(rows: Iterable[Row]) -> Table:
+    """One table of comparable rows; the trained drafter in bold, once per shape."""
+    rows = list(rows)
+    names = _names(rows)
+    cells = [
+        [
+            name,
+            draft_shape(row),
+            count(num_nodes(row)),
+            count(row.get("K") or None),
+            with_interval(row, "tokens_per_round"),
+            with_interval(row, "alpha", 3),
+            with_interval(row, "greedy_match", 3),
+            number(row["draft_acceptance_rate"], 3),
+            with_interval(row, "speedup"),
+            number(row["modelled_speedup"]),
+            number(row["mbsu"]),
+            number(_tokens_per_s(row), 1),
+            percent(row["identical_to_plain"]),
+            yes(row["lossless"]),
+            row["role"],
+        ]
+        for name, row in zip(names, rows, strict=True)
+    ]
+    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha", "greedy match",
+               "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s", "identical",
+               "lossless", "role"]  # fmt: skip
+    return Table(headers, cells, {i for i, name in enumerate(names) if name == "after"})
+
+
+def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]:
+    """What a reader must know before trusting a table's rows; of twins it is said once."""
+    found, slower = [], []
+    rows = list(rows)
+    kept = {id(row) for row in once(rows)}
+    for name, row in zip(labels or _note_names(rows), rows, strict=True):
+        if id(row) not in kept:
+            continue
+        share = row["identical_to_plain"]
+        if share is not None and row.get("num_compared"):
+            found.append(_compared(name, row))
+        if row.get("replay_differs_from_decoding") is not None:
+            found.append(
+                f"{name}: replayed and decoded counters differ on "
+                f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
+            )
+        if not row["lossless"]:
+            parted = any(not one["near_tie"] for one in row.get("differing_prompts") or [])
+            found.append(
+                f"{name}: not lossless, its greedy text parts from the target's where the two best "
+                "logits are not close."
+                if parted
+                else f"{name}: lossy, the output law is not the target's."
+            )
+        measured, modelled = row["speedup"], row["modelled_speedup"]
+        if row["role"] != PLAIN and measured and modelled and modelled > 1.15 * measured:
+            slower.append(name)
+        if row.get("note"):
+            found.append(f"{name}: {row['note']}")
+    if slower:
+        found.append(
+            f"{', '.join(slower)}: measured speed-up more than 15 % below the modelled one: "
+            "overheads beside the two networks."
+        )
+    return found
+
+
+def _note_names(rows: Sequence[Row]) -> list[str]:
+    """The names of the main table, with the shape where a drafter has several."""
+    shapes: dict[str, set[str]] = {}
+    for row in rows:
+        shapes.setdefault(row["drafter"], set()).add(draft_shape(row))
+    return [
+        name + (f" ({draft_shape(row)})" if len(shapes[row["drafter"]]) > 1 else "")
+        for name, row in zip(_names(rows), rows, strict=True)
+    ]
+
+
+def _compared(name: str, row: Row) -> str:
+    """How many greedy outputs were compared with plain decoding, and every one that differs."""
+    text = f"{name}: compared with plain decoding on {row['num_compared']} prompts"
+    differing = row.get("differing_prompts") or []
+    if not differing:
+        return f"{text}, all identical."
+    listed = ", ".join(
+        f"{one['prompt_hash'][:12]} at token {one['position']} (gap {one['logit_gap']:.2g})"
+        for one in differing
+    )
+    return f"{text}, {len(differing)} differ: {listed}."
+
+
+def _tokens_per_s(row: Row) -> float | None:
+    return row["plain_tokens_per_s" if row["role"] == PLAIN else "speculative_tokens_per_s"]
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.4g} %"
+
+
+def count(value: Any) -> str:
+    """A whole number, its thousands set apart; other values as they are."""
+    if value is None:
+        return NONE
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def modelled_cells(row: Row) -> list[str]:
+    """The modelled speed-up at each of COST_RATIOS."""
+    modelled = row.get("modelled_speedup_at") or {}
+    return [number(modelled.get(str(c))) for c in COST_RATIOS]
+
+
+COST_HEADERS = [f"modelled, c = {c:g}" for c in COST_RATIOS]
+
+
+def main_tables(rows: Sequence[Row]) -> list[Block]:
+    blocks: list[Block] = []
+    for heading, group in groups(rows).items():
+        blocks += [Heading(heading, 3), main_table(group)]
+        if remarks := notes(group):
+            blocks.append(Bullets(remarks))
+    return blocks
+
+
+# --- the other tables ----------------------------------------------------------------------------
+
+
+def depth_tables(rows: Sequence[Row]) -> list[Block]:
+    """Acceptance by depth of networks that were trained."""
+    blocks: list[Block] = []
+    for heading, group in groups(once(rows)).items():
+        lines = []
+        for row in group:
+            if row["role"] in REFERENCES:
+                continue
+            chain = row.get("tree") is None
+            for name in ("alpha_by_depth", "alpha_pos") if chain else ("alpha_pos", "reach_pos"):
+                values = row.get(name) or []
+                if any(value is not None for value in values):
+                    lines.append([label(row), name, *(number(value, 3) for value in values)])
+        if lines:
+            deepest = max(map(len, lines))
+            headers = ["drafter", "measure", *(f"depth {i}" for i in range(1, deepest - 1))]
+            padded = [[*line, *[NONE] * (deepest - len(line))] for line in lines]
+            blocks += [Heading(heading, 3), Table(headers, padded)]
+    if blocks:
+        text = (
+            "alpha_by_depth counts every position, the tokens before it being the target's; "
+            "alpha_pos only the rounds that got that far, which they do on the easier prompts."
+        )
+        blocks = [Heading("Acceptance by depth"), Text(text), *blocks]
+    return blocks
+
+
+def cost_tables(rows: Sequence[Row]) -> list[Block]:
+    """Modelled speed-up at assumed costs and at those of this machine; the best K in words."""
+    blocks: list[Block] = []
+    shares = {key(r): r["draft_time_share"] for r in rows if r.get("draft_time_share") is not None}
+    for heading, group in groups(once(rows)).items():
+        shown = [row for row in group if row.get("modelled_speedup_at")]
+        if not shown:
+            continue
+        lines = [
+            [
+                label(row),
+                *modelled_cells(row),
+                number(row["cost_ratio"], 3),
+                number(row.get("verify_cost")),
+                number(row["modelled_speedup"]),
+                number(shares.get(key(row))),
+            ]
+            for row in shown
+        ]
+        headers = ["drafter", *(f"c = {c:g}" for c in COST_RATIOS), "c here", "verification here",
+                   "modelled here", "share of time drafting"]  # fmt: skip
+        strong = {i for i, row in enumerate(shown) if row["drafter"] == "after"}
+        blocks += [Heading(heading, 3), Table(headers, lines, strong)]
+        if words := [_best_K_words(row) for row in shown if _has_best_K(row)]:
+            blocks.append(Bullets(words))
+    if blocks:
+        text = (
+            "c: seconds of a drafting step over seconds of a target forward on one token. At the "
+            "assumed c verification costs one such forward whatever the number of nodes, a tree "
+            "drafts as many steps as it is deep, and prompt lookup and the target as its own "
+            "drafter are charged like the rest. The best K comes from alpha_pos and is sought up "
+            "to the K measured."
+        )
+        blocks = [Heading("Modelled speed-up"), Text(text), *blocks]
+    return blocks
+
+
+def _has_best_K(row: Row) -> bool:
+    """A trained drafter's chain of fixed length: a stop rule changes what alpha_pos means."""
+    chain = row.get("tree") is None and row["policy"] == "fixed"
+    return chain and is_trained(row) and bool(known_positions(row))
+
+
+def _best_K_words(row: Row) -> str:
+    positions = known_positions(row)
+    words = []
+    for c in COST_RATIOS:
+        K, speedup = best_K(positions, c)
+        more = " or more" if len(positions) == K else ""
+        best = f"best K is {K}{more}, {speedup:.1f}x" if K else "best is not to speculate"
+        words.append(f"at a cost ratio of {c:g} the {best}")
+    return f"{row['drafter']}: {'; '.join(words)}."
+
+
+def row_goodput(row: Row, cost_ratio: float) -> list[tuple[float, float]]:
+    """(goodput, its ratio to plain decoding's) at each of BATCH_SIZES; [] for an unknown shape."""
+    depth, nodes = row.get("K"), num_nodes(row)
+    if not depth or not nodes or row["policy"] != "fixed":  # a rule drafts fewer, and not alike
+        return []
+    found = []
+    for batch in BATCH_SIZES:
+        ours = goodput(row["tokens_per_round"], depth, nodes, cost_ratio, batch)
+        found.append((ours, ours / goodput(1.0, 0, 0, cost_ratio, batch)))
+    return found
+
+
+def goodput_tables(rows: Sequence[Row]) -> list[Block]:
+    blocks: list[Block] = []
+    for heading, group in groups(once(rows)).items():
+        plain = [f"{goodput(1.0, 0, 0, 0.0, batch):.1f}" for batch in BATCH_SIZES]
+        lines = [["plain decoding", *plain]]
+        for row in focus_rows(group):
+            for c in COST_RATIOS if row_goodput(row, MIDDLE_COST) else ():
+                cells = [f"{ours:.1f} ({ratio:.2f})" for ours, ratio in row_goodput(row, c)]
+                lines.append([f"{label(row)}, c = {c:g}", *cells])
+            if _has_best_K(row):
+                lines.append([f"{row['drafter']}, best K, c = {MIDDLE_COST:g}", *_best_Ks(row)])
+        if len(lines) > 1:
+            headers = ["drafter", *(f"batch {batch}" for batch in BATCH_SIZES)]
+            blocks += [Heading(heading, 3), Table(headers, lines)]
+    if blocks:
+        text = (
+            "A model, not a measurement: tokens of the whole batch per time of one target forward "
+            "on one token, and in brackets the factor over plain decoding at the same batch. "
+            f"Assumed: a forward takes the same time up to {KNEE} tokens (peak arithmetic over "
+            "bandwidth, 150 to 300 for 16-bit weights on current accelerators) and grows in "
+            "proportion beyond (real knees are soft); a round verifies batch x (nodes + 1) tokens; "
+            "a drafting step costs c, on batch x nodes / depth tokens, and grows alike; acceptance "
+            "as measured here; no other overheads and no reading of keys and values, which keeps "
+            "long contexts memory-bound for longer. Best K: of the K up to the one measured (+: "
+            "perhaps more), 0 for not speculating."
+        )
+        blocks = [Heading("Goodput by batch size"), Text(text), *blocks]
+    return blocks
+
+
+def _best_Ks(row: Row) -> list[str]:
+    positions = known_positions(row)
+    found = [best_K_at(positions, MIDDLE_COST, batch) for batch in BATCH_SIZES]
+    return [f"{K}{'+' if len(positions) == K else ''} ({ratio:.2f})" for K, ratio in found]
+
+
+def domain_tables(rows: Sequence[Row]) -> list[Block]:
+    blocks: list[Block] = []
+    for heading, group in groups(once(rows)).items():
+        shown = [row for row in group if row.get("by_domain")]
+        if not shown:
+            continue
+        names = sorted({name for row in shown for name in row["by_domain"]["domains"]})
+        lines = []
+        for name in names:
+            domains = [row["by_domain"]["domains"].get(name, {}) for row in shown]
+            lines.append([name, *(_domain_cell(domain) for domain in domains)])
+        means = [row["by_domain"]["mean"] for row in shown]
+        lines.append(["mean over domains", *(_domain_cell(mean) for mean in means)])
+        worst = [row["by_domain"]["worst"].get("tokens_per_round") for row in shown]
+        lines.append(
+            ["worst", *(f"{number(w['value'])} ({w['domain']})" if w else NONE for w in worst)]
+        )
+        blocks += [Heading(heading, 3), Table(["domain", *map(label, shown)], lines)]
+    if blocks:
+        blocks.insert(0, Text("Tokens per round, and alpha after the slash."))
+        blocks.insert(0, Heading("By domain"))
+    return blocks
+
+
+def _domain_cell(metrics: dict[str, Any]) -> str:
+    return f"{number(metrics.get('tokens_per_round'))} / {number(metrics.get('alpha'), 3)}"
+
+
+def drafter_facts(drafter: dict[str, Any]) -> list[list[str]]:
+    """What is known of the drafter, in words; keys without any follow as they are."""
+    lines = []
+    for name, words in FACTS.items():
+        value = drafter.get(name)
+        if value is None:
+            continue
+        if name == "coverage" and isinstance(value, int | float):
+            text = percent(value)
+        elif isinstance(value, list | tuple):
+            text = ", ".join(map(str, value)) or "none"
+        elif isinstance(value, dict):
+            text = json.dumps(value, ensure_ascii=False)
+        else:
+            text = count(value)
+        lines.append([words, text])
+    rest = {name: value for name, value in drafter.items() if name not in FACTS}
+    return lines + flatten(rest)

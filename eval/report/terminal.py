@@ -1,0 +1,46 @@
+"""The numbers of a report that fit on a screen; the report has the rest, and what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.report.page import report_title
+from eval.report.render import NONE, number, with_interval
+from eval.report.rows import Row, groups, label, once
+
+HEADERS = ("", "tokens per round", "alpha", "speed-up")
+LEFT_OUT = ("plain", "untrained", "target")  # known before: near 1, and near K + 1
+
+
+def summary(report: Row) -> str:
+    """A title, a table for every temperature and set of prompts, and what was gained over what."""
+    lines = [report_title(report)]
+    for heading, rows in groups(once(report["results"])).items():
+        cells = [HEADERS, *map(_cells, (row for row in rows if row["drafter"] not in LEFT_OUT))]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", f"{heading} ({rows[0]['num_prompts']} prompts)"]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
+    gains = _gains(report["comparisons"])
+    return "\n".join([*lines, "", *gains] if gains else lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = label(row) + ", not lossless" * (not row["lossless"])
+    measured = with_interval(row, "tokens_per_round"), with_interval(row, "alpha", 3)
+    return (f"  {name}", *measured, with_interval(row, "speedup"))
+
+
+def _gains(comparisons: Sequence[Row]) -> list[str]:
+    """One line for every pair: its difference in tokens per round at each temperature."""
+    found: dict[str, list[str]] = {}
+    for one in comparisons:
+        if one["metric"] != "tokens_per_round" or one["diff"] is None:
+            continue
+        interval = number(one["ci95"], 2, sign=True) if one["ci95"] else NONE
+        place = f" at T={one['temperature']:g}" if "temperature" in one else ""
+        text = f"{number(one['diff'], 2, sign=True)} [{interval}]{place}"
+        found.setdefault(f"{one['a']} - {one['b']}", []).append(text)
+    return [f"{pair}, tokens per round: {', '.join(gains)}" for pair, gains in found.items()]

@@ -1,0 +1,114 @@
+"""The three figures that the page opens with: tokens per round, measured speed-up, acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.report.render import Block, Estimate, Heading, Tile, Tiles, number
+from eval.report.rows import (
+    BASELINE,
+    BEFORE,
+    CONTROL,
+    UNTRAINED,
+    Row,
+    best_chain,
+    draft_shape,
+    focus,
+    groups,
+    is_trained,
+    once,
+    role_of,
+)
+
+COMPARED = (BEFORE, CONTROL)
+OTHERS = (UNTRAINED, BASELINE)  # where there is nothing of the run's own to compare
+COLOURS = {"before": "--before", "control": "--control", "offline": "--spare-1",
+           "untrained": "--untrained", "prompt_lookup": "--lookup"}  # fmt: skip
+
+
+def tile_blocks(report: dict[str, Any]) -> list[Block]:
+    """A row of tiles per temperature and set of prompts."""
+    blocks: list[Block] = []
+    for heading, rows in groups(once(report["results"])).items():
+        best = focus(rows)
+        if best is None:
+            continue
+        comparisons = [
+            c for c in report["comparisons"]
+            if c.get("temperature", best["temperature"]) == best["temperature"]
+        ]  # fmt: skip
+        chain = best_chain(rows, best["drafter"]) or best
+        own = [best] if best is chain else [chain, best]
+        others = [one for one in rows if one["role"] in COMPARED and not one.get("tree")]
+        others = others or [one for one in rows if one["role"] in OTHERS]
+        tokens = _tile("Tokens per round", best, [*others, *own], "tokens_per_round", 1.0)
+        tokens.notes = _differences(best, comparisons, "tokens_per_round")
+        # a tree has no alpha of its own
+        acceptance = _tile("Acceptance (alpha)", chain, [*others, chain], "alpha", 0.0, 1.0)
+        acceptance.notes = _differences(chain, comparisons, "alpha")
+        blocks += [Heading(heading, 3), Tiles([tokens, _speed(best, own), acceptance])]
+    return blocks
+
+
+def _tile(
+    title: str, row: Row, shown: Sequence[Row], metric: str, low: float, high: float = 0.0
+) -> Tile:
+    """The big number is that of `row`; `shown` are drawn below it from `low` to `high`, or to
+    where they end."""
+    both = {bool(one.get("tree")) for one in shown} == {True, False}
+    estimates = [one for one in (_estimate(r, metric, both) for r in shown) if one is not None]
+    ends = [edge for one in estimates for edge in (one.interval or [one.value])]
+    interval = _interval(row, metric)
+    shape = "tree: " * (row.get("tree") is not None) + draft_shape(row)
+    brackets = f"[{number(interval)}]" if interval else ""
+    high = high or max([low + 0.1, *ends]) * 1.02
+    return Tile(title, shape, number(row[metric]), brackets, low, high, estimates, [])
+
+
+def _speed(row: Row, own: Sequence[Row]) -> Tile:
+    tile = _tile("Measured speed-up", row, own, "speedup", 0.0)
+    if row["speedup"] is None:
+        modelled = row["modelled_speedup"]
+        tile.notes = ["Not timed." + (f" Modelled: {number(modelled)}×." if modelled else "")]
+        return tile
+    tile.value += "×"
+    tile.high = max(tile.high, 1.1)
+    tile.estimates.insert(0, Estimate("plain decoding", 1.0, None, "--control"))
+    tile.notes = ["The same target and prompts, one at a time, on this machine."]
+    return tile
+
+
+def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]:
+    """Of the row's drafter to the others, and of a tree to the chain of the same drafter."""
+    name, tree, found = row["drafter"], row.get("tree"), list[str]()
+    for c in comparisons:
+        if c["metric"] != metric or c["diff"] is None:
+            continue
+        digits = 3 if metric == "alpha" else 2
+        text = number(c["diff"], digits, sign=True)
+        if c["ci95"]:
+            text += f" [{number(c['ci95'], digits, sign=True)}]"
+        if tree is not None and c["a"] == f"{name}, {tree}":
+            found.append(f"{text} over its own chain")
+        elif c["a"] == name and role_of(c["b"]) in COMPARED:
+            found.append(f"{text} over {c['b']}{' (chains)' * (tree is not None)}")
+    return found
+
+
+def _estimate(row: Row, metric: str, both: bool) -> Estimate | None:
+    """`both`: chains and trees stand side by side, and the names must say which is which."""
+    value, name = row[metric], row["drafter"]
+    if not isinstance(value, int | float):
+        return None
+    if row.get("tree"):
+        name += " (tree)"
+    elif both and is_trained(row):
+        name += f" (K {row['K']})"
+    colour = COLOURS.get(row["drafter"], "--after")
+    return Estimate(name, value, _interval(row, metric), colour)
+
+
+def _interval(row: Row, metric: str) -> list[float] | None:
+    interval = row.get(f"{metric}_ci95")
+    return interval if interval and None not in interval else None

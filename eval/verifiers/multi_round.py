@@ -1,0 +1,81 @@
+"""Exact verification of siblings drawn without replacement.
+
+Multi-round rejection (Miao et al. 2024, SpecInfer; Chen et al. 2024, Sequoia).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from drafters.round import RandomSource
+from drafters.trees.tree import WITHOUT_REPLACEMENT, TokenTree
+from eval.verifiers.base import Verdict, Verifier, Walk, at, follow_best
+from target.sampling import Sampling, warp
+
+
+@dataclass(frozen=True)
+class MultiRound(Verifier):
+    """Children in the order in which they were drawn from d without replacement: accept x with
+    min(1, r(x)/d(x)); on rejection r becomes norm((r - d)+) and x leaves d."""
+
+    name: ClassVar[str] = "multi_round"
+    judges: ClassVar[tuple[str, ...]] = (WITHOUT_REPLACEMENT,)
+
+    def replayable(self, sampling: Sampling) -> bool:
+        return sampling.temperature == 0
+
+    def __call__(
+        self,
+        tree: TokenTree,
+        target_logits: torch.Tensor,
+        sampling: Sampling,
+        random: RandomSource,
+        first_position: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> Verdict:
+        if sampling.temperature == 0:
+            return follow_best(tree, target_logits)
+        p = warp(target_logits, sampling)
+        assert tree.laws is not None
+        walk = Walk(tree)
+        laws = torch.nn.functional.pad(tree.laws, (0, p.shape[-1] - tree.laws.shape[-1]))
+        rows = torch.arange(len(p), device=p.device)
+        for depth in range(walk.depth + 1):
+            residual = at(p, walk.node + 1).clone()
+            children = walk.children()
+            order = children.long().cumsum(1)
+            chosen = torch.zeros_like(walk.emitted)
+            found = torch.zeros_like(walk.live)
+            law = None
+            for turn in range(1, int(order.max()) + 1):
+                here = children & (order == turn)
+                child = here.long().argmax(1)
+                if law is None:  # that of their parent, the same for all siblings
+                    law = laws[rows, child].clone()
+                token = tree.tokens[rows, child]
+                mass, wanted = law[rows, token], residual[rows, token]
+                tried = here.any(1) & ~found & (mass > 0)
+                probability = torch.where(
+                    tried, (wanted / mass.clamp_min(1e-38)).clamp(max=1.0), 0.0
+                )
+                flip = random.flip(probability, first_position + depth, f"accept {turn}") & tried
+                chosen = torch.where(flip, child, chosen)
+                found = found | flip
+                failed = (tried & ~flip).unsqueeze(1)
+                left = (residual - law).clamp_min(0)
+                total = left.sum(-1, keepdim=True)
+                # p = q up to rounding leaves nothing: then it stays as it was
+                residual = torch.where(
+                    failed & (total > 0), left / total.clamp_min(1e-38), residual
+                )
+                taken = law.scatter(1, token.unsqueeze(1), 0.0)
+                total = taken.sum(-1, keepdim=True)
+                law = torch.where(failed, taken / total.clamp_min(1e-38), law)
+            residual = residual / residual.sum(-1, keepdim=True)
+            walk.step(
+                depth, chosen, found, random.choice(residual, first_position + depth, "target")
+            )
+        return walk.verdict()

@@ -1,0 +1,92 @@
+"""Exact verification token by token.
+
+Chains: speculative sampling (Leviathan et al. 2023; Chen et al. 2023). Trees of deterministic
+candidates: a token is drawn from the target, and the child that equals it is followed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from drafters.round import RandomSource
+from drafters.trees.tree import CHAIN, TOP, TokenTree
+from eval.verifiers.base import Verdict, Verifier, at, follow, follow_best
+from target.sampling import Sampling, warp
+from trainer.config import RunFault
+
+
+@dataclass(frozen=True)
+class Token(Verifier):
+    name: ClassVar[str] = "token"
+    judges: ClassVar[tuple[str, ...]] = (CHAIN, TOP)
+
+    def __call__(
+        self,
+        tree: TokenTree,
+        target_logits: torch.Tensor,
+        sampling: Sampling,
+        random: RandomSource,
+        first_position: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> Verdict:
+        if tree.is_chain:
+            return _chain(tree, target_logits, sampling, random, first_position, live)
+        if sampling.temperature == 0:
+            return follow_best(tree, target_logits)
+        p = warp(target_logits, sampling)
+
+        def draw(node: torch.Tensor, depth: int) -> torch.Tensor:
+            return random.choice(at(p, node + 1), first_position + depth, "target")
+
+        return follow(tree, draw)
+
+
+def _chain(
+    tree: TokenTree,
+    target_logits: torch.Tensor,
+    sampling: Sampling,
+    random: RandomSource,
+    first_position: torch.Tensor,
+    live: torch.Tensor | None,
+) -> Verdict:
+    """Draft i is accepted with probability min(1, p/q); the first rejection emits a token from
+    norm((p - q)+), full acceptance one from p. A token chosen deterministically has the point mass
+    as its q, whatever the drafter's softmax was.
+    """
+    depth = tree.tokens.shape[1]
+    index = torch.arange(depth, device=tree.tokens.device)
+    submitted = index < tree.lengths.unsqueeze(1)
+    if sampling.temperature == 0:
+        best = target_logits.argmax(-1)
+        match = (tree.tokens == best[:, :depth]) & submitted
+        accepted = match.long().cumprod(1).sum(1)
+        return Verdict(accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1), match.float())
+
+    p = warp(target_logits, sampling)
+    width = p.shape[-1]
+    drafted = tree.tokens.unsqueeze(-1)
+    p_drafted = p[:, :depth].gather(-1, drafted).squeeze(-1)
+    if tree.laws is None:
+        q = torch.zeros_like(p[:, :depth]).scatter_(-1, drafted, 1.0)
+    else:
+        q = torch.nn.functional.pad(tree.laws, (0, width - tree.laws.shape[-1]))
+    q_drafted = q.gather(-1, drafted).squeeze(-1)
+    checked = submitted if live is None else submitted & live.unsqueeze(1)
+    if bool(((q_drafted <= 0) & checked).any()):
+        raise RunFault("a drafted token has probability 0 under the law it was drawn from")
+    probability = (p_drafted / q_drafted.clamp_min(1e-38)).clamp(max=1.0)
+    flips = [random.flip(probability[:, i], first_position + i, "accept") for i in range(depth)]
+    accepted = (torch.stack(flips, 1) & submitted).long().cumprod(1).sum(1)
+
+    # the law of the token after the accepted ones: p itself, or the residual where a draft failed
+    row = torch.arange(len(accepted), device=accepted.device)
+    law = p[row, accepted]
+    rejected = accepted < tree.lengths
+    residual = (law - q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
+    usable = rejected & (residual.sum(-1) > 0)  # p = q up to rounding leaves nothing: p it is
+    law = torch.where(usable.unsqueeze(-1), residual, law)
+    emitted = random.choice(law / law.sum(-1, keepdim=True), first_position + accepted, "target")
+    return Verdict(accepted, emitted, torch.minimum(p[:, :depth], q).sum(-1))

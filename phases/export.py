@@ -1,0 +1,82 @@
+"""The phase between training and report: the drafter in its own format and for an engine."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from drafters.acceptance_head import adaptive_note
+from drafters.base import TrainedDrafter
+from drafters.export.card import Export, model_card
+from drafters.kinds import kind_of
+from eval.report.schema import markdown_table
+from phases.run import Run
+from trainer.config import ModelConfig
+from trainer.files import rewrite, whole_folder
+from trainer.redaction import hide, shown
+
+CARD = "README.md"
+
+
+def save_drafter(run: Run, drafter: TrainedDrafter) -> None:
+    """run/drafter in the project's own format."""
+    with whole_folder(run.folder / "drafter", ours=True) as partial:
+        drafter.save_pretrained(partial)
+
+
+def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, Any]:
+    """run/export/<engine>, for the first engine in the table of kinds, with a card that holds no
+    results yet; a target that was trained with the drafter lies beside it. Returns what the report
+    says of it: the engine and the folder, or the error. A failed export keeps nobody from the
+    drafter, nor from its report."""
+    kind = kind_of(drafter)
+    if not kind.writers:
+        print(f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
+              f"{run.folder / 'drafter'}")  # fmt: skip
+        return {}
+    engine, write = next(iter(kind.writers.items()))
+    out = run.folder / "export" / engine
+    try:
+        served, target = drafter.servable(out / "target", ours=True)
+        name = run.target.name
+        if target is not None:
+            print(f"export: the target that this drafter serves on is {target.name}")
+            name, out = shown(target.name, run.folder), out / "drafter"
+        card = run_card(run, drafter, engine, name, None)
+        write(served, out, Export(card, name, run.config.eval.K, ours=True))
+    except Exception as error:  # whatever a writer finds wrong, the drafter is worth its report
+        print(hide("".join(traceback.format_exception(error)), []), file=sys.stderr)
+        return {"engine": engine, "error": f"{type(error).__name__}: {error}"}
+    print(f"export: {out}")
+    return {"engine": engine, "folder": str(out.relative_to(run.folder)), "target": name}
+
+
+def run_card(
+    run: Run, drafter: TrainedDrafter, engine: str, target: str, report: dict[str, Any] | None
+) -> str:
+    kind = kind_of(drafter)
+    assert kind.method is not None
+    return model_card(
+        report,
+        target=target,
+        recipe=run.config.recipe,
+        num_assistant_tokens=run.config.eval.K,
+        table=markdown_table(report["results"]) if report else None,
+        license="apache-2.0" if run.target.name == ModelConfig.target else None,
+        engine=engine,
+        method=kind.method,
+        words=kind.words,
+        note=adaptive_note(drafter.acceptance) if "transformers" in kind.writers else "",
+    )
+
+
+def complete_card(
+    run: Run, drafter: TrainedDrafter, exported: dict[str, Any], report: dict[str, Any]
+) -> None:
+    """Write what was measured into the card of an export."""
+    if "folder" in exported:
+        folder: Path = run.folder / exported["folder"]
+        card = run_card(run, drafter, exported["engine"], exported["target"], report)
+        rewrite(folder, {CARD: card}, ours=True)

@@ -1,0 +1,193 @@
+"""The first phase of a run: prompts, and the target's traces of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.packing import PackedBatches
+from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
+from data.traces import Trace, estimate_bytes
+from drafters.base import weights_hash
+from engines.vllm_server import vllm_server
+from eval.config import EvalConfig, tree_of
+from phases.run import Run, check_model_pair, check_places
+from recipes.common.config import Config
+from target.model import Target
+from trainer.checks import require
+from trainer.config import UserError
+
+
+def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """(training, evaluation) prompts, disjoint."""
+    data, evaluation = config.data, config.eval
+    common = {
+        "config": data.prompts_config,
+        "split": data.prompts_split,
+        "column": data.prompts_column,
+    }
+    own = evaluation.prompts is not None
+    toy = data.prompts == "toy" or data.prompts.startswith("toy:")
+    train = load_prompts(
+        data.prompts,
+        count=data.num_prompts if own or toy else sys.maxsize,  # both sides want theirs
+        response_column=data.response_column,
+        seed=config.run.seed,
+        **common,
+    )
+    if own or toy:
+        held_out = load_prompts(
+            evaluation.prompts or data.prompts, count=evaluation.num_prompts,
+            config=evaluation.prompts_config,
+            split=evaluation.prompts_split, column=evaluation.prompts_column,
+            seed=evaluation.seed, toy_split="eval",
+        )  # fmt: skip
+    else:
+        train, held_out = split_by_hash(train, data.eval_share)
+        print(f"data.eval_share={data.eval_share} holds out {len(held_out)}, leaves {len(train)}")
+        train = take(train, data.num_prompts, config.run.seed)
+        held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
+    refuse_overlap(train, held_out)
+    return train, held_out
+
+
+def _generate(
+    run: Run, plan: GenerationPlan, folder: Path, label: str, served: Target | None = None
+) -> list[Trace]:
+    """`served`: another target than the run's, whose text this process generates alone."""
+    data, accelerator = run.config.data, run.accelerator
+    together: dict[str, Any] = {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "barrier": run.barrier,
+    }
+    traces = generate_traces(
+        served or run.target, plan, folder, batch_size=data.batch_size,
+        rows_per_shard=data.rows_per_shard, label=label,
+        servers=(lambda: _servers(run)) if plan.served else None,
+        **({} if served else together),
+    )  # fmt: skip
+    if not traces:
+        raise UserError(
+            f"{label}: no prompt is left: all {len(plan.prompts)} are too long; name shorter ones, "
+            "lower data.max_new_tokens or raise data.max_prompt_tokens"
+        )
+    return traces
+
+
+@contextlib.contextmanager
+def _servers(run: Run) -> Iterator[Sequence[str]]:
+    """The addresses of those that generate; a server of our own is started by the first process."""
+    data = run.config.data
+    if data.engine == "openai":
+        yield data.servers
+        return
+    with contextlib.ExitStack() as stack:
+        found: list[Any] = [None]
+        if run.accelerator.is_main_process:
+            print("starting vLLM", flush=True)
+            found = [stack.enter_context(vllm_server(run.target, data.engine_options))]
+        yield broadcast_object_list(found)
+        run.barrier()  # the others may still be asking
+
+
+def training_folder(run: Run, prompts: list[Prompt]) -> Path:
+    """Where the traces of these prompts lie: data.traces, else by their identity in the cache."""
+    if run.config.data.traces:
+        return Path(run.config.data.traces)
+    plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
+    return traces_folder(plan, run.target, run.config.data.cache_dir)
+
+
+def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
+    """The training traces. Those of the report are generated too: by all processes, and so that
+    what is wrong with its prompts is known before the training is paid for."""
+    if run.config.run.stage is None:
+        check_room(run.config.eval, run.target.context)
+    traces = training_traces(run, train)
+    if run.config.run.stage is None:
+        for temperature in run.config.eval.temperatures:
+            evaluation_traces(run, held_out, temperature)
+    return traces
+
+
+def contents(
+    run: Run, drafter: Any, traces: list[Trace], texts: Mapping[str, PackedBatches] | None = None
+) -> dict[str, str]:
+    """Hashes of what a run is made of; `texts`: raw text by stage."""
+    text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
+    return {
+        "target": str(run.target.fingerprint["weights"]),
+        "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "starting drafter": weights_hash(drafter),
+        **{f"raw text of stage {n}": text.fingerprint for n, text in (texts or {}).items()},
+    }
+
+
+def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
+    plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
+    return _generate(run, plan, training_folder(run, prompts), "training traces")
+
+
+def evaluation_traces(
+    run: Run, prompts: list[Prompt], temperature: float, served: Target | None = None
+) -> tuple[list[Trace], GenerationPlan]:
+    """Traces of the held-out prompts at one temperature, with look-ahead for the engine's
+    counters; by the target that is `served` where it is not the run's own."""
+    evaluation = run.config.eval
+    if not prompts:
+        raise UserError(
+            f"data.eval_share={run.config.data.eval_share} holds no prompt out for the report: "
+            "give another share, or a set of its own as eval.prompts"
+        )
+    check_room(evaluation, (served or run.target).context)
+    plan = dataclasses.replace(
+        GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
+        source=evaluation.prompts or f"held out from {run.config.data.prompts}", served=False,
+        temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
+        max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
+        lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,
+    )  # fmt: skip
+    folder = traces_folder(plan, served or run.target, run.config.data.cache_dir)
+    label = f"evaluation traces T={temperature:g}" + ", trained target" * (served is not None)
+    return _generate(run, plan, folder, label, served), plan
+
+
+def check_room(config: EvalConfig, context: int) -> None:
+    """The target's context holds a prompt, the answer and what is drafted beyond it."""
+    new, room = config.max_new_tokens, context - config.max_new_tokens
+    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
+    rule = f"draft fewer than {room} tokens: the target's context {context} less "
+    rule += f"eval.max_new_tokens={new}"
+    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
+        require(drafted < room, key, rule, drafted)
+
+
+def tree_depth(config: EvalConfig) -> int:
+    """Tokens that a path of eval.tree may have, 0 without one."""
+    tree = tree_of(config)
+    return 0 if tree is None else tree.deepest(config.K)
+
+
+def describe(config: Config) -> None:
+    """What a run would read and write, without loading a model."""
+    check_model_pair(config)
+    check_places(config)
+    train, held_out = choose_prompts(config)
+    data = config.data
+    rows = sum(len(list(user_turns(p))) for p in train) * data.samples_per_prompt
+    prompt_tokens = sum(len(str(p.messages or p.text)) for p in train) / max(1, len(train)) / 4
+    size = estimate_bytes(
+        rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
+    )
+    print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
+    print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

@@ -1,0 +1,234 @@
+"""What every key of the configuration means: for `help=true` and for docs/config.md.
+
+All of it is read from the code that it describes. The meaning of a key is the comment at its field,
+the default is the field's, and what is allowed is what the section's own checks answer to values
+that they refuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from eval.report.render import escape_markdown
+from recipes import base
+from recipes.common.config import Config, compose
+from trainer.config import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ORDER = ("method", "run", "model", "data", "trainer", "eval")
+TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
+         "list": "list", "dict": "mapping"}  # fmt: skip
+# by type: values that some key of this type refuses
+REFUSED: dict[str, tuple[object, ...]] = {
+    "str": ("?",), "int": (-1, 0, 10**10), "float": (-1.0, 0.0, 2.0), "bool": (),
+    "list[str]": (["?"],), "list[int]": ([-1],), "list[float]": ([], [-1.0]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration. `name`: with its section; `default`, `allowed`, `meaning`: as
+    they are shown."""
+
+    name: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+def keys_of(section: str, settings: DataclassInstance) -> list[Key]:
+    """The keys of `settings`, a dataclass of that section. A default that a recipe's YAML changed
+    is shown as it is there."""
+    plain, found = type(settings)(), []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value == getattr(plain, field.name):  # else a check may have filled it in
+            value = _default(field)
+        name = f"{section}.{field.name}"
+        rules = _rules(settings, name, field)
+        found.append(Key(name, _shown(value), rules, comments(type(settings)).get(field.name, "")))
+    return found
+
+
+def comments(kind: type) -> dict[str, str]:
+    """What the comments at the fields of a dataclass say: the lines right above a field and the one
+    behind it. A field without a comment has that of the class that it is inherited from."""
+    found: dict[str, str] = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(cls))
+        lines: dict[int, str] = {}
+        alone: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0]] = token.string.removeprefix("#").strip()
+                if token.line.strip().startswith("#"):
+                    alone.add(token.start[0])
+        (body,) = ast.parse(source).body
+        assert isinstance(body, ast.ClassDef)
+        for node in body.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                first = node.lineno
+                while first - 1 in alone:
+                    first -= 1
+                last = node.end_lineno or node.lineno
+                text = " ".join(lines[at] for at in range(first, last + 1) if at in lines)
+                if text:
+                    found[node.target.id] = text
+    return found
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _shown(value: object) -> str:
+    """As it is written on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[object]) -> str:
+    """The type of a key, and what its checks say when they refuse a value."""
+    declared = str(field.type)
+    kind, optional = declared.removesuffix(" | None"), declared.endswith(" | None")
+    rules: list[str] = []
+    for value in REFUSED.get(kind, ()):
+        try:
+            dataclasses.replace(settings, **{field.name: value})
+        except UserError as error:
+            rules += [rule for rule in _rule_in(str(error), name) if rule not in rules]
+    choices = [rule.removeprefix("be one of ") for rule in rules if rule.startswith("be one of ")]
+    if choices:
+        text = _shared_options_once(choices[0])
+    else:
+        words = TYPES.get(kind.partition("[")[0], "any")
+        if "[" in kind:
+            inner = re.findall(r"\w+", kind)[-1]
+            words += f" of {TYPES.get(inner, 'any value')}" + "s" * (inner in ("int", "float"))
+        rules = [rule.removeprefix("be ").removeprefix("lie ") for rule in rules]
+        # what a text must be says that it is one
+        text = "; ".join(rules if kind == "str" and rules else [words, *rules])
+    return text if not optional or "null" in text else f"{text}; or null"
+
+
+def _shared_options_once(choices: str) -> str:
+    """`choices`: named specs. Options that all of them have, such as `[,temperature=<t>]`, are said
+    once, behind them."""
+    options = re.findall(r"\[,[^]]*\]", choices)
+    number = re.sub(r"\[,[^]]*\]", "", choices).count(", ") + 1
+    shared = [one for one in dict.fromkeys(options) if options.count(one) == number > 1]
+    for one in shared:
+        choices = choices.replace(one, "")
+    return f"{choices}; each with {''.join(shared)}" if shared else choices
+
+
+def _rule_in(complaint: str, name: str) -> list[str]:
+    """What a complaint about this very key asks for."""
+    found = re.match(rf"(?:\w+Error: )?{re.escape(name)}\S* must (.+), got ", complaint)
+    if found:
+        return [found[1]]
+    found = re.match(rf"unknown {re.escape(name)} .*available: (.+)", complaint)
+    return [f"be one of {found[1]}"] if found else []
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def sections(config: Config) -> Iterator[tuple[str, DataclassInstance]]:
+    """(name, settings) of every section, the recipe's own first."""
+    for name in ORDER:
+        yield name, getattr(config, name)
+
+
+def composed(recipe: str) -> Config:
+    """The configuration of a recipe without any word on the command line."""
+    module, path = base.load(recipe)
+    return compose(recipe, module.Config, path, [])
+
+
+def recipe_help(config: Config, width: int = 100) -> str:
+    """Every key of one recipe, for a terminal: what it is set to, the meaning, what is allowed."""
+    module, _ = base.load(config.recipe)
+    lines = [f"recipe={config.recipe}: {_first_line(module)}"]
+    for section, settings in sections(config):
+        for key in keys_of(section, settings):
+            lines += ["", f"{key.name}={key.default}"]
+            text = f"{key.meaning} ({key.allowed})"
+            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [PREFACE]
+    names = base.names()
+    for section, settings in sections(composed(names[0])):
+        if section != "method":
+            parts += [f"## {section}", _table(keys_of(section, type(settings)()))]
+    for name in names:
+        module, _ = base.load(name)
+        config = composed(name)
+        parts += [f"## recipe={name}", f"{escape_markdown(_first_line(module))} "
+                  f"See [recipes/{name}.md](recipes/{name}.md)."]  # fmt: skip
+        if changed := _changed(config):
+            parts.append(f"`recipes/{name}.yaml` sets {', '.join(changed)}.")
+        parts.append(_table(keys_of("method", type(config.method)())))
+    return "\n\n".join(parts) + "\n"
+
+
+def _changed(config: Config) -> list[str]:
+    """`key=value` of what the recipe's YAML sets."""
+    words = []
+    for section, settings in sections(config):
+        plain = type(settings)()
+        for field in dataclasses.fields(settings):
+            value = getattr(settings, field.name)
+            if value != getattr(plain, field.name):
+                words.append(f"`{section}.{field.name}={_shown(value)}`")
+    return words
+
+
+def _table(keys: list[Key]) -> str:
+    rows = [
+        f"| `{key.name}` | `{key.default}` | {escape_markdown(key.allowed)} | "
+        f"{escape_markdown(key.meaning)} |"
+        for key in keys
+    ]
+    return "\n".join(["| key | default | allowed | meaning |", "| --- | --- | --- | --- |", *rows])
+
+
+def _first_line(module: ModuleType) -> str:
+    return (module.__doc__ or "").strip().splitlines()[0]
+
+
+PREFACE = """\
+# Configuration
+
+<!-- written by `python -m scripts.config_page`: edit the comments at the fields instead -->
+
+Every command takes `section.key=value` words. A value comes from the first of these places that
+has one: the command line, `recipes/<name>.yaml`, the defaults below. An unknown key is refused with
+the closest known one, and so is a key that the command does not read. `python train.py
+recipe=eagle3 help=true` prints the keys of one recipe with the values that the recipe gives them.
+
+A value is written as in YAML: `trainer.lr=5e-5`, `eval.temperatures=[0,1]`, `model.drafter=null`,
+`'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Three keys stand
+outside of the sections: `recipe` names the method, `dry_run=true` prints the resolved configuration
+with the sizes of what the run would write and stops, `help=true` prints the keys of the recipe. The
+keys of a script, `script.*`, are explained by the script itself: run it without arguments or see
+the top of its file."""

@@ -1,0 +1,91 @@
+"""What two measurements of the same prompts say of each other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from eval.config import EvalConfig
+from eval.measure import Measurement
+from eval.metrics import paired_difference
+from eval.report.rows import STAGES
+
+FROM_DECODING = (
+    "plain_tokens_per_s",
+    "speculative_tokens_per_s",
+    "speedup",
+    "speedup_ci95",
+    "identical_to_plain",
+    "num_compared",
+    "differing_prompts",
+    "lossless",
+)
+
+
+def merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
+    """What only decoding knows goes to the row measured without it, if that is the same thing."""
+    if any(offline.row[key] != real.row[key] for key in ("policy", "verifier")):
+        return
+    offline.row |= {key: real.row[key] for key in FROM_DECODING if key in real.row}
+    if temperature == 0 and config.policy == "fixed":
+        offline.row["replay_differs_from_decoding"] = differing_prompts(offline, real)
+
+
+def against(
+    tree: Measurement, chain: Measurement, temperature: float, config: EvalConfig
+) -> list[dict[str, Any]]:
+    """A tree and the chain of the same drafter."""
+    diff = paired_difference(
+        tree.counters, chain.counters, "tokens_per_round", draws=config.bootstrap_draws,
+        seed=config.seed,
+    )  # fmt: skip
+    name = tree.row["drafter"]
+    roles = {"a_role": tree.row["role"], "b_role": chain.row["role"]}
+    pair = {"a": f"{name}, {tree.row['tree']}", "b": name, **roles}
+    return [{**pair, "temperature": temperature, **diff}]
+
+
+def compare(
+    name: str, measured: dict[str, Measurement], temperature: float, config: EvalConfig
+) -> list[dict[str, Any]]:
+    """Drafter `name` and each of those that it is compared with, and stage against stage."""
+    rows = []
+    pairs = [(name, other) for other in ("before", "control", "offline") if other in measured]
+    stages = [one for one in STAGES if one in measured]
+    # each stage of several against the one before; the first starts from "before"
+    pairs += [(b, a) for a, b in pairwise(["before", *stages, name] if stages else [])]
+    for a, b in dict.fromkeys(pairs):
+        for metric in ("alpha", "tokens_per_round"):
+            if a != b:
+                pair = measured[a].counters, measured[b].counters
+                diff = paired_difference(
+                    *pair, metric, draws=config.bootstrap_draws, seed=config.seed
+                )
+                roles = {"a_role": measured[a].row["role"], "b_role": measured[b].row["role"]}
+                rows.append({"a": a, "b": b, **roles, "temperature": temperature, **diff})
+    return rows
+
+
+def differing_prompts(offline: Measurement, real: Measurement) -> int:
+    """At T=0 the replay must give the very counters of decoding, prompt by prompt; a difference
+    means near-ties (float32) and is said aloud."""
+    fields = (
+        "rounds",
+        "emitted",
+        "accepted",
+        "engine_drafts",
+        "engine_accepted",
+        "engine_accepted_per_position",
+    )
+    decoded = {c.prompt_hash: c for c in real.counters}
+    differing = [
+        c.prompt_hash
+        for c in offline.counters
+        if any(getattr(c, field) != getattr(decoded[c.prompt_hash], field) for field in fields)
+    ]
+    if differing:
+        print(
+            f"{len(differing)} prompts decode differently from their traces (near-ties), "
+            f"first {differing[0][:12]}"
+        )
+    return len(differing)

@@ -1,0 +1,164 @@
+"""The part of a report on draft length: policies tuned on held-out training text, measured on the
+report's prompts, the chosen ones by decoding too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from data.prompts import Prompt
+from data.traces import Trace
+from drafters.acceptance_head import AcceptanceSettings
+from drafters.base import acceptance_of
+from drafters.round import Budget
+from eval.costs import cost_of
+from eval.measure import Bench
+from eval.metrics import PromptCounters, paired_difference
+from eval.policies import rollouts
+from eval.policies.drafted import Drafted
+from eval.policies.rollouts import FAMILIES, Rollouts
+from eval.policies.table import POLICIES
+from eval.report.rows import TRAINED
+from eval.speed_model import COST_RATIOS
+from phases.generate import evaluation_traces
+from phases.run import Run
+from target.sampling import Sampling
+from trainer.progress import TokenProgress
+
+TUNED_AT = COST_RATIOS[1]  # cost of a drafted token, in target forwards
+
+
+@dataclasses.dataclass
+class Policies:
+    points: list[dict[str, Any]]  # of the report's part `policies`
+    rows: list[dict[str, Any]]
+    comparisons: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]
+
+
+def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Trace]) -> Policies:
+    """Of a drafter with an acceptance head; `dev` chooses thresholds and K. Leaves what was chosen
+    with the head."""
+    out, progress = Policies([], [], [], []), TokenProgress("report, policies")
+    config, own = run.config.eval, acceptance_of(drafter).settings
+    if not any(len(trace.response_ids) > 1 for trace in dev):
+        print("policies: no held-out training text to choose them on, so none is measured")
+        return out
+    for temperature in config.temperatures:
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        traces, plan = evaluation_traces(run, prompts, temperature)
+        K = longest(run, own, [*traces, *dev])
+        usable = sum(len(trace.response_ids) > 1 for trace in (*dev, *traces))
+        progress.part(f"T={temperature:g}, rollouts", total=usable * rollouts.STARTS * K)
+        banks = [
+            rollouts.draw(
+                run.target, drafter, texts, sampling, K, seed=config.seed,
+                on_tokens=progress.advance,
+            )
+            for texts in (dev, traces)
+        ]  # fmt: skip
+        chosen = {family: best(banks[0], family, own.K_min) for family in FAMILIES}
+        own.tuned[f"{temperature:g}"] = {
+            **{family: [budget.policy, budget.max_tokens] for family, budget in chosen.items()},
+            "matching_confidence": matching(banks[0], chosen["head"]),
+        }
+        name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
+        bench = Bench(run.target, traces, sampling, config, name_and_hash, progress=progress)
+        decoded = {}
+        for family, budget in chosen.items():
+            real = bench.decoded("after", drafter, cost_of(drafter, run.target, budget), budget)
+            if family == "head" and (note := _note(own, sampling)):
+                real.row["note"] = "; ".join(filter(None, [real.row.get("note"), note]))
+            decoded[family] = real.counters
+            if budget.policy == config.policy and budget.max_tokens == config.K:
+                continue  # the report has that row
+            out.rows.append(real.row)
+            about = {"temperature": temperature, "policy": budget.policy}
+            out.rounds += [{**about, **r.line()} for r in real.rounds]
+        rates = {family: rollouts.rates(counters) for family, counters in decoded.items()}
+        out.points += _points(banks[1], temperature, own.K_min, chosen, rates)
+        out.comparisons += _compare(decoded, temperature, chosen, run)
+    progress.close()
+    return out
+
+
+def longest(run: Run, own: AcceptanceSettings, traces: Sequence[Trace]) -> int:
+    """Tokens that a round may draft anywhere in these texts."""
+    texts = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+    return max(1, min(own.K_max, run.target.context - texts - 2))
+
+
+def best(bank: Rollouts, family: str, K_min: int, cost_ratio: float = TUNED_AT) -> Budget:
+    """The family's fastest at this cost of a drafted token, modelled."""
+    budgets = POLICIES[family].grid(bank.K, K_min)
+    return max(budgets, key=lambda budget: rollouts.speed(bank.counters(budget), cost_ratio))
+
+
+def matching(bank: Rollouts, head: Budget) -> float:
+    """The confidence threshold with which transformers, which has no head, verifies as often."""
+
+    def verified(budget: Budget) -> float:
+        return rollouts.rates(bank.counters(budget))["verification_rate"]
+
+    wanted = verified(head)
+    budgets = {t: Drafted(t).budget(head.max_tokens) for t in Drafted.THRESHOLDS}
+    return min(budgets, key=lambda t: abs(verified(budgets[t]) - wanted))
+
+
+def _note(own: AcceptanceSettings, sampling: Sampling) -> str | None:
+    trained = Sampling(own.temperature, own.top_k, own.top_p)
+    if trained == sampling:
+        return None
+    return f"the acceptance head was trained for {trained}, this row has {sampling}"
+
+
+def _points(
+    bank: Rollouts,
+    temperature: float,
+    K_min: int,
+    chosen: dict[str, Budget],
+    decoded: dict[str, dict[str, float]],
+) -> list[dict[str, Any]]:
+    found = []
+    for family in FAMILIES:
+        mine = chosen[family]
+        for budget in POLICIES[family].grid(bank.K, K_min):
+            counters = bank.counters(budget)
+            same = (budget.policy, budget.max_tokens) == (mine.policy, mine.max_tokens)
+            found.append({
+                "temperature": temperature, "family": family, "policy": budget.policy,
+                "K": budget.max_tokens, "chosen": same, **rollouts.rates(counters),
+                "modelled_speedup_at": {str(c): rollouts.speed(counters, c) for c in COST_RATIOS},
+                "decoded": decoded[family] if same else None,
+            })  # fmt: skip
+    return found
+
+
+def _compare(
+    decoded: dict[str, list[PromptCounters]],
+    temperature: float,
+    chosen: dict[str, Budget],
+    run: Run,
+) -> list[dict[str, Any]]:
+    """The head's modelled speed-up against that of the others, as decoded, paired by prompt."""
+    config, rows = run.config.eval, []
+
+    def counters(family: str, cost_ratio: float) -> list[PromptCounters]:
+        return rollouts.at_cost(decoded[family], cost_ratio)
+
+    for family in FAMILIES:
+        for c in COST_RATIOS[1:] if family != "head" else ():
+            diff = paired_difference(
+                counters("head", c), counters(family, c), "tokens_per_round",
+                draws=config.bootstrap_draws, seed=config.seed,
+            )  # fmt: skip
+            names = {"a": named(chosen["head"]), "b": named(chosen[family])}
+            names |= {"a_role": TRAINED, "b_role": TRAINED}
+            diff["metric"] = f"modelled speed-up at c = {c:g}"
+            rows.append({**names, "temperature": temperature, **diff})
+    return rows
+
+
+def named(budget: Budget) -> str:
+    return budget.policy if budget.stop is not None else f"fixed K = {budget.max_tokens}"

@@ -1,0 +1,336 @@
+"""The last phases of a run: export the drafter, measure every row, write the reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from data.features import bytes_per_token
+from data.prompts import Prompt
+from data.traces import Trace
+from drafters.base import TrainedDrafter, acceptance_of, served_target
+from drafters.causal_lm import CausalLMDrafter
+from drafters.kinds import kind_of
+from drafters.round import Budget, Shape
+from drafters.training_free.base import TrainingFree
+from drafters.training_free.lookup import PromptLookup
+from drafters.training_free.table import parse_training_free
+from drafters.trees.table import parse_tree
+from eval.config import EvalConfig
+from eval.costs import cost_of, read_per_round
+from eval.measure import Bench, next_token_loss
+from eval.policies.table import budget_for, parse_policy
+from eval.replay import rank_accuracy
+from eval.report.rows import BASELINE
+from eval.report.schema import (
+    build_report,
+    headline_numbers,
+    plain_row,
+    read_report,
+    without_readings,
+    write_report,
+)
+from eval.report.terminal import summary
+from phases.export import complete_card, export_run, save_drafter
+from phases.generate import evaluation_traces, tree_depth
+from phases.pairs import against, compare, merge
+from phases.policies import measure_policies
+from phases.readings import Readings
+from phases.run import Run, read_facts
+from phases.serve import check_engine, served_rows
+from target.model import Target
+from target.sampling import Sampling
+from trainer.checkpoint import FitResult
+from trainer.config import RunFault, UserError, require
+from trainer.files import write_atomic
+from trainer.progress import TokenProgress
+from trainer.tracking import track_report
+
+
+def baselines(run: Run, drafter: Any) -> dict[str, Any]:
+    """Rows every table has: the same shape untrained, those of eval.baselines, the target as its
+    own drafter."""
+    found: dict[str, Any] = {}
+    if isinstance(drafter, TrainedDrafter):
+        with torch.random.fork_rng():
+            torch.manual_seed(run.config.run.seed)
+            found["untrained"] = drafter.fresh()
+    for text in run.config.eval.baselines:
+        one = parse_training_free(text, "eval.baselines")
+        if one != drafter:
+            found[baseline_name(one, text)] = one
+    return found | {"target": CausalLMDrafter.of_target(run.target)}
+
+
+def baseline_name(drafter: TrainingFree, text: str) -> str:
+    """Of its rows: the spec; the usual prompt lookup has another name in all reports there are."""
+    return "prompt_lookup" if drafter == PromptLookup() else text
+
+
+def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = False) -> None:
+    """What eval.* asks of it, before anything is paid for: a drafter with one head per depth drafts
+    no deeper, an engine must be able to serve it, and an acceptance head must be there if it
+    decides, or come with the training."""
+    kind_of(drafter)  # a network without a row there could not be saved or exported in the end
+    check_engine(drafter, config)
+    if parse_policy(config.policy).uses_head and not trains_acceptance:
+        acceptance_of(drafter)
+    most = getattr(drafter, "max_depth", None)
+    asked = max(config.K, tree_depth(config))
+    context = drafter.shared.target.context if drafter.target_layers else asked + 1
+    require(asked < context, "eval.K", f"be below the target's context {context}", asked)
+    calibrated = config.tree is not None and parse_tree(config.tree).needs_accuracy
+    if calibrated and not drafter.target_layers and drafter.rank_accuracy is None:
+        raise UserError(
+            f"eval.tree={config.tree}: the accuracies of ranks that it grows from are measured of "
+            "heads that read the target's states, not of a language model: name another tree"
+        )
+    if most is not None and asked > most:
+        raise UserError(
+            f"eval.K={config.K}, eval.tree={config.tree}: this drafter has {most} heads, so it "
+            f"drafts at most {most} tokens deep; lower them or train more heads"
+        )
+
+
+def tree_of(drafter: Any, config: EvalConfig) -> Shape | None:
+    """eval.tree for this drafter; a calibrated tree is built from its own accuracies."""
+    if config.tree is None or not isinstance(drafter, TrainedDrafter):
+        return None
+    try:
+        shape = parse_tree(config.tree).shape(drafter.rank_accuracy, config.K)
+    except UserError as error:
+        raise UserError(f"eval.tree={config.tree}: {error}") from error
+    require(
+        shape.width <= drafter.draft_vocab_size,
+        "eval.tree",
+        f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
+        shape.width,
+    )
+    return shape
+
+
+def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
+    """How often each rank of each depth is the target's, on held-out training traces."""
+    if dev and drafter.target_layers:
+        depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
+        target = served_target(drafter) or run.target
+        progress = TokenProgress("calibration")
+        progress.part("", total=sum(len(trace.response_ids) for trace in dev))
+        drafter.rank_accuracy = rank_accuracy(
+            target, dev, drafter, depth, on_tokens=progress.advance
+        )
+        progress.close()
+
+
+@dataclasses.dataclass
+class Measured:
+    rows: list[dict[str, Any]]
+    comparisons: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]  # lines of rounds.jsonl
+    readings: list[dict[str, Any]]
+
+
+def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: str) -> Measured:
+    """Every drafter at every temperature from the target's traces; `decoded` also by decoding, and
+    compared in pairs with "before", "control" and "offline"."""
+    config, progress = run.config.eval, TokenProgress("report")
+    for drafter in drafters.values():
+        if isinstance(drafter, torch.nn.Module):
+            drafter.eval()
+    chains = {n: budget_for(d, config.policy, config.K) for n, d in drafters.items()}
+    own = cost_of(drafters[decoded], run.target, chains[decoded])  # of all drafters of its shape
+    free = [n for n, d in drafters.items() if isinstance(d, TrainingFree) and n != decoded]
+    others = {*free, "target"}
+    costs = {
+        n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
+    }
+    shape = tree_of(drafters[decoded], config)
+    tree = None if shape is None else Budget.of(shape)
+    tree_cost = None if tree is None else cost_of(drafters[decoded], run.target, tree)
+    out = Measured([], [], [], [])
+    readings = Readings(prompts, run.target.tokenizer)
+    for temperature in config.temperatures:
+        traces, plan = evaluation_traces(run, prompts, temperature)
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
+        frozen = Bench(run.target, traces, sampling, config, name_and_hash, progress=progress)
+        shown = readings.choose(traces)
+        benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
+        measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
+        for n in free:
+            measured[n].row["role"] = BASELINE
+        bench = benches[decoded]
+        real = bench.decoded(decoded, drafters[decoded], costs[decoded], shown=shown)
+        readings.add(real)
+        mine = measured[decoded]
+        merge(mine, real, temperature, config)
+        timed = {"plain_tokens_per_s": real.row["plain_tokens_per_s"]}
+        out.rows += [plain_row(mine.row | timed), real.row, *(one.row for one in measured.values())]
+        out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
+        out.comparisons += compare(decoded, measured, temperature, config)
+        if config.engine != "own":
+            out.rows += served_rows(bench, decoded, drafters[decoded], costs[decoded])
+        if tree is None or tree_cost is None:
+            continue
+        real = bench.decoded(decoded, drafters[decoded], tree_cost, tree, shown)
+        readings.add(real)
+        out.rows.append(real.row)
+        out.rounds += [
+            {"temperature": temperature, "tree": shape.describe(), **r.line()}  # type: ignore[union-attr]
+            for r in real.rounds
+        ]
+        if bench.verifier(tree).replayable(sampling):
+            replayed = bench.replayed_tree(decoded, drafters[decoded], tree_cost, tree)
+            merge(replayed, real, temperature, config)
+            out.rows.append(replayed.row)
+            out.comparisons += against(replayed, mine, temperature, config)
+    progress.close()
+    out.readings = readings.all()
+    return out
+
+
+def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Bench:
+    """Where the drafter brings a target of its own: that one, on the text that it writes itself.
+    How far it went from the run's target shows on the text of the latter."""
+    served = served_target(drafter)
+    if served is None:
+        return frozen
+    traces, _ = evaluation_traces(run, prompts, frozen.sampling.temperature, served)
+    before, now = (next_token_loss(target, frozen.traces) for target in (run.target, served))
+    change = 100 * (now / before - 1)
+    about = {
+        "target_changed": True,
+        "next_token_loss": {"original": before, "served": now, "change_percent": change},
+        "note": "the target was trained too, and lossless means: equal to that one. Its next-token "
+        f"loss on the original target's text is {now:.4f} nats/token, the original's {before:.4f} "
+        f"({change:+.2f} %).",
+    }
+    return Bench(
+        served, traces, frozen.sampling, frozen.config, frozen.prompts, about, frozen.progress
+    )
+
+
+def written(folder: Path) -> dict[str, Any] | None:
+    """The report of a run that is finished. One that is damaged counts as not written."""
+    path = folder / "report.json"
+    if not path.exists():
+        return None
+    try:
+        return read_report(path)
+    except UserError as error:
+        print(f"{error}: it is written again")
+        return None
+
+
+def show(report: dict[str, Any], folder: Path) -> None:
+    """The report's main numbers on the terminal, and where the rest is; its pages are made again
+    where they are gone."""
+    pages = folder / "report.md", folder / "report.html"
+    if not all(page.exists() and page.stat().st_size for page in pages):
+        write_report(report, folder)
+    print(f"\n{summary(report)}\n\nreport: {pages[1].resolve()}")
+
+
+def failed_export(report: dict[str, Any]) -> int:
+    """The exit code of a run whose report is whole: 3, and a line, where its export failed."""
+    error = (report["drafter"].get("export") or {}).get("error")
+    if error is None:
+        return 0
+    print(f"error: the drafter was trained and saved, but not exported: {error}; run python -m "
+          "scripts.export once that is mended", file=sys.stderr)  # fmt: skip
+    return 3
+
+
+def finish(
+    run: Run,
+    base: Any,
+    trained: dict[str, Any],
+    results: dict[str, FitResult],
+    prompts: list[Prompt],
+    dev: list[Trace],
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Measure, save and export the drafter, write the three reports; report.json comes last.
+    `about`: what the recipe says of the drafter."""
+    after = trained["after"]
+    if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
+        raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
+    calibrate(run, after, dev)
+    save_drafter(
+        run, after
+    )  # before anything is measured: nothing may stand between it and its user
+    exported = export_run(run, after)
+    drafters = {"before": base, **trained, **baselines(run, base)}
+    measured = measure(run, drafters, prompts, "after")
+    policies = measure_policies(run, after, prompts, dev) if after.acceptance else None
+    chosen_by = "best_dev_tokens_per_round" if after.target_layers else "best_dev_alpha"
+    if policies is not None:
+        save_drafter(run, after)  # its acceptance head was tuned meanwhile
+        exported = export_run(run, after)
+        chosen_by = "best_dev_select"
+        measured.rows += policies.rows
+        measured.comparisons += policies.comparisons
+        measured.rounds += policies.rounds
+    stages = {
+        name: {"steps": r.steps, "best_step": r.best_step, chosen_by: r.best_metric}
+        for name, r in results.items()
+    }
+    report = build_report(
+        run={
+            "recipe": run.config.recipe,
+            "folder": str(run.folder),
+            **read_facts(run.folder),
+        },
+        target={"name": run.target.name, "fingerprint": run.target.fingerprint},
+        drafter={
+            "start": run.config.model.drafter or "built from the target's configuration",
+            **facts(after, run.target),
+            "stages": stages,
+            "export": exported,
+            **(about or {}),
+        },
+        results=measured.rows,
+        comparisons=measured.comparisons,
+        series=[{"name": name, **row} for name, r in results.items() for row in r.series],
+        readings=measured.readings,
+    )
+    if policies is not None and policies.points:
+        report["policies"] = policies.points
+    complete_card(run, after, exported, report)
+    write_rounds(run.folder, measured.rounds)
+    write_report(report, run.folder)
+    if run.config.trainer.wandb != "off":
+        with TemporaryDirectory() as scratch:
+            files, settings = write_report(without_readings(report), scratch), run.config.to_dict()
+            numbers = headline_numbers(report)
+            track_report(run.config.trainer, run.folder, run.folder.name, settings, numbers, files)
+
+
+def facts(drafter: Any, target: Target) -> dict[str, Any]:
+    """What the report says about a drafter: its size, and what it reads of the target."""
+    if isinstance(drafter, TrainingFree):
+        return {"kind": drafter.name, "parameters": 0}
+    found = {
+        "kind": drafter.kind,
+        "parameters": drafter.num_parameters,
+        "trained_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "active_parameters": round(read_per_round(drafter, 1)[1]),  # of one draft step
+    }
+    if drafter.target_layers:
+        layers = tuple(dict.fromkeys((*drafter.target_layers, "final_norm")))
+        found["captures"] = list(drafter.target_layers)
+        found["feature_bytes_per_token"] = bytes_per_token(layers, target.hidden_size, "bf16")
+        found["draft_vocab_size"] = drafter.draft_vocab_size
+    if drafter.provenance is not None:
+        found["provenance"] = drafter.provenance
+    return found
+
+
+def write_rounds(folder: Path, rounds: list[dict[str, Any]]) -> None:
+    write_atomic(folder / "rounds.jsonl", "".join(json.dumps(one) + "\n" for one in rounds))

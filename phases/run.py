@@ -1,0 +1,356 @@
+"""A run: its configuration, its target, its folder, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import errno
+import importlib.metadata
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from recipes.common.config import Config
+from target.model import Target
+from trainer.checks import require_folder
+from trainer.config import (
+    ModelConfig,
+    RunFault,
+    UserError,
+    json_value,
+    load_yaml,
+    sections,
+    to_yaml,
+    translated,
+)
+from trainer.files import damaged, read_json, write_atomic, write_json
+from trainer.lock import lock
+from trainer.loop import make_accelerator, placement
+from trainer.redaction import hide, redacted, shown_command
+
+VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+OF_TARGET = tuple(
+    f"model.{field.name}"
+    for field in dataclasses.fields(ModelConfig)
+    if not field.name.startswith("drafter")
+)
+
+
+@dataclass
+class Run:
+    """One run on its way: configuration, models, text."""
+
+    config: Config
+    accelerator: Accelerator
+    target: Target
+    folder: Path
+
+    @classmethod
+    def open(cls, config: Config) -> Run:
+        """Load the target; nothing stays written."""
+        check_model_pair(config)
+        check_places(config)
+        accelerator = make_accelerator(config.trainer)
+        check_shared_folders(config, accelerator)
+        return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
+
+    def barrier(self) -> None:
+        """Processes wait for each other; until then they help each other with the target."""
+        self.target.meet()
+        self.accelerator.wait_for_everyone()
+
+
+def load_target(config: Config, device: torch.device | str) -> Target:
+    model = config.model
+    return Target.load(
+        model.target, revision=model.target_revision, dtype=model.dtype, device=device,
+        trust_remote_code=model.trust_remote_code, device_map=model.device_map,
+        max_memory=model.max_memory, quantization=model.quantization,
+    )  # fmt: skip
+
+
+def check_model_pair(config: Config) -> None:
+    """What of the models cannot go together, before anything is loaded."""
+    engine = config.eval.engine
+    if engine != "own" and config.model.quantization:
+        raise UserError(
+            f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
+            "a checkpoint that is quantised, or leave it at own"
+        )
+    # the toy's drafter serves the toy's target only
+    toy = type(config.model)()
+    if config.model.target != toy.target and str(config.model.drafter or "").startswith(
+        "assets/toy/"
+    ):
+        raise UserError(
+            f"model.drafter={config.model.drafter} belongs to {toy.target}, got "
+            f"model.target={config.model.target}: "
+            "name a small model with the target's tokenizer, or model.drafter=null to build one"
+        )
+
+
+def check_words(arguments: list[str], reads: Collection[str], command: str, **instead: str) -> None:
+    """Refuse what the schema knows and `command` would pass over. `reads`: the keys and sections
+    that it reads; `instead`: by key, with _ for the dot, what does there what the user meant."""
+    owners = {
+        "data": "train.py and scripts.generate",
+        "eval": "train.py and scripts.evaluate",
+        "script": "other scripts",
+    }
+    for key in (word.partition("=")[0] for word in arguments):
+        section = key.partition(".")[0]
+        if key in reads or section in reads:
+            continue
+        remedy = f"it is a setting of {owners.get(section, 'train.py')}, leave it out"
+        remedy = instead.get(key.replace(".", "_"), remedy)
+        raise UserError(f"{key} does nothing in {command}: {remedy}")
+
+
+def check_places(config: Config) -> None:
+    """What is generated can be kept where it is said, before anything is loaded."""
+    require_folder("data.cache_dir", config.data.cache_dir)
+    if config.data.traces:
+        require_folder("data.traces", config.data.traces)
+
+
+def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
+    """Several machines see the same run.dir and data.cache_dir: the first process leaves a mark
+    that all must find. Raises UserError in all of them."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
+    if here == accelerator.num_processes:
+        return
+    folders = {"run.dir": config.run_dir, "data.cache_dir": Path(config.data.cache_dir)}
+    told: list[Any] = [f".seen-{uuid.uuid4().hex}", None]
+    made = []
+    if accelerator.is_main_process:
+        for key, folder in folders.items():
+            try:
+                made += [] if folder.exists() else [folder]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / told[0]).touch()
+            except OSError as error:
+                told[1] = f"{key}={folder} cannot be written ({error.strerror})"
+    name, fault = broadcast_object_list(told)
+    if fault:
+        raise UserError(fault)
+    marks = {key: folder / name for key, folder in folders.items()}
+    until = time.monotonic() + SHARED_FOLDER_WAIT_S
+    while not all(mark.exists() for mark in marks.values()) and time.monotonic() < until:
+        time.sleep(0.5)
+    unseen = gather_object([key for key, mark in marks.items() if not mark.exists()])
+    if accelerator.is_main_process:
+        for mark in marks.values():
+            mark.unlink()
+        for folder in reversed(made):  # one may lie in the other
+            with contextlib.suppress(OSError):  # somebody uses it already
+                folder.rmdir()
+    if unseen:
+        key = sorted(unseen)[-1]
+        raise UserError(
+            f"{key} must lie on a disk that all machines see, {folders[key]} is another folder on "
+            "some: name one on a shared disk"
+        )
+
+
+SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a folder was not there
+
+
+def check_folder(config: Config) -> None:
+    """The run folder holds this very configuration, or none yet. A key that was not there yet when
+    it was begun had what is its default now."""
+    require_folder("run.dir", config.run_dir)
+    stored = config.run_dir / "config.yaml"
+    if not stored.exists():
+        return
+    schema = {**sections(type(config)), "method": type(config.method)}
+    before, changed = translated(redacted(load_yaml(stored)), schema), []
+    for section, now in config.settings().items():
+        former = before.get(section)
+        if not isinstance(now, dict):
+            changed += [section] if now != former else []
+            continue
+        defaults = json_value(dataclasses.asdict(type(getattr(config, section))()))
+        former = defaults | (former if isinstance(former, dict) else {})
+        changed += [f"{section}.{key}" for key in now if now[key] != former.get(key)]
+    if changed:
+        raise UserError(
+            f"run.dir={config.run_dir} holds a run of another configuration "
+            f"({', '.join(changed[:3])} differ): choose another run.dir or delete it"
+        )
+    if not (config.run_dir / "report.json").exists():
+        read_facts(config.run_dir)
+
+
+def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
+    """Write config.yaml and run.json, or find that the folder was begun with the same `contents`:
+    hashes of the target, the text and the starting drafter, which a path alone does not fix. What
+    an earlier part of the run reported no longer counts."""
+    stored = run.folder / "config.yaml"
+    if run.accelerator.is_main_process:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        while _locks:
+            _locks.pop().close()  # of the run before in this process
+        said = f"run.dir={run.folder} is being worked on by another process: wait for it, or choose"
+        _locks.append(lock(run.folder / ".lock", f"{said} another run.dir"))
+    if stored.exists():
+        facts = read_facts(run.folder)
+        changed = [name for name in contents if facts["contents"].get(name) != contents[name]]
+        if changed:
+            raise UserError(
+                f"run.dir={run.folder} was begun with another {', '.join(changed)} under the same "
+                "name: choose another run.dir or delete it"
+            )
+        if run.accelerator.is_main_process:
+            _note_versions(run.folder, facts, command)
+    elif run.accelerator.is_main_process:
+        processes = {
+            "distributed": placement(run.accelerator, run.config.trainer).name,
+            "num_processes": run.accelerator.num_processes,
+        }
+        facts = provenance(command) | processes | {"contents": contents}
+        write_json(run.folder / "run.json", facts)
+        write_atomic(stored, to_yaml(run.config))
+    if run.accelerator.is_main_process:
+        (run.folder / "report.json").unlink(missing_ok=True)
+    run.barrier()
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """run.json: how the run was begun, and under `resumed` how it went on under other versions."""
+    remedy = "without it nobody knows what this run was begun with: choose another run.dir"
+    facts = read_json(folder / "run.json", remedy)
+    if not isinstance(facts.get("contents"), dict):
+        raise damaged(folder / "run.json", "it names no contents", remedy)
+    return facts
+
+
+def _note_versions(folder: Path, facts: dict[str, Any], command: list[str]) -> None:
+    """Say and keep that a run goes on under other versions: its numbers are of both."""
+    now, resumed = provenance(command), facts.get("resumed", [])
+    before = resumed[-1] if resumed else facts
+    changed = [name for name in VERSIONS if before.get(name) != now[name]]
+    if not changed:
+        return
+    named = "; ".join(f"{name} {before.get(name)}, now {now[name]}" for name in changed)
+    print(
+        f"run.dir={folder} goes on under other versions ({named}): its losses may differ slightly"
+    )
+    kept = {name: now[name] for name in ("date", "command", "machine", *VERSIONS)}
+    facts["resumed"] = [*resumed, kept]
+    write_json(folder / "run.json", facts)
+
+
+_locks: list[IO[str]] = []  # as long as this process works on it
+
+
+def provenance(command: list[str]) -> dict[str, Any]:
+    import accelerate
+    import transformers
+
+    try:
+        version = importlib.metadata.version("draftsmith")
+    except importlib.metadata.PackageNotFoundError:  # its dependencies came from elsewhere
+        version = None
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": shown_command(command),
+        "date": datetime.date.today().isoformat(),
+        "draftsmith": version,
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""),
+    }
+
+
+def end(command: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command as the whole of this process, with its words, and exit with what it returns.
+
+    A process of a group leaves it first: one that just exits takes the others with it. Then it ends
+    without finalising Python. A thread of gloo takes Python's lock to free a tensor after a
+    collective: DDP's reducer, where it is the last to hold the group, waits for that thread with
+    the lock, for ever; and finalisation unwinds the thread, which aborts the process
+    (pytorch/pytorch issue 190489).
+    """
+    sys.excepthook = _show_fault
+    try:
+        code = command(sys.argv[1:])
+    except BaseException as fault:
+        if not _in_group():
+            raise
+        if isinstance(fault, SystemExit) and isinstance(fault.code, int):
+            code = fault.code
+        else:
+            sys.excepthook(type(fault), fault, fault.__traceback__)
+            code = 1
+    if not _in_group():
+        sys.exit(code)
+    group = torch.distributed.group.WORLD  # held from here on
+    torch.distributed.destroy_process_group(group)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _show_fault(kind: type[BaseException], fault: BaseException, trace: Any) -> None:
+    """An error of ours, with its traceback: a library may have put a secret into its words."""
+    text = "".join(traceback.format_exception(kind, fault, trace))
+    print(hide(text, sys.argv[1:], pairs=False), end="", file=sys.stderr)
+
+
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def stop_softly() -> None:
+    """Let SIGTERM end generation and reporting with 75: what is finished is on the disk, and the
+    same command goes on. (Training saves first, by itself.)"""
+
+    def leave_now(number: int, frame: Any) -> None:
+        global _told_to_stop
+        _told_to_stop = True
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(75)
+
+    signal.signal(signal.SIGTERM, leave_now)
+
+
+_told_to_stop = False  # a library may take the exception that ends us for a fault of its own
+
+
+def fail(error: Exception, words: Sequence[str] = ()) -> int:
+    """One line without the secrets in `words`, those of the command line; 2 for a user's mistake, 3
+    for a fault while running, such as a disk that is full or may not be written. Any other error is
+    one of ours, and raised."""
+    if _told_to_stop:
+        return 75
+    if not isinstance(error, UserError | RunFault):
+        # safetensors and torch wrap it
+        full = os.strerror(errno.ENOSPC) in str(error)
+        if not full and not (isinstance(error, OSError) and error.errno in DISK_FAULTS):
+            raise error
+        error = RunFault(f"{error}; mend that and run the same command again")
+    print(f"error: {hide(str(error), words)}", file=sys.stderr)
+    return 2 if isinstance(error, UserError) else 3

@@ -1,0 +1,68 @@
+"""The same drafter in a serving engine: its counters as rows beside ours (`eval.engine=vllm`)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from drafters.export.card import Export
+from drafters.kinds import kind_of, served_by
+from engines.vllm_run import Speculation, serve
+from engines.vllm_server import engine_python
+from eval.config import EvalConfig
+from eval.costs import Cost
+from eval.measure import Bench
+from eval.report.rows import GREEDY_DRAFTS
+from eval.served import served_row
+from eval.server import check_server, server_row
+from trainer.config import UserError, is_address
+
+
+def check_engine(drafter: Any, config: EvalConfig) -> None:
+    """Before anything is paid for: the engine is there and can serve this kind of drafter."""
+    if config.engine == "own":
+        return
+    kind = kind_of(drafter)
+    if "vllm" not in kind.writers:
+        raise UserError(
+            f"eval.engine={config.engine}: no engine loads a drafter of kind {kind.name!r}; "
+            f"engines serve {served_by()}"
+        )
+    if is_address(config.engine):
+        check_server(config.engine, config.K)
+    else:
+        engine_python()
+
+
+def served_rows(bench: Bench, name: str, drafter: Any, cost: Cost) -> list[dict[str, Any]]:
+    """Rows of vLLM on the bench's prompts: drafts drawn as ours are, and, where that differs, with
+    vLLM's own default, which drafts the likeliest tokens at every temperature. A server that runs
+    already is asked as it is."""
+    config, target = bench.config, bench.target
+    if is_address(config.engine):
+        return [server_row(bench, name, config.engine, cost).row]
+    with tempfile.TemporaryDirectory() as scratch:
+        drafter, trained = drafter.servable(Path(scratch) / "target")
+        target, kind = trained or target, kind_of(drafter)
+        assert kind.method is not None, "check_engine refuses kinds that no engine serves"
+        folder = Path(scratch) / "drafter"
+        kind.writers["vllm"](drafter, folder, Export("", target.name, config.K))
+        method = kind.method
+        jobs: dict[str, Speculation | None] = {
+            "plain": None,
+            name: Speculation(method, folder, config.K),
+        }
+        default = f"{name}{GREEDY_DRAFTS}"
+        if bench.sampling.temperature > 0:
+            jobs[default] = Speculation(method, folder, config.K, sampled=False)
+        served = serve(
+            target, jobs, [trace.prompt_ids for trace in bench.traces],
+            max_new_tokens=config.max_new_tokens, sampling=bench.sampling,
+            batch_size=config.batch_size, seed=config.seed,
+        )  # fmt: skip
+    return [
+        served_row(bench, job, served[job], served["plain"], cost).row
+        for job in jobs
+        if job != "plain"
+    ]

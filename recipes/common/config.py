@@ -1,0 +1,29 @@
+"""The whole configuration of a command: the sections of all rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.config import DataConfig
+from eval.config import EvalConfig
+from trainer import config
+
+
+@dataclass
+class Config(config.Config):
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+def compose(
+    recipe: str,
+    method: type,
+    recipe_yaml: Path | None,
+    arguments: list[str],
+    script_keys: tuple[str, ...] = (),
+    reads: Collection[str] | None = None,
+) -> Config:
+    """See `trainer.config.compose`."""
+    return config.compose(Config, recipe, method, recipe_yaml, arguments, script_keys, reads)

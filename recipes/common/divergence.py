@@ -1,0 +1,48 @@
+"""The setting `method.divergence` of the recipes that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from trainer.config import Section
+from trainer.divergence import DIVERGENCES, Divergence, parse_divergence
+from trainer.specs import spelled
+
+
+@dataclass
+class DivergenceConfig(Section):
+    """`divergence`: a name of trainer/divergence.py with its options."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "beta": "method.divergence=jsd:<beta>",
+        "eta": "method.divergence=lk_hybrid:<eta>",
+        "mix": "method.divergence=kl_mix:<mix>",
+        "draft_temperature": "method.divergence=<name>,draft_temperature=<value>",
+        "teacher_temperature": "method.divergence=<name>,teacher_temperature=<value>",
+        "loss_temperature_scale": "method.divergence=<name>,temperature_scale=true",
+    }
+
+    # loss between the target's distribution and the drafter's, as jsd:0.3, lk_hybrid:3, kl_mix:0.9
+    divergence: str = "fkl"
+
+    def __post_init__(self) -> None:
+        self.divergence = spelled(self.parsed_divergence)  # one spelling for one divergence
+
+    @property
+    def parsed_divergence(self) -> Divergence:
+        return parse_divergence(self.divergence)
+
+    @classmethod
+    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
+        new = {key: value for key, value in stored.items() if key not in cls.MOVED}
+        name = stored.get("divergence", cls.divergence)
+        given = dict(stored)
+        if "loss_temperature_scale" in given:
+            given["temperature_scale"] = given.pop("loss_temperature_scale")
+        kind = DIVERGENCES.get(name)
+        if kind is not None and len(new) < len(stored):
+            fields = kind.__dataclass_fields__
+            new["divergence"] = spelled(kind(**{k: given[k] for k in fields if k in given}))
+        return new

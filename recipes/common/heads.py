@@ -1,0 +1,258 @@
+"""What the recipes of all heads on the target share: how far they look ahead, and their loss.
+
+A head drafts the token at depth j of a round from what the target has computed before the round.
+For every depth the loss is a divergence between the target's law and the head's, at exactly the
+positions that decoding visits, in chunks that never hold all logits; optionally a regression of
+the head's states on the target's. The target's law is recomputed from its final-normed state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from data.batches import Batch
+from data.traces import Trace
+from drafters.base import TrainedDrafter
+from recipes.base import Needs, Objective, Recipe, Stage, check_kind, unwrapped
+from recipes.common.divergence import DivergenceConfig
+from target.model import LayerId, Target, TargetOutputs, TargetRequest
+from trainer.chunked import OutputHead, chunked_divergence
+from trainer.config import UserError, require
+from trainer.divergence import DIVERGENCES, Divergence
+from trainer.losses import LossOutput, position_weights
+
+Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput
+
+ConfigT = TypeVar("ConfigT", bound="HeadConfig")
+
+LOW_COVERAGE = 0.98
+KEEP_TEACHER_BYTES = 1 << 28
+
+
+@dataclass
+class HeadConfig(DivergenceConfig):
+    """Settings of every head. The weight of depth j (from 1) is depth_decay ** (j - 1)."""
+
+    depth_decay: float = 0.8  # the loss of depth j weighs depth_decay ** (j - 1)
+    divergence_weight: float = 1.0  # weight of the divergence
+    # weight of SmoothL1 between the head's states and the target's; 0: no regression of states
+    feature_weight: float = 0.0
+    top_weight: float = 0.0  # weight of cross-entropy on the target's ten likeliest tokens
+    # half width of the uniform noise that is added to the target's states, at 512 tokens
+    feature_noise: float = 0.0
+    reduction: str = "token"  # mean over tokens, or over the means of the sequences
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("depth_decay", "divergence_weight"):
+            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
+        for name in ("feature_weight", "top_weight", "feature_noise"):
+            require(getattr(self, name) >= 0, f"method.{name}", "be >= 0", getattr(self, name))
+        require(
+            self.reduction in ("token", "sequence"),
+            "method.reduction",
+            "be token or sequence",
+            self.reduction,
+        )
+
+
+class HeadRecipe(Recipe, Generic[ConfigT]):
+    """A head trained in one stage. `kind`: of the drafters it trains."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, config: ConfigT, target: Target):
+        self.config, self.target = config, target
+        self._objective: HeadObjective | None = None
+
+    @property
+    def depth(self) -> int:
+        """How many depths are trained."""
+        raise NotImplementedError
+
+    @property
+    def captures(self) -> tuple[LayerId, ...]:
+        """The target's layers that the head reads."""
+        return ("final_norm",)
+
+    @property
+    def objective(self) -> HeadObjective:
+        """Made at its first use, when the drafter that decides what is captured is known."""
+        if self._objective is None:
+            self._objective = HeadObjective(self.config, self.target, self.depth, self.captures)
+        return self._objective
+
+    def stages(self) -> list[Stage]:
+        text = Needs({"target": 1.0})
+        return [Stage("train", self.objective, text, start="base", row="after", packs=True)]
+
+    def accept(self, drafter: Any) -> None:
+        """A head to go on from must be of this kind and reach as deep as is trained."""
+        check_kind(drafter, self.kind, type(self).__module__.rpartition(".")[2])
+        self.check_depth(drafter)
+
+    def check_depth(self, drafter: TrainedDrafter) -> None:
+        if drafter.max_depth is not None and drafter.max_depth != self.depth:
+            raise UserError(
+                f"model.drafter has {drafter.max_depth} heads, method.num_heads={self.depth}: set "
+                f"method.num_heads={drafter.max_depth}"
+            )
+
+
+class HeadObjective(Objective):
+    """A divergence between the target's distribution and the head's at each depth, and the further
+    terms that `config` has weights for. `captures`: the target's layers that the head reads."""
+
+    def __init__(
+        self, config: HeadConfig, target: Target, depth: int, captures: tuple[LayerId, ...]
+    ):
+        self.config, self.target, self.depth, self.captures = config, target, depth, captures
+        self.divergence: Divergence = config.parsed_divergence
+
+    def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
+        return TargetRequest(tuple(dict.fromkeys((*self.captures, "final_norm"))), logits=False)
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        """One per term: the divergence of each depth, then its further terms."""
+        out = []
+        for depth in range(1, self.depth + 1):
+            count = batch.count(batch.supervised(depth), self.config.reduction)
+            out += [count] * (1 + self._further)
+        return out
+
+    @property
+    def _further(self) -> int:
+        return (self.config.feature_weight > 0) + (self.config.top_weight > 0)
+
+    def loss(
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
+    ) -> LossOutput:
+        assert target_outputs is not None
+        metrics: dict[str, Any] = {}
+        final = target_outputs.hidden["final_norm"]
+        score = self.scorer(unwrapped(drafter), batch, final, self.target.head, metrics)
+        hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
+        return LossOutput(self.scored(drafter, batch, TargetOutputs(hidden), score), metrics)
+
+    def scored(
+        self,
+        drafter: nn.Module,
+        batch: Batch,
+        outputs: TargetOutputs | None,
+        score: Callable[..., list[Term]],
+    ) -> list[Term]:
+        """The terms of all depths, from one forward of the drafter."""
+        scored = drafter(
+            batch.input_ids,
+            outputs,
+            self.depth,
+            score,
+            batch.position_ids,
+            batch.supervised(1)[:, 1:],  # logit index t + 1 is column t
+            **({} if batch.documents is None else {"documents": batch.documents}),
+        )
+        return [term for terms in scored for term in terms]
+
+    def scorer(
+        self,
+        drafter: TrainedDrafter,
+        batch: Batch,
+        final: torch.Tensor,
+        head: OutputHead,
+        metrics: dict[str, Any],
+    ) -> Callable[[int, torch.Tensor], list[Term]]:
+        """(depth, states) -> the terms of that depth, against what `head` says of the target's
+        states `final` [B, L, d]. Acceptance is added to `metrics`."""
+        teacher = self._teacher(batch, final, head)
+
+        def score(depth: int, states: torch.Tensor) -> list[Term]:
+            rows, index = batch.supervised(depth).nonzero(as_tuple=True)
+            picked, wanted = states[rows, index], final[rows, index]
+            labels = batch.input_ids[rows, index + 1]
+            texts = batch.texts_of(rows, index)
+            weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
+            own = drafter.output_head(depth)
+            scale = self.config.depth_decay ** (depth - 1)
+            law = teacher(rows, index)
+            value = chunked_divergence(self.divergence, picked, own, law, labels, weights)
+            terms: list[Term] = [(value.total, count, scale * self.config.divergence_weight)]
+            if self.config.feature_weight:
+                error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
+                total = (error * weights).sum()
+                terms.append((total, count, scale * self.config.feature_weight))
+            if self.config.top_weight:
+                best = chunked_divergence(
+                    DIVERGENCES["ce_top"](), picked, own, law, labels, weights
+                )
+                terms.append((best.total, count, scale * self.config.top_weight))
+            number = float(len(rows))
+            metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
+            metrics[f"match_{depth}"] = (value.match.float().sum(), number)
+            return terms
+
+        return score
+
+    def _teacher(
+        self, batch: Batch, final: torch.Tensor, head: OutputHead
+    ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], torch.Tensor]]:
+        """(rows, logit indices) -> the target's logits of a span of them. Every depth asks for some
+        of the first one's positions, so where all of those fit they are computed once."""
+        where = batch.supervised(1)
+        rows, index = where.nonzero(as_tuple=True)
+        size = len(rows) * self.target.vocab_size * final.element_size()
+        if self.depth == 1 or size > KEEP_TEACHER_BYTES:
+            return lambda rows, index: lambda span: head.logits(final[rows[span], index[span]])
+        with torch.no_grad():
+            logits = head.logits(final[rows, index])
+        place = torch.zeros(where.shape, dtype=torch.long, device=where.device)
+        place[rows, index] = torch.arange(len(rows), device=where.device)
+        return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
+
+    def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Li et al. 2024, EAGLE: uniform noise on the features, scaled by 512 / the tokens of the
+        longest text."""
+        if not self.config.feature_noise:
+            return states
+        texts = zip(batch.prompts, batch.responses, strict=True)
+        width = self.config.feature_noise * 512 / max(len(p) + len(r) for p, r in texts)
+        return states + (2 * torch.rand_like(states) - 1) * width
+
+
+def frequent_tokens(
+    traces: Sequence[Trace], size: int | None, target: Target
+) -> tuple[torch.Tensor | None, float]:
+    """Ids [size] of the most frequent response tokens, ascending, and the share of all response
+    tokens they cover: what no drafter over them can exceed at T=1. None and 1 without a size."""
+    if size is None:
+        return None, 1.0
+    require(
+        1 <= size <= target.vocab_size,
+        "method.draft_vocab_size",
+        f"lie in 1..{target.vocab_size}, the target's vocabulary",
+        size,
+    )
+    counts = Counter(token for trace in traces for token in trace.response_ids)
+    ranked = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:size]
+    total = sum(counts.values())
+    if not total:
+        raise UserError("method.draft_vocab_size: the traces hold no response token to count")
+    covered = sum(counts[token] for token in ranked) / total
+    return torch.tensor(sorted(ranked)), covered
+
+
+def say_coverage(size: int | None, covered: float) -> None:
+    if size is None:
+        return
+    print(
+        f"draft vocabulary: {size} tokens, {covered:.2%} of the training text: "
+        f"alpha <= {covered:.4f}"
+    )
+    if covered < LOW_COVERAGE:
+        print(f"warning: below {LOW_COVERAGE:.0%}; raise method.draft_vocab_size")

@@ -1,0 +1,387 @@
+"""The frozen model whose output speculative decoding must reproduce: load, fingerprint, outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from target.devices import decoder_of, device_of, in_place, is_elsewhere, is_plain, spread
+from target.sharded import Sharded
+from trainer.checks import require_files
+from trainer.chunked import OutputHead
+from trainer.config import UserError
+
+if not sys.stderr.isatty():
+    transformers_logging.disable_progress_bar()
+
+LayerId = int | str  # output of decoder layer i counted from 0, or "final_norm"
+FULL_HASH_BYTES = 64 << 20
+
+
+@dataclass
+class ProjectedLogits:
+    """Logits that are made where they are looked at, of final-normed states [B, L, H]: those of all
+    positions of a long text would be most of the memory."""
+
+    head: OutputHead
+    states: torch.Tensor
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        """`at`: rows [N] and indices [N], or another index of [B, L] -> [N, vocab_size]"""
+        return self.head.logits(self.states[at])
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """What an objective needs of the target for a batch: hidden states of `layers`, and whether
+    logits."""
+
+    layers: tuple[LayerId, ...] = ()
+    logits: bool = True
+
+
+@dataclass
+class TargetOutputs:
+    """What a `TargetRequest` asked for. hidden[layer]: [B, L, H]; logits: [B, L, width], or what
+    gives them by row and index."""
+
+    hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
+    logits: torch.Tensor | ProjectedLogits | None = None
+
+
+@dataclass
+class Target:
+    model: Any
+    tokenizer: Any
+    name: str
+    fingerprint: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    sharded: Sharded | None = None
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        device_map: str | dict[str, Any] | None = None,
+        max_memory: dict[Any, str] | None = None,
+        quantization: dict[str, Any] | None = None,
+    ) -> Target:
+        """`device`: where its inputs and outputs are, the others of a `device_map` aside."""
+        given = spread(device, device_map, max_memory or {}, quantization or {})
+        model, tokenizer = load_causal_lm(
+            name,
+            "model.target",
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            spread=given,
+        )
+        model.requires_grad_(False)
+        eos = eos_ids(model, tokenizer)
+        facts, sharded = fingerprint(name, model, tokenizer, eos), None
+        if device_map == "fsdp2" and given:
+            try:
+                sharded = Sharded(model, decoder_layers(model), device)
+            except (ValueError, NotImplementedError) as error:
+                raise UserError(
+                    f"model.device_map=fsdp2 must be auto for {type(model).__name__}, which cannot "
+                    f"be shared out: {error}"
+                ) from error
+        elif device_map == "fsdp2":
+            print(f"model.device_map=fsdp2: one process, which holds {name} whole", flush=True)
+        return cls(model, tokenizer, name, facts, eos, sharded)
+
+    def meet(self) -> None:
+        """Every process calls it before they wait for each other, see `target.sharded`."""
+        if self.sharded is not None:
+            self.sharded.meet()
+
+    @contextmanager
+    def in_place(self, layer: torch.nn.Module, *others: torch.nn.Module | None) -> Iterator[None]:
+        """Inside, all parameters of a decoder layer, and of parts outside of them, can be read."""
+        whole = nullcontext() if self.sharded is None else self.sharded.whole(layer)
+        with in_place(layer, *others), whole:
+            yield
+
+    @property
+    def vocab_size(self) -> int:
+        """The true vocabulary: ids the tokenizer knows; wider logits are padding."""
+        return min(vocabulary_size(self.tokenizer), self.logits_width)
+
+    @property
+    def logits_width(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def context(self) -> int:
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or 1 << 20
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
+
+    @cached_property
+    def head(self) -> OutputHead:
+        """From final-normed states to logits of the true vocabulary."""
+        return output_head(self.model, self.vocab_size)
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """The module, not its weight: some models scale what they look up."""
+        return self.model.get_input_embeddings()
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        layers: Sequence[LayerId] = (),
+        logits: bool = True,
+        project_later: bool = False,
+    ) -> TargetOutputs:
+        """One parallel pass over right-padded rows. input_ids [B, L]. Right padding needs no mask:
+        under causal attention nothing real looks at it. `project_later`: logits are made where they
+        are looked at."""
+        if logits and project_later:
+            every = tuple(dict.fromkeys((*layers, "final_norm")))
+            found = self.outputs(input_ids, position_ids, layers=every, logits=False).hidden
+            return TargetOutputs(found, ProjectedLogits(self.head, found["final_norm"]))
+        wanted = check_layers(layers, self.num_layers)
+        found: dict[LayerId, torch.Tensor] = {}
+        with captured(self.model, wanted, found):
+            result = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=0 if logits else 1,
+            )
+        return TargetOutputs(found, result.logits if logits else None)
+
+
+def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, ...]:
+    """Distinct ids in range, or "final_norm"; anything else is refused."""
+    for layer in layers:
+        if layer != "final_norm" and not (isinstance(layer, int) and 0 <= layer < num_layers):
+            raise UserError(
+                f"layer id must lie in 0..{num_layers - 1} or be 'final_norm', got {layer!r}"
+            )
+    if len(set(layers)) != len(layers):
+        raise UserError(f"layer ids must be distinct, got {list(layers)}")
+    return tuple(layers)
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    for module in decoder_of(model).modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(f"{type(model).__name__}: no list of {count} decoder layers found")
+
+
+@contextmanager
+def captured(
+    model: Any, layers: Sequence[LayerId], found: dict[LayerId, torch.Tensor]
+) -> Iterator[None]:
+    """Keep the outputs of these layers of the forward passes made inside, in `found`."""
+
+    def keep(layer: LayerId):
+        def hook(module, inputs, output):
+            if layer == "final_norm":
+                states = output.last_hidden_state
+            else:
+                states = output[0] if isinstance(output, tuple) else output
+            found[layer] = states.to(device_of(model))
+
+        return hook
+
+    handles = []
+    for layer in layers:
+        module = decoder_layers(model)[layer] if isinstance(layer, int) else decoder_of(model)
+        handles.append(module.register_forward_hook(keep(layer)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def output_head(model: Any, vocab_size: int) -> OutputHead:
+    """The model's own way from final-normed states to logits, checked on a few tokens."""
+    config = model.config.get_text_config()
+    projection = model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+    # Cohere multiplies the logits, Granite divides them
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    device = device_of(model)
+    with in_place(projection):
+        weight, bias = projection.weight, getattr(projection, "bias", None)
+        if not is_plain(weight):
+            raise UserError(
+                f"the output head of {type(model).__name__} is quantised ({weight.dtype}): losses "
+                "are computed through it, leave it out of the quantization"
+            )
+        if is_elsewhere(projection, device):  # a copy, since losses read it at every step
+            weight = weight.to(device, copy=True)
+            bias = bias if bias is None else bias.to(device, copy=True)
+    head = OutputHead(
+        weight,
+        bias,
+        transform=None if cap is None and scale == 1 else transform,
+        vocab_size=vocab_size,
+    )
+    ids = (torch.arange(4, device=device) % vocab_size).unsqueeze(0)
+    found: dict[LayerId, torch.Tensor] = {}
+    with torch.no_grad(), captured(model, ("final_norm",), found):
+        logits = model(input_ids=ids, use_cache=False).logits[..., :vocab_size].float()
+    mine = head.logits(found["final_norm"]).float()
+    largest = float(logits.abs().max())  # not a number: said elsewhere, with a better remedy
+    if largest >= 0 and not torch.allclose(mine, logits, rtol=1e-2, atol=1e-2 * largest):
+        raise UserError(
+            f"{type(model).__name__} makes logits from its last state in a way unknown here: heads "
+            "and distillation cannot be trained with it"
+        )
+    return head
+
+
+def load_causal_lm(
+    name: str,
+    key: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    spread: dict[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Model (eval mode) and tokenizer of a local folder or Hub id; one readable error otherwise.
+
+    dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
+    `spread`: see `target.devices.spread`.
+    """
+    require_files(key, name)
+    chosen: Any = dtype
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        chosen = "float32"
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if trust_remote_code:
+        print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
+    try:
+        config = AutoConfig.from_pretrained(name, **common)
+        tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if getattr(config, "quantization_config", None):  # cannot be moved once it is loaded
+            if (spread or {}).get("device_map") == "cpu":
+                raise UserError(
+                    f"model.device_map=fsdp2 shares out weights that are not quantised, those of "
+                    f"{name} are: take auto"
+                )
+            spread = {"device_map": {"": str(device)}, **(spread or {})}
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=chosen, **common, **(spread or {})
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        remedy = ""
+        if "trust_remote_code" in reason:
+            remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
+        raise UserError(
+            f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
+            f"({reason[:300]}){remedy}"
+        ) from error
+    return (model if spread else model.to(device)).eval(), tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends an answer: from the generation config, else the tokenizer."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(sorted({found} if isinstance(found, int) else set(found)))
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _sha(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of the id-to-token map: two tokenizers with equal hash name the same ids the same way."""
+    return _sha(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+
+
+def weights_hash(name: str, model: Any) -> str:
+    """Of the weight files. Files over 64 MiB are sampled (size, header, 64 spread blocks), a Hub
+    model is known by its commit."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return str(getattr(model.config, "_commit_hash", None) or _sha(name))
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            if size <= FULL_HASH_BYTES:
+                digest.update(file.read())
+            else:
+                for block in range(64):
+                    file.seek(block * (size - 65536) // 63)
+                    digest.update(file.read(65536))
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(name: str, model: Any, tokenizer: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    """Goes into everything derived from the target and is compared on load."""
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    }
+    return {
+        "weights": weights_hash(name, model),
+        "config": _sha(config),
+        "quantization": str(getattr(model.config, "quantization_config", None)),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "chat_template": _sha(getattr(tokenizer, "chat_template", None)),
+        "eos_ids": list(eos),
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,113 @@
+"""What `eval.*` names: pairs that do not fit, and the spellings of an earlier version."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.config import EvalConfig
+from eval.verifiers.table import VERIFIERS
+from trainer.config import UserError
+
+SAMPLED = "eagle,siblings=without_replacement"
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier"),
+    [
+        (None, "token"),
+        ("eagle", "token"),
+        ("dynamic:9:3:3", "typical"),
+        ("calibrated:9,siblings=without_replacement", "multi_round"),
+        (SAMPLED, "multi_round"),
+        (SAMPLED, "typical:0.2,delta=0.4"),
+    ],
+)
+def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
+    EvalConfig(tree=tree, verifier=verifier)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"verifier": "typical"},
+            r"verifier=typical cannot judge .* a chain\): name token, or",
+        ),
+        ({"verifier": "multi_round"}, "cannot judge .* a chain"),
+        (
+            {"verifier": "multi_round", "tree": "eagle"},
+            r"cannot judge what is drafted \(eval\.tree=eagle, top\): name token or typical",
+        ),
+        (
+            {"tree": SAMPLED},
+            r"eval\.verifier=token cannot .*, without_replacement\): name multi_round or typical",
+        ),
+        (
+            {"verifier": "tokens"},
+            r"eval\.verifier must be one of token, multi_round, typical",
+        ),
+        (
+            {"verifier": "typical:0", "tree": "eagle"},
+            r"eval\.verifier='typical:0': epsilon must be > 0, got 0",
+        ),
+        ({"baselines": ["lookup:0"]}, r"eval\.baselines='lookup:0': max_ngram must be >= 1, got 0"),
+        ({"baselines": ["look"]}, r"eval\.baselines must be one of lookup\[:<max_ngram>\], got"),
+        ({"baselines": ["lookup", "lookup"]}, r"eval\.baselines must name each drafter once"),
+        ({"drafter": "lookup:x"}, r"eval\.drafter='lookup:x': max_ngram must be a whole number"),
+        (
+            {"drafter": "lookup:3", "tree": "eagle"},
+            r"eval\.tree must be null for lookup:3, whose copies are chains",
+        ),
+        (
+            {"drafter": "lookup:3", "policy": "product:0.5"},
+            r"eval\.policy must be fixed for lookup:3",
+        ),
+        ({"drafter": "lookup:3", "engine": "vllm"}, r"eval\.engine must be own for lookup:3"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        EvalConfig(**options)
+
+
+def test_a_folder_may_be_called_like_a_drafter():
+    EvalConfig(drafter="./lookup:3", tree="eagle")
+
+
+def test_every_verifier_is_named_as_its_table_says():
+    assert {name: one.name for name, one in VERIFIERS.items()} == {n: n for n in VERIFIERS}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"K": 3, "tree": "eagle", "verifier": "token"}, {}),
+        (
+            {"tree": "eagle", "tree_children": "sampled", "verifier": "token"},
+            {"tree": SAMPLED, "verifier": "multi_round"},
+        ),
+        (
+            {"tree": "dynamic:9:3:3", "tree_children": "sampled", "verifier": "token"},
+            {"tree": "dynamic:9:3:3", "verifier": "token"},
+        ),
+        (
+            {"tree": None, "tree_children": "sampled", "verifier": "token"},
+            {"tree": None, "verifier": "token"},
+        ),
+        (
+            {"tree": "eagle", "verifier": "typical", "typical_epsilon": 0.2, "typical_delta": 0.3},
+            {"tree": "eagle", "verifier": "typical:0.2"},
+        ),
+        (
+            {"tree": "eagle", "verifier": "token", "typical_epsilon": 0.2, "typical_delta": 0.3},
+            {"tree": "eagle", "verifier": "token"},
+        ),
+        (
+            {"tree": "a:b.json", "tree_children": "sampled", "verifier": "typical"},
+            {"tree": "static,file=a:b.json,siblings=without_replacement", "verifier": "typical"},
+        ),
+    ],
+)
+def test_a_stored_section_of_an_earlier_version_is_translated(before, now):
+    assert EvalConfig.translated(before) == (now or before)
+    assert EvalConfig.translated(now) == now

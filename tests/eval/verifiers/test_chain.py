@@ -1,0 +1,266 @@
+"""Chain verification against enumeration: the exact law of one round of the real decoding loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from drafters.round import Budget
+from drafters.trees.tree import TokenTree
+from eval.engine import SpeculativeDecoder
+from eval.policies.table import make_budget
+from eval.verifiers.base import Verdict
+from eval.verifiers.token import Token
+from target.sampling import Sampling, warp
+from tests.tabular import (
+    TabularModel,
+    completed,
+    dirichlet_table,
+    product,
+    round_laws,
+    tabular_drafter,
+)
+from trainer.config import RunFault
+
+V = 3
+CONTEXTS = [(0, 1), (2, 2), (1, 0)]
+PLAIN = Sampling(1.0)
+VERIFY = Token()
+
+
+def error(
+    monkeypatch,
+    *,
+    seed=0,
+    gamma=2,
+    sampling=PLAIN,
+    draft_sampling=None,
+    budget=None,
+    change=lambda drafter: drafter,
+    batch_size=1000,
+    size=V,
+):
+    """Largest difference between the law of gamma + 1 tokens and the target's own, over contexts,
+    and the same for the sum of the weights."""
+    target = dirichlet_table([size, size, size], 100 + seed)
+    draft = dirichlet_table([size, size], 200 + seed)
+    drafter = change(tabular_drafter(draft))
+
+    def decoder():
+        return SpeculativeDecoder(
+            TabularModel(target),
+            drafter,
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            budget=budget or Budget(gamma),
+            eos_ids=(),
+            max_new_tokens=gamma + 2,
+            batch_size=batch_size,
+        )
+
+    law = warp(target.log(), sampling)
+    worst = 0.0
+    for context, outcomes in round_laws(monkeypatch, decoder, CONTEXTS).items():
+        assert sum(o.weight for o in outcomes) == pytest.approx(1.0, abs=1e-12)
+        for outcome in outcomes:
+            assert outcome.round.emitted == outcome.round.accepted + 1 == len(outcome.emitted)
+            assert outcome.round.submitted <= gamma
+        ours = completed(outcomes, context, law, gamma + 1)
+        theirs = torch.ones_like(ours)
+        for text in product(size, gamma + 1):
+            for i in range(gamma + 1):
+                theirs[text] *= law[(*context, *text)[i : i + 2]][text[i]]
+        worst = max(worst, float((ours - theirs).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sampled_drafts_leave_the_targets_law(monkeypatch, seed, gamma):
+    assert error(monkeypatch, seed=seed, gamma=gamma) < 1e-12
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_greedy_drafts_under_a_sampling_target_leave_its_law(monkeypatch, seed):
+    assert error(monkeypatch, seed=seed, gamma=3, draft_sampling=Sampling(0.0)) < 1e-12
+
+
+@pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
+def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature):
+    lengths, verify = set(), Token.__call__
+
+    def spy(self, tree, *rest):
+        lengths.update(tree.lengths.tolist())
+        return verify(self, tree, *rest)
+
+    monkeypatch.setattr(Token, "__call__", spy)
+    for seed in range(3):
+        budget = make_budget("confidence:0.55", 3)
+        found = error(
+            monkeypatch, seed=seed, gamma=3, budget=budget,
+            draft_sampling=Sampling(draft_temperature),
+        )  # fmt: skip
+        assert found < 1e-12
+    assert lengths == {1, 2, 3}  # the policy did stop, at every depth
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0, top_k=2), Sampling(0.7, top_p=0.6), Sampling(1.3, top_k=3, top_p=0.7)],
+    ids=str,
+)
+def test_truncated_laws_with_zeros_are_kept(monkeypatch, sampling):
+    for seed in range(2):
+        assert error(monkeypatch, seed=seed, sampling=sampling, size=4) < 1e-12
+
+
+@pytest.mark.parametrize("draft", [Sampling(0.5), Sampling(2.0), Sampling(1.0, top_k=1)], ids=str)
+def test_another_sampling_of_the_drafter_leaves_the_targets_law(monkeypatch, draft):
+    assert error(monkeypatch, draft_sampling=draft) < 1e-12
+    assert error(monkeypatch, draft_sampling=draft, sampling=Sampling(0.8, top_k=2)) < 1e-12
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_refilled_batches_have_the_same_law(monkeypatch, batch_size):
+    assert error(monkeypatch, batch_size=batch_size) < 1e-12
+
+
+def test_rows_without_a_draft_emit_one_token_of_the_target(monkeypatch):
+    class Silent:  # submits nothing on some rows, like prompt lookup
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def propose(self, state, budget):
+            tree = self.inner.propose(state, budget)
+            last = state.ids.gather(1, state.lengths.unsqueeze(1) - 1)[:, 0]
+            return dataclasses.replace(tree, lengths=torch.where(last == 1, 0, tree.lengths))
+
+    assert error(monkeypatch, change=Silent) < 1e-12
+
+
+# --- positive controls: the harness must see what is wrong -----------------------------------
+
+
+def test_control_resampling_from_p_after_a_rejection_is_seen(monkeypatch):
+    def broken(self, tree, logits, sampling, random, first, live=None):
+        p = warp(logits, sampling)
+        index = torch.arange(tree.tokens.shape[1])
+        drafted = tree.tokens.unsqueeze(-1)
+        ratio = (p[:, :-1].gather(-1, drafted) / tree.laws.gather(-1, drafted))[..., 0].clamp(max=1)
+        flips = [random.flip(ratio[:, i], first + i, "accept") for i in index]
+        accepted = torch.stack(flips, 1).long().cumprod(1).sum(1)
+        law = p[torch.arange(len(p)), accepted]
+        emitted = random.choice(law, first + accepted, "target")
+        return Verdict(accepted, emitted, ratio)
+
+    monkeypatch.setattr(Token, "__call__", broken)
+    assert error(monkeypatch) > 0.01
+
+
+class _Changed:
+    """A drafter whose proposal is changed by `edit(tree, state)`."""
+
+    def __init__(self, inner, edit):
+        self.inner, self.edit = inner, edit
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, state, budget):
+        return self.edit(self.inner.propose(state, budget), state)
+
+
+def test_control_softmax_law_of_argmax_drafts_is_seen(monkeypatch):
+    def lie(tree, state):
+        # the inner drafter sampled from a point mass; say the softmax instead
+        table = dirichlet_table([V, V], 200)
+        before = torch.cat([state.ids.gather(1, state.lengths[:, None] - 1), tree.tokens], 1)
+        return dataclasses.replace(tree, laws=table[before[:, :-1]])
+
+    found = error(
+        monkeypatch, change=lambda d: _Changed(d, lie), draft_sampling=Sampling(1.0, top_k=1)
+    )
+    assert found > 0.01
+
+
+def test_control_discarding_a_token_for_its_own_probability_is_seen(monkeypatch):
+    def choosy(tree, state):
+        own = tree.laws.gather(-1, tree.tokens.unsqueeze(-1))[..., 0]
+        lengths = (own >= 0.3).long().cumprod(1).sum(1)
+        return dataclasses.replace(tree, lengths=lengths)
+
+    assert error(monkeypatch, change=lambda d: _Changed(d, choosy)) > 0.01
+
+
+# --- single calls ------------------------------------------------------------------------------
+
+
+class _Fixed:
+    """flip: accept when the probability is above 0.5; choice: the most likely."""
+
+    def __init__(self):
+        self.laws = []
+
+    def flip(self, probability, positions, stream):
+        return probability > 0.5
+
+    def choice(self, probs, positions, stream):
+        self.laws.append(probs)
+        return probs.argmax(-1)
+
+
+def tree_of(tokens, laws, lengths=None):
+    tokens = torch.tensor(tokens)
+    full = torch.full((len(tokens),), tokens.shape[1])
+    return TokenTree.chain(tokens, laws, full if lengths is None else torch.tensor(lengths))
+
+
+def test_greedy_accepts_the_matching_prefix_and_emits_the_argmax_after_it():
+    best = torch.tensor([[3, 1, 2, 0], [3, 1, 2, 0], [3, 1, 2, 0], [3, 1, 2, 0]])
+    logits = torch.nn.functional.one_hot(best, 4).double()
+    tree = tree_of([[3, 1, 2], [3, 0, 2], [0, 1, 2], [3, 1, 2]], None, [3, 3, 3, 1])
+    verdict = VERIFY(tree, logits, Sampling(0.0), _Fixed(), torch.full((4,), 5))
+    assert verdict.accepted.tolist() == [3, 1, 0, 1]
+    assert verdict.emitted.tolist() == [0, 1, 3, 1]
+    assert verdict.overlap.tolist() == [[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 0, 0]]
+
+
+def test_residual_is_used_on_rejection_and_p_when_nothing_is_left():
+    p = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3]]).double()
+    q = torch.tensor([[0.6, 0.1, 0.3], [0.2, 0.5, 0.3]]).double()
+    random = _Fixed()
+    random.flip = lambda probability, positions, stream: torch.zeros(2, dtype=torch.bool)
+    logits = torch.stack([p.log(), p.log()], 1)
+    verdict = VERIFY(
+        tree_of([[0], [1]], q.unsqueeze(1)), logits, PLAIN, random, torch.tensor([4, 4])
+    )
+    assert verdict.accepted.tolist() == [0, 0]
+    assert random.laws[0][0].tolist() == pytest.approx([0.0, 1.0, 0.0])
+    assert random.laws[0][1].tolist() == pytest.approx([0.2, 0.5, 0.3])  # rounding only
+    assert verdict.overlap[:, 0].tolist() == pytest.approx([0.6, 1.0])
+
+
+def test_target_head_wider_than_the_drafters_vocabulary():
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).double()
+    q = torch.tensor([[0.5, 0.3, 0.2]]).double()
+    random = _Fixed()
+    VERIFY(
+        tree_of([[0]], q.unsqueeze(1)), torch.stack([p.log(), p.log()], 1), PLAIN, random,
+        torch.tensor([4]),
+    )  # fmt: skip
+    assert random.laws[0][0].tolist() == pytest.approx([0.0, 0.0, 0.2, 0.8])
+
+
+def test_a_drafted_token_of_probability_zero_is_a_fault_on_live_rows_only():
+    laws = torch.tensor([[[0.0, 1.0, 0.0]]]).double()
+    logits = torch.zeros(1, 2, 3).double()
+    arguments = (logits, PLAIN, _Fixed(), torch.tensor([4]))
+    with pytest.raises(RunFault, match="probability 0"):
+        VERIFY(tree_of([[0]], laws), *arguments)
+    VERIFY(tree_of([[0]], laws), *arguments, torch.tensor([False]))
+    VERIFY(tree_of([[0]], laws, [0]), *arguments)  # drafted, not submitted

@@ -1,0 +1,23 @@
+"""Divergences by name and options, of which each takes its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer import chunked
+from trainer.divergence import DIVERGENCES, Divergence
+
+
+def named(name, **options) -> Divergence:
+    """With those of `options` that this divergence has."""
+    known = {field.name for field in dataclasses.fields(DIVERGENCES[name])}
+    return DIVERGENCES[name](**{key: value for key, value in options.items() if key in known})
+
+
+def divergence(name, draft, teacher, labels=None, *, approx=None, **options):
+    return named(name, **options)(draft, teacher, labels, approx=approx)
+
+
+def chunked_divergence(name, *given, chunk_positions=None, **options):
+    chosen = named(name, **options)
+    return chunked.chunked_divergence(chosen, *given, chunk_positions=chunk_positions)

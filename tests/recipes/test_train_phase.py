@@ -1,0 +1,137 @@
+"""The stages of a recipe: what each starts with, which are trained, what is refused before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drafters.acceptance_head import AcceptanceHead
+from drafters.base import weights_hash
+from drafters.causal_lm import CausalLMDrafter
+from phases.run import Run
+from phases.train import check_context, chosen_stages, prepare, sample_drafter, train_stages
+from recipes import eagle, medusa
+from recipes.base import Needs, Stage
+from tests.commands import command
+from tests.data.test_traces import make
+from tests.tiny import prompts_of
+from train import resolve
+from trainer.config import UserError
+from trainer.loop import make_accelerator
+
+TEXTS = zip(prompts_of([5, 8, 3, 6]), prompts_of([9, 7, 11, 4], seed=1), strict=True)
+# of one conversation: none is held out to choose a checkpoint, so that the last weights are kept
+TRACES = [
+    make(i, prompt_ids=a, response_ids=b, conversation_id="c") for i, (a, b) in enumerate(TEXTS)
+]
+
+
+class Staged(medusa.Recipe):
+    """Three stages. `begun`: the drafter that each began with, its weights then, and a number that
+    was drawn."""
+
+    def stages(self):
+        def begin(start):
+            self.begun.append((start.drafter, weights_hash(start.drafter), float(torch.rand(()))))
+            return start.drafter
+
+        def stage(name, **given):
+            text = Needs({"target": 1.0})
+            return Stage(name, self.objective, text, prepare=begin, **given)
+
+        return [
+            stage("first", start="base"), stage("second", row="middle"),
+            stage("third", start="base", row="after", shared={"of": "all"}),
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target("llama")
+
+
+def run_of(folder, target, *given) -> Run:
+    words = command(folder, target.name, "recipe=medusa", "trainer.max_steps=3", *given)
+    config = resolve([w for w in words if not w.startswith("method.draft_hidden_size")])[0]
+    return Run(config, make_accelerator(config.trainer, cpu=True), target, config.run_dir)
+
+
+def staged(target) -> tuple[Staged, medusa.MedusaDrafter]:
+    recipe = Staged(medusa.Config(num_heads=2), target)
+    recipe.begun = []
+    torch.manual_seed(0)
+    return recipe, recipe.build([])
+
+
+def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
+    recipe, base = staged(target)
+    before = weights_hash(base)
+    rows, results = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+    (first, *_), (second, *_), (third, *_) = recipe.begun
+    starts = [begun[1] for begun in recipe.begun]
+    assert weights_hash(base) == before
+    assert starts == [before, weights_hash(first), before]
+    assert len({before, weights_hash(first), weights_hash(second)}) == 3
+    assert weights_hash(third) == weights_hash(first)
+    assert rows == {"middle": second, "after": third}
+    assert list(results) == ["first", "second", "third"]
+
+
+def test_what_a_stage_draws_does_not_depend_on_whether_those_before_are_done(target, tmp_path):
+    drawn = []
+    for _ in range(2):
+        recipe, base = staged(target)
+        rows, _ = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+        drawn.append(([begun[2] for begun in recipe.begun], weights_hash(rows["after"])))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_stage_asked_for_comes_with_those_it_starts_from(target, tmp_path):
+    recipe, _ = staged(target)
+    for wanted, names in (("first", ["first"]), ("second", ["first", "second"]),
+                          ("third", ["third"])):  # fmt: skip
+        run = run_of(tmp_path, target, f"run.stage={wanted}")
+        assert [stage.name for stage in chosen_stages(run, recipe)] == names
+    with pytest.raises(UserError, match=r"run\.stage must be one of first, second, third, got 'x'"):
+        chosen_stages(run_of(tmp_path, target, "run.stage=x"), recipe)
+
+
+def test_a_shared_stage_is_trained_anew_where_nothing_may_be_resumed(target, tmp_path, capsys):
+    found = []
+    for name, resume in (("one", "auto"), ("two", "auto"), ("three", "never")):
+        recipe, base = staged(target)
+        words = f"run.dir={tmp_path / name}", f"trainer.resume={resume}", "run.stage=third"
+        rows, _ = train_stages(run_of(tmp_path, target, *words), recipe, base, TRACES)
+        found.append(("third: trained before" in capsys.readouterr().out, rows["after"]))
+    assert [taken for taken, _ in found] == [False, True, False]
+    assert len({weights_hash(drafter) for _, drafter in found}) == 1
+
+
+def test_a_text_longer_than_the_drafter_sees_is_refused():
+    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in TRACES)
+    check_context(SimpleNamespace(context=longest), TRACES)
+    with pytest.raises(UserError, match=f"sees {longest - 1} tokens, the longest text has"):
+        check_context(SimpleNamespace(context=longest - 1), TRACES)
+
+
+def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):
+    recipe = eagle.Recipe(eagle.Config(), target)
+    given = recipe.build([])
+    given.acceptance = AcceptanceHead.build(given)
+    given.save_pretrained(tmp_path / "given")
+    run = run_of(tmp_path, target, "recipe=eagle", f"model.drafter={tmp_path / 'given'}")
+    assert prepare(run, recipe, []).acceptance is None
+    assert "its acceptance head was trained for the weights as they are" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_text_of_its_own_is_drawn_without_dropout_and_leaves_the_mode_as_it_is(target, training):
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16).train(training)
+    modes = []
+    drafter.model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    (text,) = sample_drafter(drafter, prompts_of([5]), target, 1.0, 4, seed=0)
+    assert 1 <= len(text) <= 4
+    assert not any(modes)
+    assert drafter.training == drafter.model.training == training

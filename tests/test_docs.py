@@ -1,0 +1,255 @@
+"""README.md and docs/: their commands run, their keys exist, their links lead somewhere.
+
+Every block of ```bash is run, on little text and for few steps, unless the line above it says why
+it cannot be: `<!-- not run: <reason> -->`, for what needs the network, a GPU, a server or minutes.
+The keys in all blocks, run or not, and in the text are known to the configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import train
+from phases import run
+from phases.help import composed
+from recipes import base
+from recipes.common.config import Config, compose
+from scripts import compare, evaluate, export, generate, push_to_hub, request_log
+from tests.commands import ROOT
+from tests.shrunk import shrunk, words_of
+from trainer.config import known_keys, parse_overrides, sections
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+REASON = re.compile(r"<!-- not run: (.*\b(?:network|GPU|server|minutes).*) -->")
+SCRIPT_KEYS = {
+    "scripts.export": export.KEYS,
+    "scripts.push_to_hub": push_to_hub.KEYS,
+    "scripts.request_log": [f"script.{key}" for key in request_log.KEYS],
+}
+# what else a block may start; keys of ours stand in none of them
+OTHERS = ("bash", ".venv/bin/pip", "python3", "source", "srun", "vllm")
+
+
+@dataclass
+class Block:
+    page: str
+    line: int
+    reason: str | None  # why it is not run
+    text: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The words of each command; of one that a shell is given in quotes, those too."""
+        found: list[list[str]] = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            words: list[str] = []
+            for word in [*shlex.split(line, comments=True), "&&"]:
+                if word in ("&&", ";", "|"):
+                    found += [words] if words else []
+                    words = []
+                else:
+                    words.append(word)
+                if " train.py " in word:
+                    found.append(shlex.split(word))
+        return found
+
+    @property
+    def cheap(self) -> bool:
+        """Whether nothing is loaded by it."""
+        return all(
+            entry == "train.py" and (not words or {"help=true", "dry_run=true"} & {*words})
+            for entry, words in map(entry_of, self.commands)
+        )
+
+
+def entry_of(command: list[str]) -> tuple[str | None, list[str]]:
+    if command[:2] == ["bash", "scripts/quickstart.sh"]:
+        return "train.py", ["recipe=distillspec", *command[2:]]
+    entry, begin = words_of(command)
+    return entry, command[begin:]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines = page.read_text().splitlines()
+    opened: int | None = None
+    for at, line in enumerate(lines):
+        if opened is None and line.startswith("```bash"):
+            opened = at
+        elif opened is not None and line.startswith("```"):
+            marked = lines[opened - 1].startswith("<!--")
+            reason = REASON.fullmatch(lines[opened - 1])
+            assert not marked or reason, f"{page}, line {opened}: name the network, a GPU, .."
+            text = "\n".join(lines[opened + 1 : at])
+            name = str(page.relative_to(ROOT))
+            yield Block(name, opened + 1, reason[1] if reason else None, text)
+            opened = None
+    assert opened is None, f"{page} ends inside of a block"
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def name_of(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_the_words_of_a_block_are_taken_by_its_command(block):
+    for command in block.commands:
+        entry, words = entry_of(command)
+        words = [word for word in words if word != "help=true"]
+        if entry is None:
+            assert command[0] in OTHERS, f"{command[0]}: add it to OTHERS, or mend the block"
+        elif entry == "train.py" and words:
+            train.resolve(words)
+        elif entry == "scripts.generate":
+            compose("generate", base.NoMethod, None, words)
+            run.check_words(words, generate.READS, entry)
+        elif entry == "scripts.evaluate":
+            evaluate.resolve(words)
+            run.check_words(words, evaluate.READS, entry)
+        elif entry == "scripts.compare":
+            compare.parse(words)
+        else:
+            parse_overrides(words, SCRIPT_KEYS.get(entry, []))
+
+
+def test_a_block_with_an_unknown_key_is_noticed():
+    block = Block("x", 1, None, "python train.py recipe=medusa \\\n    method.number_of_heads=3")
+    with pytest.raises(ValueError, match=r"unknown key 'method\.number_of_heads'"):
+        test_the_words_of_a_block_are_taken_by_its_command(block)
+
+
+def known(page: str) -> set[str]:
+    """Every key that a page may name: of a page of one recipe, of that recipe."""
+    recipe = re.fullmatch(r"docs/recipes/(\w+)\.md", page)
+    keys = {key for keys in SCRIPT_KEYS.values() for key in keys} | {"script.out", "script.rows"}
+    for name in [recipe[1]] if recipe else base.names():
+        method = type(composed(name).method)
+        keys |= {*known_keys({**sections(Config), "method": method})}
+    return keys
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_the_keys_in_the_text_are_known(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    spelled = re.compile(r"\b(?:run|model|data|trainer|eval|method|script)\.[A-Za-z_]\w*\*?(?!\()")
+    keys, unknown = known(page), []
+    for code in re.findall(r"`([^`]+)`", text):
+        for key in spelled.findall(code):
+            starts = key.endswith("*") and any(one.startswith(key[:-1]) for one in keys)
+            if key not in keys and not starts and not key.endswith((".py", ".json", ".md")):
+                unknown.append(key)
+    assert unknown == []
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        place = (ROOT / page).parent / name if name else ROOT / page
+        assert place.exists(), link
+        assert not anchor or anchor in anchors(place), link
+
+
+def test_every_page_is_linked_from_the_readme_or_a_page_that_is():
+    found, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page in found or page.suffix != ".md" or not page.exists():
+            continue
+        found.add(page)
+        for link in re.findall(r"\]\(([^)\s#]+)", page.read_text()):
+            waiting.append(page.parent / link)
+    assert [name for name, page in zip(NAMES, PAGES, strict=True) if page not in found] == []
+
+
+def test_every_recipe_has_its_page_and_a_line_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for name in base.names():
+        assert (ROOT / "docs" / "recipes" / f"{name}.md").exists()
+        assert f"(docs/recipes/{name}.md)" in readme
+    pages = {page.stem for page in (ROOT / "docs" / "recipes").glob("*.md")}
+    assert pages == {*base.names()}
+
+
+def test_the_readme_is_short_and_its_first_screen_holds_the_recipes():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    first = "\n".join(lines[:40])
+    assert "bash scripts/quickstart.sh" in first
+    for name in base.names():
+        assert f"(docs/recipes/{name}.md)" in first
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+CHEAP = [block for block in BLOCKS if block.reason is None and block.cheap]
+
+
+@pytest.mark.parametrize("block", CHEAP, ids=name_of)
+def test_what_is_cheap_runs(block, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for command in block.commands:
+        assert train.main(shrunk(["train.py", *entry_of(command)[1]])[1:]) == 0
+        assert capsys.readouterr().out
+
+
+COSTLY = [page for page in NAMES if any(
+    block.page == page and block.reason is None and not block.cheap for block in BLOCKS
+)]  # fmt: skip
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """The repository without what it has written, and `python` and `accelerate` that shrink."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", "wandb", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    for name in ("python", "accelerate"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.shrunk {name} "$@"\n')
+        program.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", COSTLY)
+def test_the_blocks_of_a_page_run_one_after_another(page, workspace):
+    environment = {
+        **os.environ, "PATH": f"{workspace / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    for block in BLOCKS:
+        if block.page == page and block.reason is None:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.text], cwd=workspace, env=environment,
+                capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{name_of(block)}\n{done.stdout}\n{done.stderr}"[-4000:]

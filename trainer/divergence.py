@@ -1,0 +1,181 @@
+"""Divergences by name, with their options, as `method.divergence` spells them: `jsd:0.3`.
+
+Each formula of `trainer.losses` is a class whose fields are the formula's own options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.checks import require
+from trainer.config import RunFault, UserError
+from trainer.losses import (
+    FORMULAS,
+    CompressedTeacher,
+    bucket,
+    compressed_ce,
+    sums_to_one,
+    warm,
+    wide,
+)
+from trainer.specs import parse
+
+# A KL in float32 is off by the rounding of the two log-sums and of a sum over V: a few 1e-6 for
+# large vocabularies. Anything lower means that precision was lost before the logits came here.
+NEGATIVE_TOLERANCE = -1e-5
+LINEAR_IN_P = ("fkl", "ce_soft")
+UPPER = {"beta": 1.0, "mix": 1.0, "eta": math.inf}  # of the formulas' own options, from 0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence between target p and drafter q with its options: q = softmax(z /
+    draft_temperature), p likewise; `temperature_scale` multiplies by draft_temperature^2 (Hinton et
+    al. 2015)."""
+
+    name: ClassVar[str] = ""
+    formula: ClassVar[Callable[..., Tensor]]
+
+    draft_temperature: float = field(default=1.0, kw_only=True)
+    teacher_temperature: float = field(default=1.0, kw_only=True)
+    temperature_scale: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            most = UPPER[name]
+            rule = "be >= 0" if most == math.inf else f"lie in [0, {most:g}]"
+            require(0 <= value <= most and math.isfinite(value), name, rule, value)
+        for name in ("draft_temperature", "teacher_temperature"):
+            value = getattr(self, name)
+            require(1e-5 <= value < math.inf, name, "be >= 1e-05", value)
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Those of the formula."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.kw_only}
+
+    def instead(self, name: str) -> Divergence:
+        """The divergence of that name, at the same temperatures."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.kw_only}
+        return self if name == self.name else DIVERGENCES[name](**shared)
+
+    def check_compressed(self, approx: str | None) -> None:
+        """Refuse what a compressed teacher cannot give."""
+        if self.name == "ce_hard":
+            return
+        if self.teacher_temperature != 1:
+            raise UserError(
+                "CompressedTeacherError: p at another temperature does not follow from part of p, "
+                f"got teacher_temperature {self.teacher_temperature}: use the full logits"
+            )
+        if self.name not in LINEAR_IN_P and approx is None:
+            raise UserError(
+                f"CompressedTeacherError: {self.name} is not linear in p, so samples of p bias it: "
+                "use fkl, the full logits, or method.approx=bucket"
+            )
+
+    def __call__(
+        self,
+        draft_logits: Tensor,
+        teacher: Tensor | CompressedTeacher | None,
+        labels: Tensor | None = None,
+        *,
+        approx: str | None = None,
+        mean_reward: Tensor | None = None,
+    ) -> Tensor:
+        """The divergence per position, [N] float32, differentiable in the draft.
+
+        draft_logits, teacher: [N, V] float, before temperature. labels: [N] int64, for ce_hard. A
+        compressed teacher gives, for fkl, the cross-entropy: the gradient is that of fkl, the value
+        is larger by the entropy of p. With approx="bucket" its tail is one token and the value a
+        lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Costs one
+        host sync.
+        """
+        require(approx in (None, "bucket"), "method.approx", "be null or bucket", approx)
+        draft = warm(draft_logits, self.draft_temperature)
+        sound = torch.ones((), dtype=torch.bool, device=draft.device)
+        formula = type(self).formula
+        if self.name == "ce_hard":
+            if labels is None:
+                raise UserError("ce_hard needs labels, got none")
+            values, teacher = formula(draft, labels), None
+        elif teacher is None:
+            raise UserError(f"{self.name} needs the logits of the target, got none")
+        elif isinstance(teacher, CompressedTeacher) and approx is None:
+            self.check_compressed(approx)
+            if teacher.tail_ids is None:
+                sound = (teacher.log_tail.float().exp() <= 1e-3).all()
+            values = compressed_ce(draft, teacher)
+        else:
+            if isinstance(teacher, CompressedTeacher):
+                self.check_compressed(approx)
+                q, p = bucket(draft, teacher)
+            else:
+                q, p = draft, warm(teacher, self.teacher_temperature)
+            means = {"mean_reward": mean_reward} if self.name == "tvd_pp" else {}
+            values = formula(q, p, **self.options, **means)
+        if isinstance(teacher, CompressedTeacher):
+            sound = sound & sums_to_one(teacher)
+        # the surrogate has any sign
+        floor = -math.inf if self.name == "tvd_pp" else NEGATIVE_TOLERANCE
+        good = values.detach().isfinite() & (values.detach() >= floor)
+        if not bool(good.all() & sound):
+            complain(self.name, draft, teacher, values.detach())
+        return values * self.draft_temperature**2 if self.temperature_scale else values
+
+
+def _named(formula: Callable[..., Tensor]) -> type[Divergence]:
+    """The class of a formula; its options are the parameters that are numbers."""
+    options: list[Any] = [
+        (parameter.name, float, parameter.default)
+        for parameter in inspect.signature(formula).parameters.values()
+        if isinstance(parameter.default, float)
+    ]
+    own = {"name": formula.__name__, "formula": staticmethod(formula)}
+    return dataclasses.make_dataclass(
+        formula.__name__, options, bases=(Divergence,), namespace=own, frozen=True
+    )
+
+
+DIVERGENCES: dict[str, type[Divergence]] = {f.__name__: _named(f) for f in FORMULAS}
+
+
+def parse_divergence(text: str, key: str = "method.divergence") -> Divergence:
+    """`name[:option][,draft_temperature=...][,teacher_temperature=...]`. Raises UserError."""
+    return parse(key, text, DIVERGENCES)
+
+
+def complain(
+    name: str, draft: Tensor, teacher: Tensor | CompressedTeacher | None, values: Tensor
+) -> None:
+    """Say why the values cannot be used; off the fast path, so it may synchronise."""
+    models = {"draft": draft}
+    if isinstance(teacher, Tensor):
+        models["target"] = teacher
+    elif teacher is not None and not bool(sums_to_one(teacher)):
+        raise RunFault("stored log-probs of the target do not sum to one: rebuild the traces")
+    for who, logits in models.items():
+        if not bool(wide(logits).logsumexp(-1).isfinite().all()):
+            raise RunFault(f"logits of the {who} contain NaN or Inf at a trained position")
+    if not bool(values.isfinite().all()):
+        raise RunFault(
+            f"{name} is infinite: one model bars a token that the other produces; "
+            "use tvd or jsd, or the same warping for both"
+        )
+    if bool((values < NEGATIVE_TOLERANCE).any()) and name != "tvd_pp":
+        lowest = values.min().item()
+        raise RunFault(f"{name} is negative ({lowest:.3g}): the log-probabilities lost precision")
+    assert isinstance(teacher, CompressedTeacher)
+    mass = teacher.log_tail.float().exp().max().item()
+    raise UserError(
+        f"CompressedTeacherError: top-k alone leaves out {mass:.3g} of the mass, limit 0.001: "
+        "store data.teacher_samples, raise data.teacher_top_k, or set method.approx=bucket"
+    )
