@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from trainer.chunked import OutputHead, chunked_divergence
-from trainer.losses import divergence
+from trainer.divergence import DIVERGENCES
 
 NAMES = ("fkl", "tvd", "jsd", "lk_hybrid")
 GOAL = {"memory": 0.25, "time": 1.4}
@@ -49,12 +49,12 @@ def measure(way: str, name: str, sizes: argparse.Namespace) -> dict[str, float]:
         states.grad, weight.grad = torch.ones_like(states), torch.ones_like(weight)
     elif way == "plain":
         logits, target = head.logits(states), target_states @ target_weight.T
-        total = divergence(name, logits, target).sum() / sizes.positions
+        total = DIVERGENCES[name]()(logits, target).sum() / sizes.positions
         total.backward()
     else:
         total = chunked_divergence(
-            name, states, head, lambda span: target_states[span] @ target_weight.T, labels,
-            chunk_positions=sizes.chunk,
+            DIVERGENCES[name](), states, head,
+            lambda span: target_states[span] @ target_weight.T, labels, chunk_positions=sizes.chunk,
         ).total / sizes.positions  # fmt: skip
         total.backward()
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu

@@ -33,19 +33,19 @@ import torch
 from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target, TargetOutputs
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from eval.metrics import PromptCounters, hierarchical_difference, holm
 from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
-from recipes.base import Context
+from eval.policies.table import make_budget
+from phases.dev import split_dev
+from phases.train import sample_drafter
+from recipes.base import Context, Start
 from recipes.distillspec import Config, Recipe
-from recipes.phases.dev import split_dev
-from recipes.phases.train import sample_drafter
+from target.model import Target, TargetOutputs
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -143,32 +143,32 @@ class Bench:
             eval_every=STEPS,
         )
         recipe = Recipe(config, self.target)
-        recipe.begin(recipe.stages()[-1], NEW_TOKENS)
+        (stage,) = recipe.stages()
+        objective = stage.objective
         drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", self.target)
+        drafter = stage.prepare(Start(drafter, self.train, {}, STEPS, NEW_TOKENS))
 
-        def context(step: int, batch: Batch) -> Context:
+        def context(step: int, batch: Batch, drafter: CausalLMDrafter) -> Context:
             def generate(prompts, temperature, max_new_tokens, stream):
-                model = self.accelerator.unwrap_model(recipe.drafter)
                 return sample_drafter(
-                    model, prompts, self.target, temperature, max_new_tokens, seed * 100003 + stream
+                    drafter,
+                    prompts,
+                    self.target,
+                    temperature,
+                    max_new_tokens,
+                    seed * 100003 + stream,
                 )
 
-            return Context(batch, generate)
+            return Context(batch, drafter, generate, lambda: None)
 
         folder = WORK / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}"
-        fit(
-            recipe=recipe,
-            drafter=drafter,
-            batches=Batches(self.clean if name == "ce clean" else self.train, mix, ROWS, seed=seed),
-            evaluate=None,
-            outputs=lambda batch, step: self.outputs(batch, recipe.target_request(batch, step)),
-            config=settings,
-            folder=folder,
-            seed=seed,
-            accelerator=self.accelerator,
-            tracker=Tracker(settings, folder, folder.name, {}),
-            context=context,
-        )
+        text = self.clean if name == "ce clean" else self.train
+        fit(Fit(
+            objective=objective, drafter=drafter, batches=Batches(text, mix, ROWS, seed=seed),
+            evaluate=None, config=settings, folder=folder, seed=seed, context=context,
+            outputs=lambda batch, step: self.outputs(batch, objective.target_request(batch, step)),
+            accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
+        ))  # fmt: skip
         return drafter.eval()
 
     def measure(

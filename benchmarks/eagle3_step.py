@@ -27,9 +27,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.batches import collate
-from data.target import Target, TargetOutputs
-from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from recipes import eagle3
+from target.model import Target, TargetOutputs
 
 GOAL, STEPS, LAYERS = 1.5, 3, 4
 
@@ -59,9 +59,9 @@ def measure(draft_vocab: int, base: bool, sizes: argparse.Namespace) -> dict[str
     torch.manual_seed(0)
     target = target_of(sizes)
     recipe = eagle3.Recipe(eagle3.Config(steps=STEPS, layers=[0, 1, 2]), target)
-    settings = EagleSettings(3, [0, 1, 2], sizes.width)
+    settings = Eagle3Settings([0, 1, 2], sizes.width)
     kept = None if draft_vocab == sizes.vocab else torch.arange(draft_vocab)
-    recipe.drafter = drafter = EagleDrafter.build(target, settings, kept=kept).train()
+    drafter = Eagle3Drafter.build(target, settings, kept=kept).train()
     ids = torch.randint(min(sizes.vocab, draft_vocab), (sizes.positions,))
     batch = collate([ids[:1].tolist()], [ids[1:].tolist()], ["target"])
     hidden: dict[Any, torch.Tensor] = {
@@ -75,7 +75,7 @@ def measure(draft_vocab: int, base: bool, sizes: argparse.Namespace) -> dict[str
         for p in drafter.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
     else:
-        terms = recipe.loss(batch, TargetOutputs(hidden), 0).terms
+        terms = recipe.objective.loss(drafter, batch, TargetOutputs(hidden), 0).terms
         loss: Any = sum(weight * total / n for total, n, weight in terms)
         loss.backward()
         assert drafter.lm_head.weight.grad is not None

@@ -37,17 +37,17 @@ from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.kept import KeptLogits
 from data.packing import PackedBatches
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target
 from data.traces import Trace
-from drafters.base import Budget
+from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, holm, summarise
 from eval.offline import OfflineEvaluator
-from recipes.base import Stage
+from phases.dev import split_dev
+from recipes.base import Objective, Stage
 from recipes.fastdraft import Config, Recipe
-from recipes.phases.dev import split_dev
+from target.model import Target
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -142,10 +142,10 @@ class Bench:
         return max(1, round(wanted / self.tokens[text]))
 
     def raw(self, stage: Stage, recipe: Recipe, seed: int) -> PackedBatches:
-        assert stage.needs.text is not None
+        assert stage.data.text is not None
         rows = stage.overrides["max_steps"] * self.scale.rows
-        files = stage.needs.text.load(self.target, rows * recipe.config.context, "runs/cache")
-        return PackedBatches(files, stage.needs.text, self.scale.rows, seed)
+        files = stage.data.text.load(self.target, rows * recipe.config.context, "runs/cache")
+        return PackedBatches(files, stage.data.text, self.scale.rows, seed)
 
     def fit(self, cell: str, seed: int) -> Any:
         """The trained drafter of a cell; those it starts from are trained or found trained."""
@@ -153,7 +153,6 @@ class Bench:
         recipe, stage = self.recipe(cell)
         torch.manual_seed(seed)
         drafter = recipe.build([]) if start is None else copy.deepcopy(self.fit(start, seed))
-        recipe.begin(stage, self.scale.new_tokens)
         if text == "raw":
             batches: Any = self.raw(stage, recipe, seed)
             options: dict[str, Any] = stage.overrides
@@ -169,16 +168,16 @@ class Bench:
             save_every=steps, eval_every=every,
         )  # fmt: skip
         folder = self.work / "stages" / f"{slug(cell)}-{seed}"
-        fit(
-            recipe=recipe, drafter=drafter, batches=batches, evaluate=evaluate,
-            outputs=lambda batch, step: self._outputs(recipe, batch, step), config=settings,
-            folder=folder, seed=seed, accelerator=self.accelerator,
+        fit(Fit(
+            objective=stage.objective, drafter=drafter, batches=batches, evaluate=evaluate,
+            outputs=lambda batch, step: self._outputs(stage.objective, batch, step),
+            config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
             tracker=Tracker(settings, folder, folder.name, {}),
-        )  # fmt: skip
+        ))  # fmt: skip
         return drafter.eval()
 
-    def _outputs(self, recipe: Recipe, batch: Any, step: int) -> Any:
-        request = recipe.target_request(batch, step)
+    def _outputs(self, objective: Objective, batch: Any, step: int) -> Any:
+        request = objective.target_request(batch, step)
         return None if request is None else self.kept.outputs(batch)
 
     def _select(self, drafter: Any, step: int) -> dict[str, Any]:

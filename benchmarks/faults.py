@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.faults                # 50 runs of each kind
     OMP_NUM_THREADS=1 python -m benchmarks.faults --runs 3 --out /tmp/faults.json    # a look
 
+Kinds that the file of results has with as many runs are not run again.
+
 Each run does a piece of work (traces, states, a corpus, a training, or a whole run of train.py) in
 a process of its own, in an empty folder, and meets one fault: at a random moment, at a random size
 of a file, or at a random byte of what is written; or two and three processes do the same work at
@@ -37,9 +39,10 @@ from typing import Any
 import torch
 
 from benchmarks.faults_work import ROWS, STEPS, Result, Work, server
-from data import completions
-from recipes.phases.run import fail, stop_softly
+from engines import completions
+from phases.run import fail, stop_softly
 from trainer.config import RunFault, UserError
+from trainer.files import write_json
 
 RESULTS = Path("benchmarks/results/faults.json")
 ATTEMPTS = 6
@@ -112,10 +115,10 @@ def files_of(folder: Path, rng: random.Random) -> Path:
 
 
 class Bench:
-    def __init__(self, scratch: Path):
+    def __init__(self, scratch: Path, works: set[str]):
         self.scratch, self.work = scratch, Work(scratch)
         self.expected, self.seconds, self.largest = {}, {}, {}
-        for name in dict.fromkeys(name for name, _ in KINDS.values()):
+        for name in sorted(works):
             folder = scratch / "expected" / name
             began = time.monotonic()
             end = apart(getattr(self.work, name), folder, scratch)
@@ -342,7 +345,7 @@ def table(result: dict[str, Any]) -> str:
         "| wrong | silent | not ended |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for kind, row in result["kinds"].items():
+    for kind, row in ((kind, result["kinds"][kind]) for kind in KINDS if kind in result["kinds"]):
         codes = ", ".join(f"{count} x {code}" for code, count in row["codes"].items())
         cells = [row[k] for k in ("deleted", "lost", "doubled", "wrong", "silent", "not ended")]
         lines.append(f"| {kind} | {row['runs']} | {codes} | {' | '.join(map(str, cells))} |")
@@ -358,17 +361,19 @@ def main() -> None:
     torch.set_num_threads(1)  # a fork takes no threads along
     completions.PATIENCE_S, completions.DELAYS_S = 0.3, (0.02,)
     result: dict[str, Any] = {"kinds": {}}
+    if given.out.exists():
+        result = json.loads(given.out.read_text())
+    result["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
+    left = [k for k in given.kinds if result["kinds"].get(k, {"runs": 0})["runs"] < given.runs]
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch))
-        for kind in given.kinds:
+        bench = Bench(Path(scratch), {KINDS[kind][0] for kind in left})
+        for kind in left:
             began = time.monotonic()
             runs = [one_run(bench, kind, seed) for seed in range(given.runs)]
             result["kinds"][kind] = summed(runs)
+            write_json(given.out, result)
             print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
-    result["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
     print(table(result))
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from data.batches import Batch, collate
 from data.features import FeaturesPlan, FeaturesStore, _shards, bytes_per_token, write_features
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
-from data.target import Target, TargetOutputs
 from data.traces import Trace
+from target.model import Target, TargetOutputs
 
 RUNS, ROWS, BATCH = 51, 200, 8
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()

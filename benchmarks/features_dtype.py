@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.heads import NUM_EVAL, Bench, K, tokens
-from data.sampling import Sampling
-from drafters.base import Budget
+from drafters.round import Budget
 from eval.metrics import hierarchical_difference
 from eval.offline import OfflineEvaluator
+from target.sampling import Sampling
 
 SEEDS, STEPS, CELL, GOAL = (0, 1, 2), 120, "eagle-3", 0.05
 DTYPES = ("bf16", "fp8")

@@ -21,14 +21,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from data.cache import CachedModel
-from data.decode import Request, decode
-from data.sampling import Sampling, row_key
-from data.target import Target, fingerprint
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import SpeculativeDecoder
 from eval.measure import difference
-from eval.policies import make_budget
+from eval.policies.table import make_budget
+from target.cache import CachedModel
+from target.decode import Request, decode
+from target.model import Target, fingerprint
+from target.sampling import Sampling, row_key
 
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "full": {

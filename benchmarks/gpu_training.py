@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import trainer.chunked
 from benchmarks.gpu import SHAPES, random_target, seconds
 from data.batches import Batch, collate
-from data.target import Target, TargetOutputs
 from recipes import distillspec, eagle3
+from target.model import Target, TargetOutputs
 from trainer.compiled import compiled
 
 GOAL = 0.45
@@ -58,11 +58,11 @@ def measure(
     compiles, chunks, stored = ARMS[arm]
     module: Any = {"eagle3": eagle3, "distillspec": distillspec}[name]
     recipe = module.Recipe(module.Config(**options), target)
-    recipe.begin(recipe.stages()[-1], batch.input_ids.shape[1])
+    objective = recipe.stages()[-1].objective
     torch.manual_seed(0)
-    recipe.drafter = drafter = recipe.build([]).train()
+    drafter = recipe.build([]).train()
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-5)
-    request, kind = recipe.target_request(batch, 0), target.device.type
+    request, kind = objective.target_request(batch, 0), target.device.type
 
     def outputs() -> TargetOutputs:
         return target.outputs(
@@ -75,7 +75,7 @@ def measure(
     def step() -> None:
         given = kept or outputs()
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-            terms = recipe.loss(batch, given, 0).terms
+            terms = objective.loss(drafter, batch, given, 0).terms
         loss: Any = sum(weight * total / float(count) for total, count, weight in terms)
         loss.backward()
         optimizer.step()

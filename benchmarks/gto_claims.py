@@ -33,19 +33,20 @@ import torch
 from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target
 from data.traces import Trace
-from drafters.tree import parse_tree
+from drafters.round import Budget
+from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
-from eval.policies import tree_budget
 from eval.replay import TreeReplay
 from eval.tree_reward import AGGREGATIONS
+from phases.dev import split_dev
+from recipes.base import Start
+from recipes.common.tree_loss import advantages
 from recipes.gto import Config, Recipe
-from recipes.parts.tree_loss import advantages
-from recipes.phases.dev import split_dev
+from target.model import Target
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -117,7 +118,7 @@ class Bench:
         self.name, self.setting = name, SETTINGS[name]
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
-        self.shape = parse_tree(self.setting.tree)
+        self.shape = parse_shape(self.setting.tree)
         source, count = self.setting.prompts, self.setting.num_prompts
         self.train, self.dev = split_dev(self._traces(source, "train", count, 1.0, 0), 0)
         self.held_out = {t: self._traces(source, "eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
@@ -145,8 +146,7 @@ class Bench:
         """The drafter after `steps`, and seconds of processor time per step."""
         recipe = self.recipe(options)
         (now,) = [one for one in recipe.stages() if one.name == stage]
-        drafter = recipe.enter(now, copy.deepcopy(drafter), steps)
-        recipe.begin(now, NEW_TOKENS)
+        drafter = now.prepare(Start(copy.deepcopy(drafter), texts, {}, steps, NEW_TOKENS))
         settings = TrainerConfig(
             max_steps=steps, batch_size=rows, lr=lr, lr_warmup_steps=20, adam_beta2=0.95,
             max_grad_norm=0.5, log_every=50, save_every=steps, eval_every=steps,
@@ -154,19 +154,19 @@ class Bench:
         device = self.accelerator.device
 
         def outputs(batch: Any, step: int) -> Any:
-            request = recipe.target_request(batch, step)
+            request = now.objective.target_request(batch, step)
             assert request is not None
             return self.target.outputs(
                 batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
             )
 
         began = _seconds(device)
-        fit(
-            recipe=recipe, drafter=drafter,
+        fit(Fit(
+            objective=now.objective, drafter=drafter,
             batches=Batches(texts, {"target": 1.0}, rows, seed=seed), evaluate=None,
             outputs=outputs, config=settings, folder=folder, seed=seed,
             accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
-        )  # fmt: skip
+        ))  # fmt: skip
         return drafter.eval(), (_seconds(device) - began) / steps
 
     def base(self, seed: int) -> Any:
@@ -201,7 +201,7 @@ class Bench:
         return found
 
     def measure(self, drafter: Any) -> dict[str, Any]:
-        budget = tree_budget(self.shape)
+        budget = Budget.of(self.shape)
         counters = {
             f"{t:g}": TreeReplay(self.target, traces, Sampling(t), budget)(drafter)
             for t, traces in self.held_out.items()

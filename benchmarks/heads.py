@@ -30,19 +30,19 @@ from data.batches import Batches
 from data.features import FeaturesPlan, features_folder, write_features
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import LayerId, Target
 from data.traces import Trace
-from drafters.base import Budget
-from drafters.tree import calibrated_tree, parse_tree
+from drafters.round import Budget
+from drafters.trees.calibrated import calibrated_tree
+from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
-from eval.policies import tree_budget
 from eval.replay import TreeReplay, rank_accuracy
 from eval.speed_model import COST_RATIOS, modelled_speedup
-from recipes.phases.dev import split_dev
+from phases.dev import split_dev
+from target.model import LayerId, Target
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -118,15 +118,15 @@ class Bench:
         torch.manual_seed(seed)
         traces = self.train[:prompts]
         drafter = recipe.build(traces)
-        recipe.begin(recipe.stages()[-1], NEW_TOKENS)
+        (stage,) = recipe.stages()
         folder = self.work / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}-{steps}"
-        fit(
-            recipe=recipe, drafter=drafter,
+        fit(Fit(
+            objective=stage.objective, drafter=drafter,
             batches=Batches(traces, {"target": 1.0}, ROWS, seed=seed), evaluate=None,
             outputs=lambda batch, step: self.store.outputs(batch, self.target.device),
             config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
             tracker=Tracker(settings, folder, folder.name, {}),
-        )  # fmt: skip
+        ))  # fmt: skip
         return drafter.eval()
 
     def measure(self, drafter: Any) -> dict[str, dict[str, Any]]:
@@ -134,7 +134,7 @@ class Bench:
         accuracy = rank_accuracy(self.target, self.dev, drafter, K)
         shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
         if drafter.max_depth is None:
-            shapes |= {name: parse_tree(text) for name, text in TREES.items()}
+            shapes |= {name: parse_shape(text) for name, text in TREES.items()}
         found: dict[str, dict[str, Any]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
         for temperature, traces in self.held_out.items():
             sampling, key = Sampling(temperature), f"{temperature:g}"
@@ -142,7 +142,7 @@ class Bench:
             found["chain"][key] = [dataclasses.asdict(c) for c in result.counters]
             found["alpha"][key] = result.alpha_by_depth
             for name, shape in shapes.items():
-                counters = TreeReplay(self.target, traces, sampling, tree_budget(shape))(drafter)
+                counters = TreeReplay(self.target, traces, sampling, Budget.of(shape))(drafter)
                 found[name][key] = [dataclasses.asdict(c) for c in counters]
         return found
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from data.cache import CachedModel
-from data.decode import Request
 from data.prompts import load_prompts
-from data.sampling import Sampling, row_key
-from data.target import Target
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import SpeculativeDecoder
 from eval.measure import difference, plain_generate
-from eval.policies import make_budget
+from eval.policies.table import make_budget
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling, row_key
 
 GREEDY, LIMIT, K = Sampling(0.0), 96, 4
 

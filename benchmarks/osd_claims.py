@@ -37,17 +37,17 @@ import torch
 from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target, TargetOutputs
 from data.traces import Trace
-from drafters.base import Budget
 from drafters.load import load_drafter
+from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
-from recipes.base import Context
+from recipes.base import Context, Start
 from recipes.osd import Config, Recipe
+from target.model import Target, TargetOutputs
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -141,26 +141,27 @@ class Bench:
             eval_every=BLOCK // interval, save_every=steps,
         )  # fmt: skip
         recipe = Recipe(Config(K=K, **options), self.target)
-        recipe.observe(rows, {"before": start, **others})
         (found,) = [one for one in recipe.stages() if one.name == stage]
-        drafter = recipe.enter(found, copy.deepcopy(start), steps)
-        recipe.begin(found, NEW_TOKENS)
+        objective, others = found.objective, {"before": start, **others}
+        drafter = found.prepare(Start(copy.deepcopy(start), rows, others, steps, NEW_TOKENS))
         of = "-".join(f"{key}-{value}" for key, value in options.items() if key != "log")
         words = (name, seed, stage, f"{lr:g}", interval, len(rows), of)
         folder = WORK / "fits" / "-".join(map(str, words)).replace(" ", "-")
 
         def outputs(batch: Any, step: int) -> TargetOutputs | None:
-            if recipe.target_request(batch, step) is None:
+            if objective.target_request(batch, step) is None:
                 return None
             return self.target.outputs(batch.input_ids, batch.position_ids)
 
-        result = fit(
-            recipe=recipe, drafter=drafter,
+        result = fit(Fit(
+            objective=objective, drafter=drafter,
             batches=Batches(rows, {"target": 1.0}, interval, seed=seed),
-            evaluate=recipe.evaluated(None), outputs=outputs, config=settings, folder=folder,
+            evaluate=objective.evaluated(None, []), outputs=outputs, config=settings, folder=folder,
             seed=seed, accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
-            context=lambda step, batch: Context(batch, _no_generation, seed=seed, folder=folder),
-        )  # fmt: skip
+            context=lambda step, batch, drafter: Context(
+                batch, drafter, _no_generation, lambda: None, seed, folder
+            ),
+        ))  # fmt: skip
         return drafter.eval(), result.series
 
     def log_of(self, seed: int, rows: list[Trace]) -> Path:

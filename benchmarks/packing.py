@@ -26,8 +26,8 @@ from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedTraces
 from data.prompts import load_prompts
-from data.target import Target
 from data.traces import Trace
+from target.model import Target
 from trainer.compiled import compiled
 
 TARGET = "assets/toy/target"
@@ -54,10 +54,10 @@ class Arm:
             self.batches = PackedTraces(traces, "target", width, round(tokens / width), 0)
         self.target = Target.load(TARGET)
         module = importlib.import_module(f"recipes.{recipe_name}")
-        self.recipe = module.Recipe(module.Config(**RECIPES[recipe_name]), self.target)
-        self.recipe.begin(self.recipe.stages()[-1], NEW_TOKENS)
+        recipe = module.Recipe(module.Config(**RECIPES[recipe_name]), self.target)
+        self.objective = recipe.stages()[-1].objective
         torch.manual_seed(0)
-        self.recipe.drafter = drafter = self.recipe.build(traces).train()
+        self.drafter = drafter = recipe.build(traces).train()
         self.optimizer = torch.optim.AdamW(
             [p for p in drafter.parameters() if p.requires_grad], lr=1e-4
         )
@@ -68,15 +68,15 @@ class Arm:
         self.tokens_per_s.clear()
 
     def turn(self, count: int = STEPS) -> None:
-        recipe, tokens, began = self.recipe, 0, time.process_time()
+        objective, tokens, began = self.objective, 0, time.process_time()
         for index in itertools.islice(self.steps, count):
             batch = self.batches.at(index)
-            request = recipe.target_request(batch, index)
+            request = objective.target_request(batch, index)
             outputs = self.target.outputs(
                 batch.input_ids, batch.position_ids, layers=request.layers,
                 logits=request.logits, project_later=True,
             )  # fmt: skip
-            terms = recipe.loss(batch, outputs, index).terms
+            terms = objective.loss(self.drafter, batch, outputs, index).terms
             sum(weight * total / (n or 1) for total, n, weight in terms).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

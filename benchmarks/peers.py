@@ -66,16 +66,16 @@ from data.batches import Batch, collate
 from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
-from data.sampling import Sampling
-from data.target import LayerId, Target
 from data.traces import Trace
-from drafters.base import Budget
 from drafters.load import load_drafter
+from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
+from target.model import LayerId, Target
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.shift import supervised
 from trainer.tracking import Tracker
 
@@ -314,7 +314,7 @@ def train_ours(job: dict[str, Any]) -> None:
     recipe = eagle3.Recipe(method, data.target)
     torch.manual_seed(job["seed"])
     drafter = recipe.build(data.traces)
-    recipe.begin(recipe.stages()[0], 0)
+    objective = recipe.objective
     batches, count = Scheduled(data.traces, job["batches"]), len(job["batches"])
     config = TrainerConfig(
         max_steps=count, lr=job["lr"], lr_schedule="linear", lr_warmup_steps=job["warmup"],
@@ -323,7 +323,7 @@ def train_ours(job: dict[str, Any]) -> None:
     )  # fmt: skip
 
     def outputs(batch: Batch, step: int) -> Any:
-        request = recipe.target_request(batch, step)
+        request = objective.target_request(batch, step)
         assert request is not None
         if job["features"] == "cached":
             return data.features.outputs(batch)
@@ -331,11 +331,11 @@ def train_ours(job: dict[str, Any]) -> None:
             batch.input_ids, batch.position_ids, layers=request.layers, logits=False
         )
 
-    fit(
-        recipe=recipe, drafter=drafter, batches=batches, evaluate=None, outputs=outputs,
+    fit(Fit(
+        objective=objective, drafter=drafter, batches=batches, evaluate=None, outputs=outputs,
         config=config, folder=out / "fit", seed=job["seed"], tracker=Tracker(config, out, "", {}),
         accelerator=make_accelerator(config, cpu=True),
-    )  # fmt: skip
+    ))  # fmt: skip
     if job["draft"]:
         drafter.save_pretrained(out / "draft")
     (out / "stamps.json").write_text(json.dumps(batches.stamps))  # last: the rest is complete

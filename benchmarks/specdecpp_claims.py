@@ -7,10 +7,11 @@
     python -m benchmarks.specdecpp_claims remedies   # more text, and the newest token judged too
 
 Every cell trains a head for the supervised drafter that ships with the toy, at T=1, on the same
-texts in the same order. Policies cut the same rollouts (`eval.rollouts`) of held-out prompts, drawn
-alike for all cells and seeds; thresholds and K are chosen on held-out training text, for each cost
-c of a drafted token. Throughput is modelled, so that the machine plays no role. Differences are
-paired by prompt and bootstrapped over seeds and prompts. Settings were committed before the run.
+texts in the same order. Policies cut the same rollouts (`eval.policies.rollouts`) of held-out
+prompts, drawn alike for all cells and seeds; thresholds and K are chosen on held-out training text,
+for each cost c of a drafted token. Throughput is modelled, so that the machine plays no role.
+Differences are paired by prompt and bootstrapped over seeds and prompts. Settings were committed
+before the run.
 
 P1: for every fixed K between the ends, fewer discarded drafts at its own verification rate,
 interpolated on the head's curve. P2: at least 3 % above the best fixed K at c = 0.05 and 0.1. P3:
@@ -36,19 +37,19 @@ from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.kept import KeptLogits
 from data.prompts import load_prompts
-from data.sampling import Sampling
-from data.target import Target
 from data.traces import Trace
 from drafters.load import load_drafter
-from eval import rollouts
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
-from recipes.base import Context
-from recipes.phases.dev import split_dev
+from eval.policies import rollouts
+from eval.policies.table import POLICIES, make_budget
+from phases.dev import split_dev
+from recipes.base import Context, Start
 from recipes.specdecpp import Config, Recipe
+from target.model import Target
+from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import fit, make_accelerator
+from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -103,8 +104,7 @@ class Bench:
         recipe.accept(drafter)
         (stage,) = recipe.stages()
         torch.manual_seed(seed)
-        drafter = recipe.enter(stage, drafter, steps)
-        recipe.begin(stage, NEW_TOKENS)
+        drafter = stage.prepare(Start(drafter, self.train, {}, steps, NEW_TOKENS))
         texts, dev = ([t for t in own if t.domain != left_out] for own in (self.train, self.dev))
         kept, device = KeptLogits(self.target, texts, ["target"]), self.target.device
         settings = TrainerConfig(
@@ -113,17 +113,17 @@ class Bench:
         )  # fmt: skip
         name = f"{json.dumps(options, sort_keys=True)}-{left_out}-{seed}-{steps}"
         folder = WORK / "heads" / "".join(c if c.isalnum() else "_" for c in name)
-        evaluate = recipe.evaluated(None, dev)
+        evaluate = stage.objective.evaluated(None, dev)
         assert evaluate is not None
-        fit(
-            recipe=recipe, drafter=drafter,
+        fit(Fit(
+            objective=stage.objective, drafter=drafter,
             batches=Batches(texts, {"target": 1.0}, ROWS, seed=seed), evaluate=evaluate,
             outputs=lambda batch, step: None, config=settings, folder=folder, seed=seed,
             accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
-            context=lambda step, batch: Context(
-                batch, lambda *_: [], lambda: kept.outputs(batch.to(device))
+            context=lambda step, batch, drafter: Context(
+                batch, drafter, lambda *_: [], lambda: kept.outputs(batch.to(device))
             ),
-        )  # fmt: skip
+        ))  # fmt: skip
         drafter.eval()
         return drafter, evaluate(drafter, steps)
 
@@ -163,8 +163,7 @@ class Bench:
 def budgets() -> dict[str, Any]:
     found = {f"fixed:{k}": make_budget("fixed", k) for k in range(1, K_MAX + 1)}
     for family in FAMILIES[1:]:
-        for policy in rollouts.grid(family):
-            found[policy] = make_budget(policy, K_MAX, Config.K_min)
+        found |= {one.policy: one for one in POLICIES[family].grid(K_MAX, Config.K_min)}
     for zeros in LONGEST:
         policy = f"head:{1 - 10.0**-zeros:.12g}"
         found[policy] = make_budget(policy, K_MAX, Config.K_min)
@@ -216,7 +215,8 @@ def _try(bench: Bench, name: str, options: dict[str, Any], seed: int, steps: int
     bank = rollouts.draw(
         bench.target, drafter, bench.dev, Sampling(1.0), K_MAX, starts=STARTS, seed=7
     )
-    own = budgets() | {p: make_budget(p, K_MAX, Config.K_min) for p in rollouts.grid("head_last")}
+    last = POLICIES["head_last"].grid(K_MAX, Config.K_min)
+    own = budgets() | {one.policy: one for one in last}
     speeds = {}
     for family in ("head", "head_last", "product", "fixed"):
         found = [bank.counters(own[p]) for p in own if p.startswith(f"{family}:")]

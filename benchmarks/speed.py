@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed            # all parts; also: generation, plain, speculative, replay
 
-1. generation: traces by `data.decode` against padded `model.generate` batches in file order, same
+1. generation: traces by `target.decode` against padded `model.generate` batches in file order, same
    batch size, prompts and answers of mixed length, same tokens out. Goal 2x.
 2. plain: batch 1, plain decoding through our cache against `model.generate`. Goal 0.95x.
 3. speculative: batch 1 against transformers' assisted generation, same pair, same K. Goal 1.2x.
@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from data.cache import CachedModel
-from data.decode import Continuation, Request, decode
 from data.prompts import load_prompts
-from data.sampling import Sampling, row_key
-from data.target import Target
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import SpeculativeDecoder
 from eval.offline import OfflineEvaluator
-from eval.policies import make_budget
+from eval.policies.table import make_budget
+from target.cache import CachedModel
+from target.decode import Continuation, Request, decode
+from target.model import Target
+from target.sampling import Sampling, row_key
 
 RUNS = 7
 K = 4

@@ -20,13 +20,13 @@ K, LIMIT, PROMPTS = 4, 64, 24
 def main(arguments: list[str]) -> None:
     from data.generate import GenerationPlan, generate_traces
     from data.prompts import load_prompts
-    from data.sampling import Sampling
-    from data.target import Target
     from drafters.causal_lm import CausalLMDrafter
+    from engines.vllm_run import Speculation, serve
     from eval.metrics import summarise
     from eval.offline import OfflineEvaluator
-    from eval.policies import make_budget
-    from eval.served import Speculation, serve
+    from eval.policies.table import make_budget
+    from target.model import Target
+    from target.sampling import Sampling
 
     (folder,) = arguments
     target = Target.load("assets/toy/target")
