@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from data.batches import Batch, collate
-from data.features import FeaturesPlan, FeaturesStore, _shards, bytes_per_token, write_features
+from data.features import FeaturesPlan, FeaturesStore, bytes_per_token, shards_of, write_features
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace
@@ -113,7 +113,7 @@ def median_in_new_folders(call: Callable[[str], Any], runs: int) -> float:
 def groups_of(traces: list[Trace], plan: FeaturesPlan) -> list[tuple[Batch, list[Place]]]:
     """Shuffled batches of all rows, and where numpy finds them."""
     rows: list[tuple[Trace, Place]] = []
-    for number, shard in enumerate(_shards(traces, plan.tokens_per_shard)):
+    for number, shard in enumerate(shards_of(traces, plan.tokens_per_shard)):
         first = 0
         for _, trace in shard.rows:
             end = first + len(trace.prompt_ids) + len(trace.response_ids)

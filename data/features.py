@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.batches import Batch, collate
-from data.traces import REMEDY, Trace, _differences, _size
+from data.traces import REMEDY, Trace, differences, in_bytes
 from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import RunFault, UserError, require
 from trainer.files import damaged, read_json, sync, write_json
@@ -95,7 +95,7 @@ class _Shard(NamedTuple):
         return tensors
 
 
-def _shards(traces: Sequence[Trace], tokens_per_shard: int) -> list[_Shard]:
+def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[_Shard]:
     """Each distinct row once, longest first; only a row too long by itself exceeds the size."""
     distinct = {_key(t.prompt_ids, t.response_ids): t for t in traces if _length(t)}
     if not distinct:
@@ -115,7 +115,7 @@ def _parts(
     fingerprint: dict[str, Any], hidden_size: int, traces: Sequence[Trace], plan: FeaturesPlan
 ) -> tuple[dict[str, Any], list[_Shard]]:
     """The identity of a store, which decides its content, and its shards."""
-    shards = _shards(traces, plan.tokens_per_shard)
+    shards = shards_of(traces, plan.tokens_per_shard)
     keys = sorted(key for shard in shards for key, _ in shard.rows)
     identity = {
         "target": fingerprint,
@@ -283,12 +283,12 @@ def _check_budget(
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     if label:
         rows, tokens = identity["rows"], identity["tokens"]
-        size = f"{rows} rows, {tokens} tokens of {each} bytes, {_size(tokens * each)}"
-        print(f"{label}: {size} in {folder}; to write {_size(needed)}, free {_size(free)}")
+        size = f"{rows} rows, {tokens} tokens of {each} bytes, {in_bytes(tokens * each)}"
+        print(f"{label}: {size} in {folder}; to write {in_bytes(needed)}, free {in_bytes(free)}")
     if needed > free:
         raise UserError(
-            f"data.features need {_size(needed)} in {folder}, only {_size(free)} are free: lower "
-            "data.num_prompts, set data.features=live or use a larger disk (data.cache_dir)"
+            f"data.features need {in_bytes(needed)} in {folder}, only {in_bytes(free)} are free: "
+            "lower data.num_prompts, set data.features=live or use a larger disk (data.cache_dir)"
         )
 
 
@@ -396,5 +396,5 @@ def _read_shard(
 
 def _require_same(folder: Path, stored: Any, wanted: dict[str, Any]) -> None:
     if stored != wanted:
-        what = f"the store {folder} was made with {'; '.join(_differences(stored, wanted))}"
+        what = f"the store {folder} was made with {'; '.join(differences(stored, wanted))}"
         raise UserError(f"data.features: {what}; delete it or use another data.cache_dir")

@@ -160,7 +160,7 @@ class TraceStore:
         stored = read_json(path, REMEDY)["identity"]
         if wanted is not None and stored != wanted:
             raise UserError(
-                f"trace store {folder} was made with {'; '.join(_differences(stored, wanted))};"
+                f"trace store {folder} was made with {'; '.join(differences(stored, wanted))};"
                 " use another data.traces or delete it"
             )
         store = cls(folder, stored)
@@ -361,24 +361,25 @@ def check_budget(folder: str | Path, bytes_needed: int, free: int | None = None)
     if free is None:
         path = Path(folder).absolute()
         free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-    print(f"traces: about {_size(bytes_needed)} in {folder}; free {_size(free)}")
+    print(f"traces: about {in_bytes(bytes_needed)} in {folder}; free {in_bytes(free)}")
     if bytes_needed > free:
         raise UserError(
-            f"the traces need about {_size(bytes_needed)} in {folder}, only {_size(free)} are free:"
-            " lower data.num_prompts or data.max_new_tokens, or use a larger disk (data.cache_dir)"
+            f"the traces need about {in_bytes(bytes_needed)} in {folder}, only {in_bytes(free)} "
+            "are free: lower data.num_prompts or data.max_new_tokens, or use a larger disk "
+            "(data.cache_dir)"
         )
 
 
-def _size(num_bytes: int) -> str:
+def in_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
-def _differences(stored: Any, wanted: Any, key: str = "") -> list[str]:
+def differences(stored: Any, wanted: Any, key: str = "") -> list[str]:
     if not (isinstance(stored, dict) and isinstance(wanted, dict)):
         return [] if stored == wanted else [f"{key} {stored!r} (wanted: {wanted!r})"]
     lines = []
     for name in sorted(stored.keys() | wanted.keys()):
-        lines += _differences(stored.get(name), wanted.get(name), f"{key}.{name}".lstrip("."))
+        lines += differences(stored.get(name), wanted.get(name), f"{key}.{name}".lstrip("."))
     return lines
 
 

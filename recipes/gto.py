@@ -238,7 +238,7 @@ class TreeObjective(Objective):
             # other kernels differ in the last bits, which standardising blows up
             "device": self.target.device.type,
             **{f"method.{name}": getattr(self.config, name) for name in OF_REWARDS},
-            "shape": repr(self.shape),  # of a tree in a file, which may have changed
+            "shape": vars(self.shape),  # of a tree in a file, which may have changed
         }
 
     # --- loss ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from recipes.base import unwrapped
 from target.model import TargetOutputs
 from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
@@ -129,8 +130,8 @@ def _along(
         unrolled.append(states[paths.rows, places[:, number - 1]])
         if number < depth:
             return None
-        inner = getattr(drafter, "module", drafter)
-        return score(torch.stack(unrolled, 1)[known], inner.output_head(1), paths.tokens[known])
+        head = unwrapped(drafter).output_head(1)
+        return score(torch.stack(unrolled, 1)[known], head, paths.tokens[known])
 
     padded = F.pad(ids, (0, depth))
     found = drafter(padded, TargetOutputs(hidden), depth, collect, columns=columns, paths=fed)
