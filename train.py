@@ -29,16 +29,21 @@ def resolve(arguments: list[str]) -> tuple[Config, Any]:
     names = [word.partition("=")[2] for word in arguments if word.startswith("recipe=")]
     if len(names) != 1:
         raise UserError(f"name one recipe as recipe=<name>; available: {', '.join(base.names())}")
-    module, recipe_yaml = base.load(names[0])
-    return compose(names[0], module.Config, recipe_yaml, arguments), module
+    presets = [word for word in arguments if word.startswith("preset=")]
+    if len(presets) > 1:
+        raise UserError(f"name one preset, got {' '.join(presets)}")
+    module, files = base.load(names[0], presets[0].partition("=")[2] if presets else None)
+    words = [word for word in arguments if word not in presets]
+    return compose(names[0], module.Config, files, words), module
 
 
 def main(arguments: list[str]) -> int:
     from recipes import base
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
+    for noisy in ("httpx", "accelerate", "datasets", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of kernels not needed here
     if not arguments:
         print(__doc__)
         print(base.listing())

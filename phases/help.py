@@ -154,10 +154,10 @@ def sections(config: Config) -> Iterator[tuple[str, DataclassInstance]]:
         yield name, getattr(config, name)
 
 
-def composed(recipe: str) -> Config:
-    """The configuration of a recipe without any word on the command line."""
-    module, path = base.load(recipe)
-    return compose(recipe, module.Config, path, [])
+def composed(recipe: str, preset: str | None = None) -> Config:
+    """The configuration of a recipe and a preset without any further word on the command line."""
+    module, files = base.load(recipe, preset)
+    return compose(recipe, module.Config, files, [])
 
 
 def recipe_help(config: Config, width: int = 100) -> str:
@@ -187,15 +187,18 @@ def config_page() -> str:
                   f"See [recipes/{name}.md](recipes/{name}.md)."]  # fmt: skip
         if changed := _changed(config):
             parts.append(f"`recipes/{name}.yaml` sets {', '.join(changed)}.")
+        for preset in base.presets(name):
+            changed = _changed(composed(name, preset), config)
+            parts.append(f"`preset={preset}` sets {', '.join(changed)}.")
         parts.append(_table(keys_of("method", type(config.method)())))
     return "\n\n".join(parts) + "\n"
 
 
-def _changed(config: Config) -> list[str]:
-    """`key=value` of what the recipe's YAML sets."""
+def _changed(config: Config, base: Config | None = None) -> list[str]:
+    """`key=value` of what differs from `base`, by default from the schema's defaults."""
     words = []
     for section, settings in sections(config):
-        plain = type(settings)()
+        plain = getattr(base, section) if base else type(settings)()
         for field in dataclasses.fields(settings):
             value = getattr(settings, field.name)
             if value != getattr(plain, field.name):
@@ -221,14 +224,15 @@ PREFACE = """\
 
 <!-- written by `python -m scripts.config_page`: edit the comments at the fields instead -->
 
-Every command takes `section.key=value` words. A value comes from the first of these places that
-has one: the command line, `recipes/<name>.yaml`, the defaults below. An unknown key is refused with
-the closest known one, and so is a key that the command does not read. `python train.py
+Every command takes `section.key=value` words. A value comes from the first of these places that has
+one: the command line, the preset, `recipes/<name>.yaml`, the defaults below. An unknown key is
+refused with the closest known one, and so is a key that the command does not read. `python train.py
 recipe=eagle3 help=true` prints the keys of one recipe with the values that the recipe gives them.
 
 A value is written as in YAML: `trainer.lr=5e-5`, `eval.temperatures=[0,1]`, `model.drafter=null`,
-`'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Three keys stand
-outside of the sections: `recipe` names the method, `dry_run=true` prints the resolved configuration
-with the sizes of what the run would write and stops, `help=true` prints the keys of the recipe. The
-keys of a script, `script.*`, are explained by the script itself: run it without arguments or see
-the top of its file."""
+`'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Four keys stand
+outside of the sections: `recipe` names the method, `preset=published` takes the setting of its
+paper, for targets of several billion parameters (name your own target and prompts beside it),
+`dry_run=true` prints the resolved configuration with the sizes of what the run would write and
+stops, `help=true` prints the keys of the recipe. The keys of a script, `script.*`, are explained by
+the script itself: run it without arguments or see the top of its file."""

@@ -1,8 +1,10 @@
 """What a recipe says about itself; the loop and the phases are elsewhere.
 
 A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Recipe`, and
-`<name>.yaml` with what differs from the defaults. It is found by its file name. A `Recipe` makes a
-drafter and lists the stages that train it; each `Stage` carries the `Objective` it trains with.
+`<name>.yaml` with what differs from the defaults. It is found by its file name. A preset is
+`<name>.<preset>.yaml`, read on top of that: `published` holds the setting of the paper. A `Recipe`
+makes a drafter and lists the stages that train it; each `Stage` carries the `Objective` it trains
+with.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.common.config import Config
 from target.model import TargetOutputs, TargetRequest
+from trainer.checks import require_one_of
 from trainer.config import UserError, suggest
 from trainer.losses import LossOutput
 from trainer.objective import State
@@ -190,14 +193,23 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
 
 
-def load(name: str) -> tuple[ModuleType, Path | None]:
-    """The recipe's module and its YAML."""
+def load(name: str, preset: str | None = None) -> tuple[ModuleType, list[Path]]:
+    """The recipe's module and its YAML files: its own, and that of the preset."""
     if name not in names():
         raise UserError(
             f"unknown recipe {name!r}; available: {', '.join(names())}{suggest(name, names())}"
         )
-    yaml = FOLDER / f"{name}.yaml"
-    return importlib.import_module(f"recipes.{name}"), yaml if yaml.exists() else None
+    files = [path for path in (FOLDER / f"{name}.yaml",) if path.exists()]
+    if preset is not None:
+        known = presets(name)
+        require_one_of("preset", preset, tuple(known) or ("left out: this recipe has none",))
+        files.append(known[preset])
+    return importlib.import_module(f"recipes.{name}"), files
+
+
+def presets(name: str) -> dict[str, Path]:
+    """The recipe's presets by name, and their YAML files."""
+    return {path.name.split(".")[1]: path for path in sorted(FOLDER.glob(f"{name}.*.yaml"))}
 
 
 def listing() -> str:

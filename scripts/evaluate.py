@@ -50,12 +50,12 @@ def resolve(arguments: list[str]) -> Config:
         )
     stored = Path(given[0]).parent / "config.yaml"
     if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
-        return compose("evaluate", base.NoMethod, None, arguments, script_keys=("out",))
+        return compose("evaluate", base.NoMethod, (), arguments, script_keys=("out",))
     recipe = load_yaml(stored).get("recipe")
     if not isinstance(recipe, str):
         raise UserError(f"{stored} names no recipe: it is damaged, or no configuration of a run")
     method = base.load(recipe)[0].Config
-    config = compose(recipe, method, stored, arguments, script_keys=("out",), reads=READS)
+    config = compose(recipe, method, (stored,), arguments, script_keys=("out",), reads=READS)
     asked = {word.partition("=")[0] for word in arguments}
     # the folder may come from somebody else
     if "model.trust_remote_code" not in asked:

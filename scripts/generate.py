@@ -23,7 +23,7 @@ READS = ("dry_run", "run.seed", *run.OF_TARGET,
 
 def main(arguments: list[str]) -> int:
     try:
-        config = compose("generate", NoMethod, None, arguments)
+        config = compose("generate", NoMethod, (), arguments)
         run.check_words(
             arguments, READS, "scripts.generate",
             run_dir="data.traces, else data.cache_dir, says where its traces go",

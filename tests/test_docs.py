@@ -116,7 +116,7 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
         elif entry == "train.py" and words:
             train.resolve(words)
         elif entry == "scripts.generate":
-            compose("generate", base.NoMethod, None, words)
+            compose("generate", base.NoMethod, (), words)
             run.check_words(words, generate.READS, entry)
         elif entry == "scripts.evaluate":
             evaluate.resolve(words)

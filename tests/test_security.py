@@ -288,7 +288,7 @@ def test_no_secret_of_a_configuration_is_shown_stored_or_part_of_its_identity(wo
         assert MARK in text
     assert config.hash() == train.resolve(made("opaque-two"))[0].hash()
     with pytest.raises(UserError, match="holds a secret, which a stored configuration leaves out"):
-        compose(config.recipe, type(config.method), tmp_path / "config.yaml", [])
+        compose(config.recipe, type(config.method), (tmp_path / "config.yaml",), [])
 
 
 WRONG = [

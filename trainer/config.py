@@ -1,9 +1,9 @@
 """The one schema of every command, its defaults, and the errors a user can make.
 
-Order: the defaults below, then `recipes/<name>.yaml`, then `section.key=value` from the command
-line. OmegaConf is used only here; everybody else receives plain dataclasses. `method.*` is typed
-by the recipe's own `Config`, `data.*` and `eval.*` by dataclasses of those rooms. The caller hands
-them in, so that this room knows no method and no key of another room.
+Order: the defaults below, then the recipe's YAML and a preset's, then `section.key=value` from the
+command line. OmegaConf is used only here; everybody else receives plain dataclasses. `method.*` is
+typed by the recipe's own `Config`, `data.*` and `eval.*` by dataclasses of those rooms. The caller
+hands them in, so that this room knows no method and no key of another room.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -331,14 +331,14 @@ def compose(
     kind: type[C],
     recipe: str,
     method: type,
-    recipe_yaml: Path | None,
+    files: Sequence[Path],
     arguments: list[str],
     script_keys: tuple[str, ...] = (),
     reads: Collection[str] | None = None,
 ) -> C:
-    """Defaults, the recipe's YAML, then `arguments`; every check that needs no model is done. A
-    secret that a stored configuration leaves out is asked for; `reads`: only in these keys and
-    sections."""
+    """Defaults, then the YAML `files` in turn, then `arguments`; every check that needs no model is
+    done. A secret that a stored configuration leaves out is asked for; `reads`: only in these keys
+    and sections."""
     schema: dict[str, type] = {**sections(kind), "method": method}
     known = known_keys(schema, script_keys)
     empty = {name: OmegaConf.structured(section) for name, section in schema.items()}
@@ -346,11 +346,7 @@ def compose(
         {"recipe": recipe, "dry_run": False, "script": dict.fromkeys(script_keys), **empty}
     )
     OmegaConf.set_struct(tree, True)
-    layers = []
-    if recipe_yaml is not None:
-        layers.append(
-            (str(recipe_yaml), _flatten(translated(load_yaml(recipe_yaml), schema), known))
-        )
+    layers = [(str(path), _flatten(translated(load_yaml(path), schema), known)) for path in files]
     layers.append(
         (
             "command line",

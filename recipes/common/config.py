@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,10 +20,10 @@ class Config(config.Config):
 def compose(
     recipe: str,
     method: type,
-    recipe_yaml: Path | None,
+    files: Sequence[Path],
     arguments: list[str],
     script_keys: tuple[str, ...] = (),
     reads: Collection[str] | None = None,
 ) -> Config:
     """See `trainer.config.compose`."""
-    return config.compose(Config, recipe, method, recipe_yaml, arguments, script_keys, reads)
+    return config.compose(Config, recipe, method, files, arguments, script_keys, reads)

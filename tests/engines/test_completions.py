@@ -226,4 +226,4 @@ def test_a_run_trains_on_a_servers_text_and_reports_on_its_own(
 )
 def test_bad_settings_end_in_one_line(words, says):
     with pytest.raises(UserError, match=says):
-        compose("distillspec", Config, None, words)
+        compose("distillspec", Config, (), words)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
+import train
 from data.config import DataConfig
 from eval.config import EvalConfig
 from recipes import base
@@ -37,11 +38,11 @@ class Method:
 
 
 def made(*words, layer=None, tmp_path=None, method=Method, recipe="test", **options):
-    path = None
+    files = ()
     if layer is not None:
-        path = tmp_path / "layer.yaml"
-        path.write_text(layer)
-    return compose(recipe, method, path, list(words), **options)
+        files = (tmp_path / "layer.yaml",)
+        files[0].write_text(layer)
+    return compose(recipe, method, files, list(words), **options)
 
 
 # layers
@@ -85,7 +86,7 @@ def test_a_yaml_that_cannot_be_read_is_named(tmp_path, content, says):
     if content:
         path.write_text(content)
     with pytest.raises(UserError, match=says):
-        compose("test", Method, path, [])
+        compose("test", Method, (path,), [])
 
 
 # values
@@ -294,24 +295,71 @@ def test_overrides_know_their_keys():
 
 @pytest.mark.parametrize("name", base.names())
 def test_config_yaml_composes_to_the_same_configuration(tmp_path, name):
-    module, path = base.load(name)
+    module, files = base.load(name)
     words = [
         "trainer.lr=3e-5", "data.temperature=[0, 1]", "data.stop_strings=['a: b', '\\n']",
         "data.chat_template_kwargs={a: {b: 1}}", "run.dir=x", "eval.policy=confidence:0.5",
     ]  # fmt: skip
-    config = compose(name, module.Config, path, words)
+    config = compose(name, module.Config, files, words)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    again = compose(name, module.Config, tmp_path / "config.yaml", [])
+    again = compose(name, module.Config, (tmp_path / "config.yaml",), [])
     assert again == config
     assert again.hash() == config.hash()
 
 
 @pytest.mark.parametrize("name", base.names())
 def test_every_recipe_says_in_its_yaml_only_what_differs(name):
-    module, path = base.load(name)
-    if path is not None:
-        assert compose(name, module.Config, path, []) != compose(name, module.Config, None, [])
+    module, files = base.load(name)
+    for path in files:
+        assert compose(name, module.Config, files, []) != compose(name, module.Config, (), [])
         assert path.parent == ROOT / "recipes"
+
+
+PRESETS = [(name, preset) for name in base.names() for preset in base.presets(name)]
+
+
+def test_every_recipe_has_the_setting_of_its_paper():
+    assert {name for name, preset in PRESETS if preset == "published"} == set(base.names())
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsys, name, preset):
+    own = train.resolve([f"recipe={name}"])[0]
+    words = [f"recipe={name}", f"preset={preset}"]
+    taken = train.resolve(words)[0]
+    assert taken.trainer.max_steps != own.trainer.max_steps
+    assert taken.trainer.precision == "bf16"
+    assert train.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
+    assert taken.hash() != own.hash()
+    assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0
+    assert f"  max_steps: {taken.trainer.max_steps}\n" in capsys.readouterr().out
+
+
+def test_presets_hold_the_quirks_of_published_code():
+    def method(name):
+        return train.resolve([f"recipe={name}", "preset=published"])[0].method
+
+    for name in ("medusa", "medusa2", "hydra", "hydrapp"):
+        assert method(name).tie_layers
+        assert not base.load(name)[0].Config().tie_layers
+    for name in ("hydra", "hydrapp"):
+        assert not method(name).identity_residual
+    assert method("specdecpp").shared_blocks
+    assert (method("eagle3").steps, method("eagle3").draft_vocab_size) == (7, 32_000)
+    assert train.resolve(["recipe=eagle", "preset=hass"])[0].method.top_weight == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["preset=hass"], r"preset must be one of published, got 'hass'"),
+        (["preset=published", "preset=published"], r"name one preset, got preset=published pr"),
+        (["preset="], r"preset must be one of published, got ''"),
+    ],
+)
+def test_a_preset_that_is_not_there_is_refused(words, says):
+    with pytest.raises(UserError, match=says):
+        train.resolve(["recipe=medusa", *words])
 
 
 def test_the_hash_is_of_what_can_change_a_number(tmp_path):
@@ -333,22 +381,22 @@ def test_the_run_folder_is_named_by_recipe_and_hash():
 
 @pytest.mark.parametrize("text", ["Note: be brief", "# hi", "yes", "off", "[a]", "1e-4"])
 def test_text_is_taken_as_it_stands(text):
-    config = compose("distillspec", Method, None, [f"data.system_prompt={text}"])
+    config = compose("distillspec", Method, (), [f"data.system_prompt={text}"])
     assert config.data.system_prompt == text
 
 
 def test_quotes_around_text_are_dropped_and_null_is_none():
     given = ['data.system_prompt="a: b"', "model.drafter=null", "trainer.wandb=off"]
-    config = compose("distillspec", Method, None, given)
+    config = compose("distillspec", Method, (), given)
     assert (config.data.system_prompt, config.model.drafter) == ("a: b", None)
     assert config.trainer.wandb == "off"
 
 
 def test_how_often_a_run_saves_is_no_part_of_its_identity():
-    one = compose("distillspec", Method, None, [])
+    one = compose("distillspec", Method, (), [])
     free = ["trainer.save_every=7", "trainer.wandb=offline", "run.stage=x", "run.dir=y"]
-    assert compose("distillspec", Method, None, free).hash() == one.hash()
-    assert compose("distillspec", Method, None, ["trainer.lr=7"]).hash() != one.hash()
+    assert compose("distillspec", Method, (), free).hash() == one.hash()
+    assert compose("distillspec", Method, (), ["trainer.lr=7"]).hash() != one.hash()
 
 
 @pytest.mark.parametrize(
@@ -357,15 +405,15 @@ def test_how_often_a_run_saves_is_no_part_of_its_identity():
 def test_text_is_taken_literally_never_looked_up(tmp_path, text):
     words = [f"data.system_prompt={text}", f"data.stop_strings={json.dumps([text])}",
              f"data.chat_template_kwargs={json.dumps({'a': text})}"]  # fmt: skip
-    config = compose("none", Method, None, words)
+    config = compose("none", Method, (), words)
     assert config.data.system_prompt == text
     assert config.data.stop_strings == [text]
     assert config.data.chat_template_kwargs == {"a": text}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert compose("none", Method, tmp_path / "config.yaml", []).to_dict() == config.to_dict()
+    assert compose("none", Method, (tmp_path / "config.yaml",), []).to_dict() == config.to_dict()
 
 
 def test_a_number_is_never_looked_up_in_the_environment(monkeypatch):
     monkeypatch.setenv("SEED", "7")
     with pytest.raises(UserError, match=r"run.seed: cannot take '\$\{oc.env:SEED\}'"):
-        compose("none", Method, None, ["run.seed=${oc.env:SEED}"])
+        compose("none", Method, (), ["run.seed=${oc.env:SEED}"])
