@@ -203,12 +203,16 @@ KINDS = "drafters/kinds.py"
 
 
 def add_the_method_of_the_page(root: Path) -> None:
-    """Its complete files, and the row of step 2 with its import."""
+    """Its complete files, the row of step 2 with its import, and the verifier's row."""
     text = PAGE.read_text()
     for path, content in re.findall(
         r"^`([\w/.]+)`[^\n]*:\n\n```(?:python|yaml)\n(.*?)```", text, flags=re.S | re.M
     ):
         (root / path).write_text(content)
+    top = "eval/verifiers/top.py"
+    Dummy(top, "Top", "eval.verifier=top:2", "verifier", "top:2", (root / top).read_text()).add(
+        root
+    )
     (row,) = re.findall(r"^Kind\(LinearDrafter,.*$", text, flags=re.M)
     table = root / KINDS
     kinds = table.read_text().replace(
@@ -226,11 +230,13 @@ def test_a_head_without_an_engine_is_three_files_and_a_row(tmp_path, tiny_folder
     before = files(root)
     add_the_method_of_the_page(root)
     after = files(root)
-    new = {"drafters/linear.py", "recipes/linear.py"}
+    new = {"drafters/linear.py", "recipes/linear.py", "eval/verifiers/top.py"}
     assert (after.keys() - before.keys(), (root / "recipes/linear.yaml").exists()) == (new, True)
-    assert {name for name in before if before[name] != after[name]} == {KINDS}
-    lines = [set(text[KINDS].splitlines()) for text in (before, after)]
-    assert len(lines[1] - lines[0]) == 2  # its import and its row
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {KINDS, "eval/verifiers/table.py"}
+    for name in changed:
+        lines = [set(text[name].splitlines()) for text in (before, after)]
+        assert len(lines[1] - lines[0]) == 2  # its import and its row
 
     words = [word for word in command(tmp_path, tiny_folder("llama")) if "method." not in word]
     words = [word for word in words if not word.startswith(("recipe=", "eval.K="))]
@@ -244,6 +250,22 @@ def test_a_head_without_an_engine_is_three_files_and_a_row(tmp_path, tiny_folder
     counters = {(row["num_rounds"], row["tokens_per_round"]) for row in rows if not row["tree"]}
     assert len(rows) >= 2
     assert len(counters) == 1
+
+    # the saved head is loaded and measured again, by the verifier of the page too
+    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
+    words = [word for word in words if not word.startswith(("eval.K=", "eval.temperatures="))]
+    words += ["eval.K=3", "eval.temperatures=0", "eval.verifier=top:2"]
+    words += [f"eval.drafter={tmp_path / 'run' / 'drafter'}", f"script.out={tmp_path / 'again'}"]
+    given = [sys.executable, "-m", "scripts.evaluate", *words]
+    done = subprocess.run(given, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "again" / "report.json").read_text())["results"]
+    again = [row for row in again if row["role"] == "measured"]
+    exact = {(r["num_rounds"], r["tokens_per_round"]) for r in again if r["verifier"] == "token"}
+    assert exact == counters
+    (lossy,) = [row for row in again if row["verifier"] == "top"]  # :2 is its default
+    assert not lossy["lossless"]
+    assert lossy["tokens_per_round"] >= counters.pop()[1]
 
 
 def test_a_recipe_on_a_network_that_is_there_is_two_files(tmp_path):

@@ -37,7 +37,7 @@ SCRIPT_KEYS = {
     "scripts.request_log": [f"script.{key}" for key in request_log.KEYS],
 }
 # what else a block may start; keys of ours stand in none of them
-OTHERS = ("bash", ".venv/bin/pip", "python3", "source", "srun", "vllm")
+OTHERS = ("bash", "export", "head", ".venv/bin/pip", "python3", "source", "srun", "vllm")
 
 
 @dataclass
