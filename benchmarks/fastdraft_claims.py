@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from data.batches import Batches
+from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
-from data.kept import KeptLogits
 from data.packing import PackedBatches
 from data.prompts import load_prompts
 from data.traces import Trace
@@ -101,7 +101,7 @@ class Bench:
         self.train, dev = split_dev([t for t in traces if t.fixed_ids], 0)
         self.dev = [t for t in dev if t.temperature == 1]
         self.held_out = {t: self._traces("eval", scale.held_out, (t,), 99) for t in TEMPERATURES}
-        self.kept = KeptLogits(self.target, self.train, ["target"])
+        self.kept = CachedLogits(self.target, self.train, ["target"])
         self.tokens: dict[str, float] = {  # supervised ones per step of an alignment
             source: scale.rows * sum(len(getattr(t, field)) for t in self.train) / len(self.train)
             for source, field in (("target", "response_ids"), ("fixed", "fixed_ids"))

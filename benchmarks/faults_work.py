@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import train
 from data import corpus
 from data.batches import Batches
-from data.features import FeaturesPlan, write_features
+from data.features import write_features
+from data.features_layout import FeaturesPlan
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import TraceStore

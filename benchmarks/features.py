@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from data.batches import Batch, collate
-from data.features import FeaturesPlan, FeaturesStore, bytes_per_token, shards_of, write_features
+from data.features import FeaturesStore, write_features
+from data.features_layout import FeaturesPlan, bytes_per_token, shards_of
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from data.batches import Batches
-from data.features import FeaturesPlan, features_folder, write_features
+from data.features import write_features
+from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from data.batches import Batches
+from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
-from data.kept import KeptLogits
 from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.load import load_drafter
@@ -106,7 +106,7 @@ class Bench:
         torch.manual_seed(seed)
         drafter = stage.prepare(Start(drafter, self.train, {}, steps, NEW_TOKENS))
         texts, dev = ([t for t in own if t.domain != left_out] for own in (self.train, self.dev))
-        kept, device = KeptLogits(self.target, texts, ["target"]), self.target.device
+        kept, device = CachedLogits(self.target, texts, ["target"]), self.target.device
         settings = TrainerConfig(
             max_steps=steps, batch_size=ROWS, lr=LR, log_every=steps, save_every=steps,
             eval_every=25,

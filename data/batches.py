@@ -1,6 +1,6 @@
-"""Batches as a function of their index: nothing to save, nothing to lose on resume.
+"""Batches as a function of their index, so that a checkpoint need not save their order.
 
-A permutation of the traces per epoch decides whose turn it is; the source of each response (the
+A permutation of the traces per epoch decides their order; the source of each response (the
 data set's own, the target's, or the drafter's, to be generated) is drawn from the shares of the
 mix with randomness keyed by (seed, index).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,16 +21,21 @@ from trainer.config import UserError
 from trainer.losses import CompressedTeacher
 from trainer.shift import response_mask, supervised
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SOURCES = ("fixed", "target", "draft")
 
 
 @dataclass
 class Batch:
-    """Right-padded rows. input_ids, position_ids, document_ids [B, L] int64 (document -1: padding),
-    loss_mask [B, L] bool over tokens. `prompts`, `responses`, `sources`: of each text; one of
-    source "draft" comes without a response until a recipe generates one. A text is a row, unless
+    """Right-padded or packed rows of token ids.
+
+    `input_ids`, `position_ids`, `document_ids`: [B, L] int64 (document -1: padding); `loss_mask`:
+    [B, L] bool over tokens. `prompts`, `responses` and `sources` have one entry per text; a text of
+    source "draft" has no response until a recipe generates one. A text is a row, unless
     `text_starts` names the row and the column where each begins, and `document_ids` the text of
-    each token. `teacher`: of the N supervised positions.
+    each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`.
     """
 
     input_ids: torch.Tensor
@@ -55,28 +60,29 @@ class Batch:
         return self.text_starts or [(row, 0) for row in range(len(self.prompts))]
 
     def supervised(self, depth: int = 0) -> torch.Tensor:
-        """`trainer.shift.supervised` of these texts, [B, L-1] bool"""
+        """`trainer.shift.supervised` of these texts, [B, L-1] bool."""
         return supervised(self.loss_mask, depth, self.documents)
 
     def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The text, from 0, of the token that each of these logits scores, [N] int64"""
+        """Number of the text, from 0, whose token each of these logits scores, [N] int64."""
         return rows if self.text_starts is None else self.document_ids[rows, index + 1]
 
     def count(self, trained: torch.Tensor, reduction: str) -> float:
-        """The denominator of a mean over these logit indices [B, L-1]: by "token" or "sequence"."""
+        """Denominator of a mean by "token" or "sequence"; `trained` [B, L-1] bool: its logits."""
         if reduction == "token":
             return float(trained.sum())
         return float(self.texts_of(*trained.nonzero(as_tuple=True)).unique().numel())
 
     def to(self, device: torch.device | str) -> Batch:
-        moved: dict[str, Any] = {}
+        """A copy with all tensors on `device`."""
+        moved: dict[str, object] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if isinstance(value, torch.Tensor):
                 moved[item.name] = value.to(device)
             elif isinstance(value, CompressedTeacher):
-                tensors: Any = [t if t is None else t.to(device) for t in vars(value).values()]
-                moved[item.name] = CompressedTeacher(*tensors)
+                tensors = {k: t.to(device) for k, t in vars(value).items() if t is not None}
+                moved[item.name] = dataclasses.replace(value, **tensors)
         return dataclasses.replace(self, **moved)
 
 
@@ -86,8 +92,10 @@ def collate(
     sources: Sequence[str],
     index: int = 0,
 ) -> Batch:
-    """Mask from the prompt/response boundary of the token ids, never from the text or the pad
-    id."""
+    """A batch of one text per row, right-padded.
+
+    The mask comes from the boundary of prompt and response ids, never from text or the pad id.
+    """
     starts = [len(p) for p in prompts]
     ends = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     ids, positions = right_padded([[*p, *r] for p, r in zip(prompts, responses, strict=True)])
@@ -109,9 +117,13 @@ def collate(
 
 @dataclass
 class Batches:
-    """`mix`: shares of SOURCES summing to one; `per`: one source per "batch" or per "example";
-    `ramp`: the share of draft text rises to its own over so many batches, the other sources fill
-    in; `teacher`: attach the compressed teacher stored with the traces (target rows only)."""
+    """`batches.at(index)`: one text per row.
+
+    `mix`: shares of SOURCES, which sum to one; `per`: one source per "batch" or per "example";
+    `ramp`: batches over which the share of draft text rises to its value, while the other sources
+    fill in; `teacher`: attach the compressed teacher stored with the traces (target rows only).
+    Raises UserError where the traces lack fixed responses, response tokens or a teacher.
+    """
 
     traces: Sequence[Trace]
     mix: Mapping[str, float]
@@ -130,7 +142,7 @@ class Batches:
             missing = sum(not t.fixed_ids for t in self.traces)
             if missing:
                 raise UserError(
-                    f"method.data_mix asks for fixed responses, {missing} of {len(self.traces)} "
+                    f"method.data_mix needs fixed responses, {missing} of {len(self.traces)} "
                     "prompts have none: "
                     "name data.response_column or set fixed to 0"
                 )
@@ -183,18 +195,22 @@ class Batches:
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """[count] int64: whose turn it is in an epoch."""
+    """The order of an epoch: a permutation of 0..count-1, [count] int64."""
     return np.random.default_rng([seed, epoch, 1]).permutation(count)
 
 
 def response_of(trace: Trace, source: str) -> list[int]:
+    """Response ids of a source: "fixed", "target", or "draft", which has none yet."""
     if source == "draft":
         return []
     return trace.fixed_ids if source == "fixed" else trace.response_ids
 
 
 def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
-    """Positions in the order of `trainer.shift`: row by row, left to right."""
+    """The stored teachers of all rows, positions in the order of `trainer.shift`.
+
+    That is row by row, left to right. The tail is left out where a row has none.
+    """
 
     def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([torch.tensor(getattr(row, name), dtype=dtype) for row in rows])
@@ -212,9 +228,11 @@ def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
 PREVIEW_CHARACTERS, PREVIEW_TOKENS = 240, 48  # of the prompt's end, of the response's beginning
 
 
-def preview(batch: Batch, tokenizer: Any) -> str:
-    """The first supervised text with its trained tokens between brackets, for a look before step
-    1: the end of the prompt and the beginning of the response."""
+def preview(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first supervised text with its trained tokens in brackets, printed before step 1.
+
+    It shows the end of the prompt and the beginning of the response.
+    """
     for text, (row, first) in enumerate(batch.starts()):
         prompt_ids, response_ids = batch.prompts[text], batch.responses[text]
         begin = first + len(prompt_ids)
@@ -223,9 +241,9 @@ def preview(batch: Batch, tokenizer: Any) -> str:
             break
     else:
         return "first batch: no response yet (the drafter generates it)"
-    shown = [tokenizer.decode([token]) for token in response_ids[:PREVIEW_TOKENS]]
+    shown = [str(tokenizer.decode([token])) for token in response_ids[:PREVIEW_TOKENS]]
     response = "".join(f"[{t}]" if on else t for t, on in zip(shown, trained, strict=False))
-    prompt = tokenizer.decode(prompt_ids)
+    prompt = str(tokenizer.decode(prompt_ids))
     return (
         f"first batch, row {row} ({batch.sources[text]}): {len(prompt_ids)} prompt tokens, "
         f"{sum(trained)} trained, in brackets\n"

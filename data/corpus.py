@@ -1,16 +1,11 @@
-"""Raw text: from its source to one long row of token ids on the disk, written once.
-
-A source is `toy:<domain>` (the training modules of the embedded domains), a file or a folder of
-files (.txt .jsonl .json .parquet .csv, each also .gz; a .txt file is one document), or a Hub data
-set id; options follow a `#`: `org/name#config=c&split=train&column=text&revision=main`. Files and
-data sets are streamed by `datasets`; nothing is held at once.
+"""Raw text as one long row of token ids on the disk, written once. `data/raw_text.py` reads it.
 
     source.json     what the tokens were made of
     tokens.bin      uint32, every document ends in EOS
     ends.bin        uint64, where each document ends in it
     blocks.jsonl    one line per finished block: documents, tokens, running SHA-256
 
-A block counts from the moment its line is written. A killed run goes on behind the last one, a
+A block counts from the moment its line is written. A killed run goes on after the last block, a
 later stage that needs more text makes the same file longer, and what a shorter budget reads of it
 stays the same.
 """
@@ -21,161 +16,44 @@ import hashlib
 import itertools
 import json
 import os
-import platform
-import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl
+from typing import TypedDict
 
 import numpy as np
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from data import toy
+from data.raw_text import Source
 from target.model import Target
-from trainer.checks import is_file
-from trainer.config import RunFault, UserError, suggest
+from trainer.config import RunFault, UserError
 from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
 
-COLUMNS = ("text", "content", "code")
-KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-OPTIONS = ("config", "split", "column", "revision")
 BLOCK_DOCUMENTS = 512
-BLOCK = {"documents": int, "kept": int, "tokens": int, "sha256": str, "last": bool}
 VERIFIED = "verified.json"  # the state of the files whose hashes were last compared
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where raw text comes from; `config`, `split` and `revision` belong to Hub data sets."""
+class Block(TypedDict):
+    """A line of blocks.jsonl: what the files hold once this block is written."""
 
-    name: str
-    config: str | None = None
-    split: str | None = None
-    column: str | None = None
-    revision: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        name, _, tail = text.partition("#")
-        options = dict(parse_qsl(tail))
-        for key in options:
-            if key not in OPTIONS:
-                known = ", ".join(OPTIONS)
-                raise UserError(
-                    f"corpus {text!r}: unknown option {key!r}{suggest(key, list(OPTIONS))}; known: "
-                    f"{known}, as in org/name#split=train&column=text"
-                )
-        source = cls(name, **options)
-        kind, _, domain = name.partition(":")
-        if kind == "toy" and domain not in toy.DOMAINS:
-            known = ", ".join(f"toy:{one}" for one in toy.DOMAINS)
-            raise UserError(f"unknown corpus {text!r}; of the toy there are {known}")
-        path = Path(name).expanduser()
-        there = os.path.exists(path)
-        allowed = () if kind == "toy" else ("column",) if there else OPTIONS
-        for key in options:
-            if key not in allowed:
-                raise UserError(f"corpus {text!r}: {key} does not apply to {name}; leave it out")
-        if allowed == OPTIONS and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            raise UserError(f"corpus {name} does not exist: neither file, folder nor Hub data set")
-        if allowed == OPTIONS and _suffix(path) in KINDS:
-            raise UserError(f"corpus file {name} does not exist")
-        return source
-
-    @property
-    def is_toy(self) -> bool:
-        return self.name.startswith("toy:")
-
-    def files(self) -> list[Path]:
-        """The files of a local source, [] where it is none."""
-        path = Path(self.name).expanduser()
-        if not os.path.isdir(path) and is_file("corpus file", path):
-            return [path]
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in KINDS)
-        if path.is_dir() and not found:
-            raise UserError(f"corpus folder {self.name} holds no file of {' '.join(KINDS)}")
-        return found
-
-    def identity(self) -> dict[str, Any]:
-        """What fixes its text: of files their content, of the toy the library it is made of."""
-        if self.is_toy:
-            made = hashlib.sha256(Path(toy.__file__).read_bytes()).hexdigest()
-            return {"name": self.name, "python": platform.python_version(), "toy": made}
-        files = self.files()
-        if not files:
-            return asdict(self)
-        return {"column": self.column, "files": {str(p): _sha256(p) for p in files}}
-
-    def texts(self, skip: int) -> Iterator[str]:
-        """Its documents from number `skip` on, "" where one is empty."""
-        if self.is_toy:
-            found = toy.documents(self.name.removeprefix("toy:"), "train")
-            yield from (document.text for document in itertools.islice(found, skip, None))
-            return
-        dataset, column = self._open()
-        rows = dataset.skip(skip) if skip else dataset
-        for number, row in _rows(rows, self, skip):
-            text = row.get(column)
-            if text is not None and not isinstance(text, str):
-                kind = type(text).__name__
-                raise UserError(
-                    f"corpus {self.name} row {number}: column {column!r} must hold text, got {kind}"
-                )
-            yield text or ""
-
-    def _open(self) -> tuple[Any, str]:
-        """The streamed data set and the column of its text."""
-        import datasets
-
-        files = self.files()
-        kinds = {KINDS.get(_suffix(path)) for path in files}
-        if None in kinds or len(kinds) > 1:
-            known = " ".join(KINDS)
-            raise UserError(
-                f"corpus {self.name} must be one file or a folder of files of one kind ({known})"
-            )
-        try:
-            if files:
-                kind = kinds.pop()
-                options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-                names = [str(path) for path in files]
-                dataset: Any = datasets.load_dataset(
-                    str(kind), data_files=names, split="train", streaming=True, **options
-                )
-            else:
-                dataset = datasets.load_dataset(
-                    self.name, self.config, split=self.split or "train", streaming=True,
-                    revision=self.revision,
-                )  # fmt: skip
-            first = next(iter(dataset), None)
-        except Exception as error:  # whatever the layers below raise, the remedy is the same
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"corpus {self.name!r} cannot be opened as a file, a folder or a Hub data set with "
-                f"config={self.config} split={self.split or 'train'} "
-                f"({type(error).__name__}: {reason})"
-            ) from error
-        columns = list(first or {})
-        column = self.column or next((name for name in COLUMNS if name in columns), None)
-        if first is not None and column not in columns:
-            raise UserError(
-                f"corpus {self.name} has no column {self.column or ' or '.join(COLUMNS)!r}; "
-                f"columns: {', '.join(columns)}; name one as {self.name}#column=..."
-            )
-        return dataset, str(column)
+    documents: int  # read from the source, empty ones included
+    kept: int  # documents that are in the files: those that are not empty
+    tokens: int
+    sha256: str  # running: the sum of the block before it, its tokens and its ends
+    last: bool  # the source has ended
 
 
-def _suffix(path: Path) -> str:
-    return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
+_TYPES = {"documents": int, "kept": int, "tokens": int, "sha256": str, "last": bool}
 
 
 def _pinned(source: Source, folder: Path) -> Source:
-    """A Hub data set stays at the commit that the first block was read from."""
+    """The source, a Hub data set at the commit that the first block was read from.
+
+    Raises UserError where the Hub does not show it.
+    """
     if source.is_toy or source.files() or source.revision:
         return source
     path = folder / "revision"
@@ -192,32 +70,11 @@ def _pinned(source: Source, folder: Path) -> Source:
     return replace(source, revision=path.read_text())
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 22):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _rows(dataset: Any, source: Source, skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    rows = iter(dataset)
-    for number in itertools.count(skip + 1):
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise RunFault(
-                f"corpus {source.name} cannot be read behind row {number - 1} ({reason}); what is "
-                "tokenised is kept: remove the cause and start the same command again"
-            ) from error
-        yield number, row
-
-
 class TokenFile:
-    """Token ids of a source, memory-mapped: the blocks that first reach `num_tokens`, or all."""
+    """Token ids of a source, memory-mapped: the blocks that first reach `num_tokens`, or all.
+
+    `tokens` [num_tokens] uint32; `ends` [documents] uint64, the index after each document.
+    """
 
     def __init__(self, folder: Path, source: str, num_tokens: int):
         self.source = source
@@ -230,8 +87,11 @@ class TokenFile:
         self.ends = _mapped(folder / "ends.bin", np.uint64, used["kept"])
 
     def row(self, index: int, context: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the index-th stretch of `context` tokens: ids, positions within their documents (from
-        the row's start where a document began before it) and document numbers from 0; int64."""
+        """The index-th stretch of `context` tokens: ids, positions and document numbers.
+
+        Each is [context] int64. Positions count within a document, from the start of the row where
+        the document began before it; document numbers count from 0.
+        """
         start = index * context
         place = np.arange(start, start + context)
         document = np.searchsorted(self.ends, place.astype(np.uint64), side="right")
@@ -241,7 +101,7 @@ class TokenFile:
         return ids, position, document - document[0]
 
 
-def _mapped(path: Path, dtype: Any, length: int) -> np.ndarray:
+def _mapped(path: Path, dtype: type[np.generic], length: int) -> np.ndarray:
     if not length:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r", shape=(length,))
@@ -256,8 +116,12 @@ def tokenised(
     is_main: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> TokenFile:
-    """At least `num_tokens` tokens of the source with the target's tokenizer, or all it has. The
-    main process writes what is missing; the others wait for it at the barrier."""
+    """At least `num_tokens` tokens of the source with the target's tokenizer, or all it has.
+
+    The main process writes what is missing; the others wait for it at the barrier. Raises UserError
+    where the source cannot be read, the files are damaged or another process writes them, and
+    RunFault where the disk cannot be written.
+    """
     identity = {
         **source.identity(),
         "tokenizer": target.fingerprint["tokenizer"],
@@ -278,13 +142,13 @@ def tokenised(
 
 
 def _eos(target: Target) -> int | None:
-    """What ends a document: the tokenizer's EOS, else the first that ends an answer."""
+    """The id that ends a document: the tokenizer's EOS, else the first id that ends an answer."""
     own = target.tokenizer.eos_token_id
     return own if own is not None else next(iter(target.eos_ids), None)
 
 
-def check_sizes(folder: Path, block: dict[str, Any]) -> None:
-    """Raise UserError where a file is shorter than its blocks say: it was cut, or half copied."""
+def check_sizes(folder: Path, block: Block) -> None:
+    """Raise UserError where a file is shorter than `block` says: it was cut, or half copied."""
     for name, wanted in (("tokens.bin", 4 * block["tokens"]), ("ends.bin", 8 * block["kept"])):
         path = folder / name
         found = path.stat().st_size if path.exists() else 0
@@ -293,8 +157,10 @@ def check_sizes(folder: Path, block: dict[str, Any]) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Compare all that was written with the hashes of its blocks, once for each state of the files
-    (size and time of change). By the process that holds the lock. Raises UserError."""
+    """Compare the files with the hashes of their blocks, once for each size and time of change.
+
+    Called by the process that holds the lock. Raises UserError where they differ.
+    """
     blocks = read_blocks(folder)
     check_sizes(folder, blocks[-1])
     state = _state(folder)
@@ -319,8 +185,8 @@ def _chained(before: str, tokens: np.ndarray, ends: np.ndarray) -> str:
     return hashlib.sha256(before.encode() + tokens.tobytes() + ends.tobytes()).hexdigest()
 
 
-def _state(folder: Path) -> dict[str, Any]:
-    """Of the files of a corpus: size and time of change."""
+def _state(folder: Path) -> dict[str, list[int]]:
+    """[size in bytes, time of change in ns] of each file of a corpus."""
     found = {}
     for name in ("tokens.bin", "ends.bin", "blocks.jsonl"):
         if (folder / name).exists():
@@ -329,8 +195,8 @@ def _state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _verified(folder: Path) -> dict[str, Any] | None:
-    """The state that was last seen to be whole, None where nobody knows."""
+def _verified(folder: Path) -> dict[str, list[int]] | None:
+    """The state of the files when they were last verified, None where it is not known."""
     try:
         return read_json(folder / VERIFIED, "")
     except UserError:
@@ -344,18 +210,19 @@ def _damaged(folder: Path, what: str) -> UserError:
     )
 
 
-def read_blocks(folder: Path) -> list[dict[str, Any]]:
-    """Lines of blocks.jsonl; one torn by a kill is left out. The first stands for no text."""
-    blocks: list[dict[str, Any]] = [
-        {"documents": 0, "kept": 0, "tokens": 0, "sha256": "", "last": False}
-    ]
+def read_blocks(folder: Path) -> list[Block]:
+    """The blocks of a corpus, after an empty one; a line torn by a kill is left out.
+
+    Raises UserError where a whole line is no block.
+    """
+    blocks: list[Block] = [{"documents": 0, "kept": 0, "tokens": 0, "sha256": "", "last": False}]
     path = folder / "blocks.jsonl"
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            block = json.loads(line)
+            block: Block = json.loads(line)
         except ValueError:
             break
-        if not isinstance(block, dict) or {k: type(v) for k, v in block.items()} != BLOCK:
+        if not isinstance(block, dict) or {k: type(v) for k, v in block.items()} != _TYPES:
             raise _damaged(folder, f"line {len(blocks)} of {path.name} is no block")
         blocks.append(block)
     return blocks
@@ -372,16 +239,16 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
         ("ends.bin", 8 * blocks[-1]["kept"]),
     ):
         with (folder / name).open("ab") as file:
-            file.truncate(size)  # what a kill left behind the last whole block
+            file.truncate(size)  # removes what a kill left after the last whole block
     texts = _pinned(source, folder).texts(blocks[-1]["documents"])
     bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=f"tokenise {source.name}",
                unit="token", unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
     block = blocks[-1]
     with bar:
         while block["tokens"] < num_tokens and not block["last"]:
-            found = list(itertools.islice(texts, BLOCK_DOCUMENTS))
+            documents = list(itertools.islice(texts, BLOCK_DOCUMENTS))
             before = block["tokens"]
-            block = _append(folder, source, target, block, found)
+            block = _append(folder, source, target, block, documents)
             bar.update(block["tokens"] - before)
             tenth = 10 * block["tokens"] // num_tokens
             if bar.disable and tenth > 10 * before // num_tokens:
@@ -389,12 +256,12 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
 
 
 def _append(
-    folder: Path, source: Source, target: Target, block: dict[str, Any], found: list[str]
-) -> dict[str, Any]:
-    """Write the block of these documents; a short one is the last."""
+    folder: Path, source: Source, target: Target, block: Block, documents: list[str]
+) -> Block:
+    """Write the block of these documents after `block`; a short one is the last."""
     eos, limit = _eos(target), target.vocab_size
-    filled = [text for text in found if text.strip()]
-    ids: Any = target.tokenizer(filled, verbose=False)["input_ids"] if filled else []
+    filled = [text for text in documents if text.strip()]
+    ids = target.tokenizer(filled, verbose=False)["input_ids"] if filled else []
     rows = [row if eos is None or row[-1:] == [eos] else [*row, eos] for row in ids]
     tokens = np.array([token for row in rows for token in row], np.uint32)
     if len(tokens) and tokens.max() >= limit:
@@ -405,9 +272,9 @@ def _append(
     ends = block["tokens"] + np.cumsum([len(row) for row in rows], dtype=np.uint64)
     digest = _chained(block["sha256"], tokens, ends)
     block = {
-        "documents": block["documents"] + len(found), "kept": block["kept"] + len(rows),
+        "documents": block["documents"] + len(documents), "kept": block["kept"] + len(rows),
         "tokens": block["tokens"] + len(tokens), "sha256": digest,
-        "last": len(found) < BLOCK_DOCUMENTS,
+        "last": len(documents) < BLOCK_DOCUMENTS,
     }  # fmt: skip
     try:
         for name, content in (("tokens.bin", tokens), ("ends.bin", ends.astype(np.uint64))):
@@ -415,14 +282,14 @@ def _append(
         _write(folder / "blocks.jsonl", (json.dumps(block) + "\n").encode())
     except OSError as error:
         raise RunFault(
-            f"cannot write {folder}: {error.strerror or error}; finished blocks are kept: make room"
+            f"cannot write {folder}: {error.strerror or error}; finished blocks stay: make room"
             " and start the same command again"
         ) from error
     return block
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Append, on the disk when this returns."""
+    """Append to a file; the bytes are on the disk when this returns."""
     with path.open("ab") as file:
         file.write(content)
         file.flush()

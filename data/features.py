@@ -4,11 +4,10 @@
     shard-00000.safetensors    per layer "hidden.<layer>" [tokens, H], with fp8 "scale.<layer>"
                                [tokens, 1]; "sha256" [rows, 32] of the bytes of each row
 
-Rows are the distinct (prompt, response) of the traces, longest first: a batch too large for the
-memory shows at once. Which row lies where follows from the traces and the plan alone, so another
-number of processes may go on. A shard counts from the moment it gets its name, with its bytes on
-the disk. Opening reads headers, sizes and "sha256"; the states of a row are checked when they are
-first read: a store of terabytes opens at once, and nobody reads more of it than his batches need.
+`data/features_layout.py` says which row lies where. A shard counts from the moment it gets its
+name, with its bytes on the disk. Opening reads headers, sizes and "sha256"; the states of a row are
+checked when they are first read: a store of terabytes opens at once, and a process reads no more of
+it than its batches need.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ import hashlib
 import json
 import os
 import shutil
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -30,126 +27,45 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.batches import Batch, collate
-from data.traces import REMEDY, Trace, differences, in_bytes
+from data.budget import in_bytes
+from data.features_layout import (
+    DTYPES,
+    FeaturesPlan,
+    Identity,
+    Shard,
+    ShardEntry,
+    bytes_per_token,
+    layout_of,
+    num_tokens_of,
+    row_key,
+)
+from data.traces import REMEDY, Trace, differences
 from target.model import LayerId, Target, TargetOutputs, check_layers
-from trainer.config import RunFault, UserError, require
+from trainer.config import RunFault, UserError
 from trainer.files import damaged, read_json, sync, write_json
 from trainer.lock import lock
 from trainer.progress import TokenProgress
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 MANIFEST = "manifest.json"
 _Tensors = dict[str, torch.Tensor]
 _Bytes = dict[str, np.ndarray]  # the same as uint8 [tokens or rows, bytes of one]
 _HEADER = "draftsmith.features"  # the one entry in the metadata of a shard, as JSON
 
 
-@dataclass(frozen=True)
-class FeaturesPlan:
-    """What is kept. `dtype`: fp32, bf16, or fp8: e4m3 with a float32 scale per token and layer, off
-    by at most 2^-4 of each number, or 2^-10 of the scale where that is more. A process holds
-    `tokens_per_shard` tokens in memory and loses no more than those when it is killed."""
-
-    layers: tuple[LayerId, ...]
-    dtype: str = "bf16"
-    tokens_per_shard: int = 1 << 15
-
-    def __post_init__(self) -> None:
-        ordered = sorted(self.layers, key=lambda x: x if isinstance(x, int) else 1 << 30)
-        object.__setattr__(self, "layers", tuple(ordered))
-        require(bool(ordered), "data.features layers", "name at least one", ordered)
-        known, size = ", ".join(DTYPES), self.tokens_per_shard
-        require(self.dtype in DTYPES, "data.features_dtype", f"be one of {known}", self.dtype)
-        require(size >= 1, "data.features tokens_per_shard", "be >= 1", size)
-
-
-def bytes_per_token(layers: Sequence[LayerId], hidden_size: int, dtype: str) -> int:
-    """On disk, scales included. What comes on top: 32 bytes a row, about 2 kB a shard."""
-    return len(layers) * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "fp8"))
-
-
-def _key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
-    return hashlib.sha256(array("q", [len(prompt), *prompt, *response]).tobytes()).digest()
-
-
-def _length(trace: Trace) -> int:
-    return len(trace.prompt_ids) + len(trace.response_ids)
-
-
-class _Shard(NamedTuple):
-    file: str
-    rows: list[tuple[bytes, Trace]]  # key, and a trace that has it
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(_length(trace) for _, trace in self.rows)
-
-    def layout(self, identity: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each tensor in the file."""
-        shape = (self.num_tokens, identity["hidden_size"])
-        tensors: Any = {"sha256": (torch.uint8, (len(self.rows), 32))}
-        for layer in identity["layers"]:
-            tensors[f"hidden.{layer}"] = DTYPES[identity["dtype"]], shape
-            if identity["dtype"] == "fp8":
-                tensors[f"scale.{layer}"] = torch.float32, (self.num_tokens, 1)
-        return tensors
-
-
-def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[_Shard]:
-    """Each distinct row once, longest first; only a row too long by itself exceeds the size."""
-    distinct = {_key(t.prompt_ids, t.response_ids): t for t in traces if _length(t)}
-    if not distinct:
-        raise UserError("data.features: no trace has a token: nothing to store; check data.prompts")
-    shards: list[_Shard] = []
-    room = 0
-    for key, trace in sorted(distinct.items(), key=lambda row: (-_length(row[1]), row[0])):
-        if not shards or _length(trace) > room:
-            shards.append(_Shard(f"shard-{len(shards):05d}.safetensors", []))
-            room = tokens_per_shard
-        shards[-1].rows.append((key, trace))
-        room -= _length(trace)
-    return shards
-
-
-def _parts(
-    fingerprint: dict[str, Any], hidden_size: int, traces: Sequence[Trace], plan: FeaturesPlan
-) -> tuple[dict[str, Any], list[_Shard]]:
-    """The identity of a store, which decides its content, and its shards."""
-    shards = shards_of(traces, plan.tokens_per_shard)
-    keys = sorted(key for shard in shards for key, _ in shard.rows)
-    identity = {
-        "target": fingerprint,
-        "layers": list(plan.layers),
-        "after_final_norm": [layer == "final_norm" for layer in plan.layers],
-        "hidden_size": hidden_size,
-        "dtype": plan.dtype,
-        "tokens_per_shard": plan.tokens_per_shard,
-        "traces": hashlib.sha256(b"".join(keys)).hexdigest()[:32],
-        "rows": len(keys),
-        "tokens": sum(shard.num_tokens for shard in shards),
-        "schema": 1,
-    }
-    return json.loads(json.dumps(identity)), shards  # so that tuples compare as they are stored
-
-
-def features_folder(
-    target: Target, traces: Sequence[Trace], plan: FeaturesPlan, cache_dir: str | Path
-) -> Path:
-    """Stores are shared by all runs that ask for the same states."""
-    identity = _parts(target.fingerprint, target.hidden_size, traces, plan)[0]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(cache_dir) / "features" / digest
+class _Header(TypedDict):
+    identity: Identity
+    shard: ShardEntry
 
 
 class FeaturesStore:
     """Answers like `Target.outputs(..., layers=layers, logits=False)` where the rows are stored."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any], shards: list[_Shard]):
+    def __init__(self, folder: Path, identity: Identity, shards: list[Shard]):
         self.folder, self.identity = folder, identity
         self.layers: tuple[LayerId, ...] = tuple(identity["layers"])
         self.num_rows, self.num_tokens = int(identity["rows"]), int(identity["tokens"])
-        self._dtype: torch.dtype = getattr(torch, identity["target"]["dtype"])
-        self.entries: list[dict[str, Any]] = []  # file, rows, tokens and checksum of each shard
+        self._dtype: torch.dtype = getattr(torch, str(identity["target"]["dtype"]))
+        self.entries: list[ShardEntry] = []
         self._places: dict[bytes, tuple[_Bytes, int, slice]] = {}  # shard, row in it, its tokens
         self._unchecked: dict[bytes, str] = {}  # rows that have not been read, file of each
         for shard in shards:
@@ -160,7 +76,7 @@ class FeaturesStore:
             self.entries.append(read[0])
             first = 0
             for i, (key, trace) in enumerate(shard.rows):
-                end = first + _length(trace)
+                end = first + num_tokens_of(trace)
                 self._places[key] = (read[1], i, slice(first, end))
                 self._unchecked[key] = shard.file
                 first = end
@@ -170,18 +86,18 @@ class FeaturesStore:
         cls,
         folder: str | Path,
         *,
-        target_fingerprint: dict[str, Any],
+        target_fingerprint: Mapping[str, object],
         layers: Sequence[LayerId],
         traces: Sequence[Trace],
     ) -> FeaturesStore:
-        """A complete store of exactly these layers and traces; any other is refused."""
+        """Open a complete store of exactly these layers and traces; UserError for any other."""
         path = Path(folder) / MANIFEST
         if not path.exists():
             raise UserError(f"data.features: no store in {folder}: {path} is missing")
         manifest = read_json(path, REMEDY)
         stored = manifest["identity"]
         plan = FeaturesPlan(tuple(layers), stored["dtype"], stored["tokens_per_shard"])
-        wanted, shards = _parts(target_fingerprint, stored["hidden_size"], traces, plan)
+        wanted, shards = layout_of(target_fingerprint, stored["hidden_size"], traces, plan)
         _require_same(path.parent, stored, wanted)
         if not manifest["complete"]:
             what = f"the store {folder} is not complete"
@@ -192,9 +108,12 @@ class FeaturesStore:
         return store
 
     def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs | None:
-        """hidden[layer] [B, L, H] in the target's dtype, zero where there is no text; None if a
-        text (prompt and response, taken together) is not stored."""
-        keys = [_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
+        """Stored states of a batch: hidden[layer] [B, L, H] in the target's dtype, on `device`.
+
+        States are zero where there is no text. None if a text (prompt and response together) is not
+        stored. Raises UserError where stored states are damaged.
+        """
+        keys = [row_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
         if not all(key in self._places for key in keys):
             return None
         rows = [self._row(key) for key in keys]
@@ -213,7 +132,7 @@ class FeaturesStore:
         return TargetOutputs(hidden)
 
     def _row(self, key: bytes) -> _Bytes:
-        """Views of the mapped file; their bytes are checked the first time."""
+        """Views of the mapped file, whose bytes are checked the first time."""
         shard, i, tokens = self._places[key]
         row = {name: shard[name][tokens] for name in shard if name != "sha256"}
         if key in self._unchecked:
@@ -237,10 +156,14 @@ def write_features(
     barrier: Callable[[], None] = lambda: None,
     label: str = "features",
 ) -> FeaturesStore:
-    """Fill the store `folder` (or find it filled). Rank r writes the shards r, r + world, ..."""
+    """Fill the store `folder`, if it is not complete, and open it.
+
+    Rank r writes the shards r, r + world, ... Raises UserError where the store is another's or the
+    disk too small, RunFault where a state is not finite or the disk cannot be written.
+    """
     folder = Path(folder)
     check_layers(plan.layers, target.num_layers)
-    identity, shards = _parts(target.fingerprint, target.hidden_size, traces, plan)
+    identity, shards = layout_of(target.fingerprint, target.hidden_size, traces, plan)
     path = folder / MANIFEST
     fresh = {"identity": identity, "complete": False, "shards": []}
     manifest = read_json(path, REMEDY) if path.exists() else fresh
@@ -257,7 +180,7 @@ def write_features(
                 write_json(path, fresh)
                 shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
-            barrier()  # until here nobody writes: all have seen the same
+            barrier()  # until here no rank writes: all have seen the same
             own = [shard for shard in shards[rank::world] if shard in remaining]
             progress = TokenProgress(label, enabled=rank == 0)
             progress.part("", total=sum(shard.num_tokens for shard in own))
@@ -275,9 +198,9 @@ def write_features(
 
 
 def _check_budget(
-    folder: Path, identity: dict[str, Any], remaining: list[_Shard], label: str | None
+    folder: Path, identity: Identity, remaining: list[Shard], label: str | None
 ) -> None:
-    """Print it if there is a label; UserError when it exceeds the free space of the disk."""
+    """Print the bytes to write, if there is a label; UserError if they exceed the free space."""
     each = bytes_per_token(identity["layers"], identity["hidden_size"], identity["dtype"])
     needed = sum(shard.num_tokens for shard in remaining) * each
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
@@ -294,12 +217,12 @@ def _check_budget(
 
 def _compute(
     target: Target,
-    shard: _Shard,
-    identity: dict[str, Any],
+    shard: Shard,
+    identity: Identity,
     batch_size: int,
     progress: TokenProgress,
 ) -> _Tensors:
-    """The tensors of one shard. No batch crosses shards: they are the same after any kill."""
+    """Compute the tensors of one shard. No batch crosses shards, so a kill changes no number."""
     layout = shard.layout(identity).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout}
     first = 0
@@ -318,7 +241,7 @@ def _compute(
                 stored[f"scale.{layer}"] = scale.cpu()
             stored[f"hidden.{layer}"] = states.to(DTYPES[identity["dtype"]]).cpu()
         for j, trace in enumerate(group):
-            num_tokens = _length(trace)
+            num_tokens = num_tokens_of(trace)
             bad = [layer for layer in hidden if not bool(finite[layer][j, :num_tokens].all())]
             if bad:
                 name = f"trace {trace.index} ({trace.conversation_id!r}, turn {trace.turn})"
@@ -351,14 +274,18 @@ def _sha256(tensors: _Bytes) -> bytes:
     return digest.digest()
 
 
-def _header(shard: _Shard, identity: dict[str, Any], sums: torch.Tensor) -> dict[str, Any]:
-    counts = {"rows": len(shard.rows), "tokens": shard.num_tokens}
-    sha256 = hashlib.sha256(sums.numpy().data).hexdigest()
-    return {"identity": identity, "shard": {"file": shard.file, **counts, "sha256": sha256}}
+def _header(shard: Shard, identity: Identity, sums: torch.Tensor) -> _Header:
+    entry: ShardEntry = {
+        "file": shard.file,
+        "rows": len(shard.rows),
+        "tokens": shard.num_tokens,
+        "sha256": hashlib.sha256(sums.numpy().data).hexdigest(),
+    }
+    return {"identity": identity, "shard": entry}
 
 
-def _publish(tensors: _Tensors, shard: _Shard, identity: dict[str, Any], scratch: Path) -> None:
-    """All of the shard or none of it, on the disk when this returns."""
+def _publish(tensors: _Tensors, shard: Shard, identity: Identity, scratch: Path) -> None:
+    """Write the whole shard or nothing; its bytes are on the disk when this returns."""
     path, temporary = scratch.parent / shard.file, scratch / shard.file
     header = json.dumps(_header(shard, identity, tensors["sha256"]))
     try:
@@ -372,11 +299,11 @@ def _publish(tensors: _Tensors, shard: _Shard, identity: dict[str, Any], scratch
         raise RunFault(f"{what}; remove the cause and start the same command again") from error
 
 
-def _read_shard(
-    folder: Path, shard: _Shard, identity: dict[str, Any]
-) -> tuple[dict[str, Any], _Bytes] | None:
-    """Its entry in the manifest; its tensors: mapped, only "sha256" is read. `safe_open` refuses a
-    file whose length is not what its header says. None where there is no file."""
+def _read_shard(folder: Path, shard: Shard, identity: Identity) -> tuple[ShardEntry, _Bytes] | None:
+    """Entry and mapped tensors of a shard; None where it is missing.
+
+    Only "sha256" is read. `safe_open` refuses a file whose length is not what its header says.
+    """
     path = folder / shard.file
     if not path.exists():
         return None
@@ -394,7 +321,7 @@ def _read_shard(
     return header["shard"], {name: tensors[name].view(torch.uint8).numpy() for name in tensors}
 
 
-def _require_same(folder: Path, stored: Any, wanted: dict[str, Any]) -> None:
+def _require_same(folder: Path, stored: object, wanted: Identity) -> None:
     if stored != wanted:
         what = f"the store {folder} was made with {'; '.join(differences(stored, wanted))}"
         raise UserError(f"data.features: {what}; delete it or use another data.cache_dir")

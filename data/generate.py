@@ -1,4 +1,4 @@
-"""Prompts to target traces: batched, sharded by rank, resumable, in the order that is fastest.
+"""Target traces of prompts: generated in batches, split over ranks, resumable.
 
 What is drawn for a trace depends on (seed, prompt, sample index, position) only. A killed run
 continues: finished rows are known by their keys, whichever process wrote them.
@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
-from data.prompts import Prompt, Turn, fixed_response_ids, render, user_turns, with_answers
-from data.traces import Trace, TraceIdentity, TraceStore, check_budget, estimate_bytes, trace_key
+from data.prompts import Prompt, Turn, user_turns
+from data.render import fixed_response_ids, render, with_answers
+from data.traces import Trace, TraceIdentity, TraceStore, trace_key
 from engines.completions import complete
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
@@ -35,9 +37,9 @@ TEACHER_GROUP = 16
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Everything that decides which traces a store holds."""
+    """Every setting that decides which traces a store holds."""
 
-    source: str  # description, for people
+    source: str  # description, for readers
     prompts: tuple[Prompt, ...]
     temperatures: tuple[float, ...]  # cycled over prompts and samples
     top_k: int = 0
@@ -59,6 +61,7 @@ class GenerationPlan:
     def from_config(
         cls, config: DataConfig, prompts: Sequence[Prompt], seed: int
     ) -> GenerationPlan:
+        """The plan of a configuration for these prompts."""
         same = ("top_k", "top_p", "max_new_tokens", "samples_per_prompt", "teacher_top_k",
         "teacher_samples",
         "system_prompt", "chat_template_kwargs", "max_prompt_tokens", "long_prompts")  # fmt: skip
@@ -74,20 +77,21 @@ class GenerationPlan:
 
     @property
     def stored_tokens(self) -> int:
-        """Upper bound of response, look-ahead and fixed tokens of a row."""
+        """Upper bound of a row's response, look-ahead and fixed tokens."""
         fixed = any(p.response is not None for p in self.prompts)
         return self.max_new_tokens * (1 + fixed) + self.lookahead
 
     @property
     def prompts_hash(self) -> str:
-        """Of what the target is shown: reports with the same one are comparable."""
+        """Hash of what the target is shown: reports with the same hash are comparable."""
         return self._hash([p.hash for p in self.prompts])
 
-    def _hash(self, *parts: Any) -> str:
+    def _hash(self, *parts: object) -> str:
         text = json.dumps([*parts, self.system_prompt, self.chat_template_kwargs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def identity(self, target: Target) -> TraceIdentity:
+        """Identity of the store that holds these traces of this target."""
         # all that a trace takes over from its prompt, and which prompts are left out
         rows = [[p.hash, p.response, p.domain, p.conversation_id] for p in self.prompts]
         return TraceIdentity(
@@ -103,7 +107,7 @@ class GenerationPlan:
 
 
 def traces_folder(plan: GenerationPlan, target: Target, cache_dir: str | Path) -> Path:
-    """Stores are shared by all runs that ask for the same traces."""
+    """Folder of the store of these traces, the same for all runs that need them."""
     identity, folder = plan.identity(target), Path(cache_dir) / "traces"
     older = folder / _digest(repr(identity))  # as stores were named at first
     if older.exists():
@@ -127,14 +131,17 @@ class _Item:
 
 
 class _Work:
-    """The turns still to be generated: what a store has is read, the next turn is asked for."""
+    """The turns that are still to be generated: those that the store has are passed over."""
 
     def __init__(self, plan: GenerationPlan, target: Target, done: dict[str, Trace], limit: int):
         self.plan, self.target, self.done, self.limit = plan, target, done, limit
         self.num_dropped = 0
 
     def next_request(self, item: _Item) -> Request | None:
-        """Pass over finished turns; the request of the first unfinished one, None at the end."""
+        """The request of the first unfinished turn, None where no turn is left.
+
+        Raises UserError for a prompt without a token, or too long where such prompts are refused.
+        """
         plan, tokenizer = self.plan, self.target.tokenizer
         while len(item.answers) < len(item.turns):
             turn = with_answers(item.turns[len(item.answers)], item.answers)
@@ -166,10 +173,12 @@ class _Work:
         return None
 
     def advance(self, item: _Item, response_ids: list[int]) -> None:
+        """Record the answer to the current turn."""
         text = self.target.tokenizer.decode(response_ids, skip_special_tokens=True)
         item.answers.append(text)
 
     def sampling(self, item: _Item) -> Sampling:
+        """Sampling settings of an item: temperatures are cycled."""
         cycle = self.plan.temperatures
         return Sampling(
             cycle[(item.index + item.sample_index) % len(cycle)], self.plan.top_k, self.plan.top_p
@@ -189,16 +198,18 @@ def generate_traces(
     label: str = "traces",
     servers: Callable[[], AbstractContextManager[Sequence[str]]] | None = None,
 ) -> list[Trace]:
-    """Fill the trace store `folder` (or find it filled) and return all its rows.
+    """Fill the trace store `folder`, if it is not complete, and return all its rows.
 
-    `servers`: entered where there is something to generate, the addresses of servers that generate
-    it, `batch_size` rows at a time each."""
+    `servers`: a context that starts servers and yields their addresses, entered only where there is
+    something to generate; each gets `batch_size` rows at a time. Raises UserError where a prompt or
+    the store does not fit the plan, RunFault where the disk cannot be written.
+    """
     assert plan.served == (servers is not None)
     store = TraceStore.open(folder, plan.identity(target))
     if not store.is_complete(()):
         with store.exclusive() if rank == 0 else contextlib.nullcontext():
-            with servers() if servers else contextlib.nullcontext(()) as found:
-                _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, found)
+            with servers() if servers else contextlib.nullcontext(()) as urls:
+                _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, urls)
             barrier()
             if rank == 0:
                 store.finish()
@@ -281,7 +292,7 @@ def _continuations(
             target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
             stop_strings=plan.stop_strings,
         ):  # fmt: skip
-            progress.advance(len(row.response_ids))  # a server hands over whole answers
+            progress.advance(len(row.response_ids))  # a server returns whole answers
             yield row
         return
     yield from decode(
@@ -321,8 +332,10 @@ def _trace(plan: GenerationPlan, target: Target, item: _Item, row: Continuation)
 
 
 class _Teacher:
-    """Adds the compressed teacher block: one parallel pass over a group of finished traces, as
-    many times cheaper than compressing inside the decoding loop as responses are long."""
+    """Adds the compressed teacher block, by one parallel pass over a group of finished traces.
+
+    Compressing in the decoding loop would cost a softmax over the vocabulary at each token.
+    """
 
     def __init__(self, target: Target, plan: GenerationPlan):
         self.target, self.plan, self.waiting = target, plan, list[Trace]()

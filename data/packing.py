@@ -13,23 +13,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from data.batches import Batch, epoch_order, join_teachers, response_of
-from data.corpus import Source, TokenFile, tokenised
+from data.corpus import TokenFile, tokenised
+from data.raw_text import Source
 from data.traces import Trace
 from target.devices import decoder_of, device_of
 from target.model import Target
 from trainer.config import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class RawText:
-    """What a stage trains on: shares by source (any positive numbers), tokens per row, and whether
-    documents of one row see each other (plain packing) or not."""
+    """Raw text that a stage trains on.
+
+    `shares`: of each source, any positive numbers; `context`: tokens per row; `separate`: whether
+    documents of one row are hidden from each other (False: plain packing).
+    """
 
     shares: Mapping[str, float]
     context: int
@@ -38,7 +45,11 @@ class RawText:
     def load(
         self, target: Target, num_tokens: int, cache_dir: str | Path, **ranks
     ) -> list[TokenFile]:
-        """Every source, tokenised as far as `num_tokens` tokens of the mixture ask for."""
+        """Each source, tokenised as far as `num_tokens` tokens of the mixture need it.
+
+        `ranks`: is_main and barrier of `data.corpus.tokenised`. Raises UserError where a source has
+        less than one row of text.
+        """
         files = []
         for name, share in _fractions(self.shares).items():
             needed = int(num_tokens * share) + self.context
@@ -46,8 +57,8 @@ class RawText:
             if file.num_tokens < self.context:
                 raise UserError(
                     f"DataError: corpus {name} has {file.num_tokens} tokens, method.context="
-                    f"{self.context} asks for one row of so many: name more text or a shorter "
-                    "context"
+                    f"{self.context} needs at least that many for one row: name more text or set a "
+                    "shorter context"
                 )
             files.append(file)
         return files
@@ -80,7 +91,7 @@ class PackedBatches:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens that may be read."""
+        """Hash of the tokens that may be read."""
         text = " ".join(file.fingerprint for file in self.files)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -112,8 +123,11 @@ class PackedBatches:
         return file.row(int(self._permutation(which, epoch)[place]), self.text.context)
 
     def _place(self, number: int) -> tuple[int, int]:
-        """(source, how many rows of it came before) of row `number`: the first source gets every
-        row at which number * share passes an integer, the others share the rest likewise."""
+        """Index of the source of row `number`, and how many of its rows came before.
+
+        The first source gets every row at which number * share passes an integer, the others share
+        the rest in the same way.
+        """
         left = Fraction(1)
         for which, share in enumerate(self._shares):
             part = share / left
@@ -136,8 +150,9 @@ class PackedBatches:
 @dataclass
 class PackedTraces:
     """`batches.at(index)` of rows [batch_size, row_tokens], each of several whole traces that do
-    not see each other: the next of the epoch's order, as many as fit. `source`: of all responses,
-    "target" or "fixed"; `teacher`: attach the compressed teacher stored with them."""
+    not see each other: the next of the epoch's order, as many as fit. `source`: "target" or
+    "fixed", the source of all responses; `teacher`: attach the compressed teacher stored with them.
+    Raises UserError where a text is longer than a row."""
 
     traces: Sequence[Trace]
     source: str
@@ -195,7 +210,7 @@ class PackedTraces:
         return [self.traces[i] for i in self._packed(epoch)[number - self._firsts[epoch]]]
 
     def _packed(self, epoch: int) -> list[list[int]]:
-        """The traces of each row of an epoch."""
+        """Indices of the traces in each row of an epoch."""
         if epoch not in self._rows:
             if len(self._rows) > 2:
                 self._rows.clear()
@@ -212,9 +227,11 @@ class PackedTraces:
 
 
 @torch.no_grad()
-def check_separation(model: Any, remedy: str) -> None:
-    """Two documents in a row, told apart by their positions alone, must not see each other in a
-    model of transformers."""
+def check_separation(model: PreTrainedModel, remedy: str) -> None:
+    """Check that a transformers model separates documents of a row by their positions alone.
+
+    Raises UserError, which ends with `remedy`, where the second document sees the first.
+    """
 
     def states(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False}

@@ -8,7 +8,7 @@ One JSON object a line, in one of three forms:
     {"request": {..}, "response": {..}}   # an OpenAI-compatible exchange, as scripts.request_log
                                           # keeps it; vLLM adds its token ids when asked to
 
-What an exchange does not say of its sampling is what the target's generation_config.json says, as
+A sampling setting that an exchange leaves out is that of the target's generation_config.json, as
 vLLM reads it, else OpenAI's default. `domain` is optional. Tokenising text again may give other
 tokens than the server drew, so such rows are marked. What cannot be used is skipped, counted and
 named; too much of it stops the run.
@@ -22,12 +22,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
-from data.prompts import render
+from data.render import render
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import GREEDY_BELOW, is_file
@@ -37,8 +37,9 @@ MAX_BAD_SHARE = 0.1
 ENOUGH_LINES = 20  # of which that share may already stop a run that is under way
 NAMED = 5  # lines that are named with their reason
 POLL_S = 0.2
-# settings of a request under which the server's law is not the one `target.sampling.warp` makes
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# settings of a request that change the server's distribution in a way `target.sampling.warp` does
+# not, with the values that change nothing
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
     "logit_bias": ({},), "n": (1,), "best_of": (1,), "min_tokens": (0,), "bad_words": ([],),
     "allowed_token_ids": ([],), "use_beam_search": (False,), "structured_outputs": ({},),
@@ -48,14 +49,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # keys of a request that a server fills from generation_config.json
 FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ENDED = ("stop", "eos")
-# what strange content raises in here and in libraries: keys of another kind, halves of an emoji,
-# brackets without end
+# what unusual content raises here and in libraries: keys of another type, halves of an emoji, deep
+# nesting
 UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """One answered request; `retokenised`: its ids were made from text here; `line`: its place."""
+    """One answered request. `retokenised`: its ids were made from text here; `line`: its number."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -65,16 +66,30 @@ class LoggedRequest:
     line: int = 0
 
 
+class LogState(TypedDict):
+    """State of a log in a checkpoint: the place in the file and what was skipped before it."""
+
+    offset: int  # bytes that were read
+    lines: int
+    num_bad: int
+    named: list[str]
+    last: tuple[int, str]  # length and hash of the last line; earlier versions did not save it
+
+
 class RequestLog:
-    """`limit`: tokens that prompt and response may have together. `state_dict` is the place in the
-    file and what was skipped before it."""
+    """Reader of a log. `limit`: tokens that prompt and response may have together.
+
+    Raises UserError where the file is missing or unreadable, was replaced, or holds too many lines
+    that cannot be used.
+    """
 
     def __init__(self, path: str | Path, target: Target, limit: int):
         self.path, self.target, self.limit = Path(path), target, limit
         self.offset = self.lines = self.num_bad = 0
-        said = target.model.generation_config
-        values = {name: getattr(said, name, None) for name in FROM_MODEL}
-        self.defaults = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
+        generation = target.model.generation_config
+        values = {name: getattr(generation, name, None) for name in FROM_MODEL}
+        self.defaults: dict[str, object] = {"temperature": 1.0}
+        self.defaults |= {name: value for name, value in values.items() if value is not None}
         self.last = 0, ""  # length and hash of the line before `offset`
         self.named: list[str] = []  # the first few lines that were skipped, and why
         if not is_file("method.log file", self.path):
@@ -83,8 +98,10 @@ class RequestLog:
     def read(
         self, count: int, wait_s: float = 0.0, stopped: Callable[[], bool] = lambda: False
     ) -> list[LoggedRequest]:
-        """The next `count` usable requests, fewer where the log has no more complete line and
-        `wait_s` seconds have passed without one, or `stopped()`."""
+        """Read the next `count` usable requests.
+
+        There are fewer where no complete line came for `wait_s` seconds, or `stopped()` is true.
+        """
         found: list[LoggedRequest] = []
         waited = 0.0
         try:
@@ -112,8 +129,11 @@ class RequestLog:
         return found
 
     def _seek(self, file: BinaryIO) -> None:
-        """To where reading stopped; the line before it must be the one that was read, or blank: an
-        exchange that was deleted (engines.request_file)."""
+        """Go to where reading stopped.
+
+        The line before it must be the one that was read, or blank: an exchange that was deleted
+        (engines.request_file). Raises UserError otherwise.
+        """
         length, known = self.last
         file.seek(self.offset)
         for another_look in (True, False):  # it may be deleted at this moment
@@ -137,7 +157,7 @@ class RequestLog:
             return []
 
     def skip(self, reason: str, line: int | None = None) -> None:
-        """Count a row that cannot be used; too many of them stop the run."""
+        """Count a line that cannot be used; UserError where there are too many."""
         self.num_bad += 1
         if len(self.named) < NAMED:
             self.named.append(f"line {line or self.lines}: {reason}")
@@ -145,6 +165,7 @@ class RequestLog:
             self.check()
 
     def check(self) -> None:
+        """Raise UserError where more than MAX_BAD_SHARE of the lines cannot be used."""
         if self.num_bad > MAX_BAD_SHARE * self.lines:
             raise UserError(
                 f"method.log={self.path}: {self.num_bad} of {self.lines} lines cannot be used, "
@@ -152,11 +173,12 @@ class RequestLog:
             )
 
     def summary(self) -> str:
+        """How many lines were skipped, and the first of them with the reason."""
         named = f" ({'; '.join(self.named)})" if self.named else ""
         return f"{self.path}: {self.num_bad} of {self.lines} lines skipped{named}"
 
     def parse(self, line: bytes) -> LoggedRequest:
-        """ValueError with the reason where a line is of no use."""
+        """The request of a line; ValueError with the reason where it cannot be used."""
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -164,33 +186,34 @@ class RequestLog:
         if not isinstance(row, dict):
             raise ValueError("not a JSON object")
         if isinstance(row.get("request"), dict):
-            row = _exchange(row, self.defaults)
+            row = _exchange(row["request"], row, self.defaults)
         retokenised = row.get("response_ids") is None
         prompt = row.get("prompt_ids")
         if prompt is None:
             prompt, retokenised = self._render(row), True
         response = self._tokenise(row) if row.get("response_ids") is None else row["response_ids"]
-        for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
-            self._check_ids(name, ids)
+        prompt = self._checked_ids("prompt_ids", prompt)
+        response = self._checked_ids("response_ids", response)
         if len(prompt) + len(response) > self.limit:
             raise ValueError(f"{len(prompt) + len(response)} tokens, the context is {self.limit}")
         domain = str(row.get("domain") or "log")
         return LoggedRequest(prompt, response, _sampling(row), domain, retokenised)
 
-    def _render(self, row: dict[str, Any]) -> list[int]:
-        if isinstance(row.get("prompt"), str):
-            return self.target.tokenizer(row["prompt"]).input_ids
-        if not isinstance(row.get("messages"), list) or not row["messages"]:
+    def _render(self, row: Mapping[str, object]) -> list[int]:
+        prompt, messages = row.get("prompt"), row.get("messages")
+        if isinstance(prompt, str):
+            return self.target.tokenizer(prompt).input_ids
+        if not isinstance(messages, list) or not messages:
             raise ValueError("no prompt_ids, messages or prompt")
         if row.get("tools"):
             raise ValueError("tools without the prompt's token ids")
-        options = row.get("chat_template_kwargs")
+        options: Any = row.get("chat_template_kwargs")  # what is wrong with it, rendering says
         try:
-            return render(row["messages"], self.target.tokenizer, chat_template_kwargs=options)
+            return render(messages, self.target.tokenizer, chat_template_kwargs=options)
         except (UserError, TypeError, KeyError) as error:
             raise ValueError(f"its messages cannot be rendered ({error})") from error
 
-    def _tokenise(self, row: dict[str, Any]) -> list[int]:
+    def _tokenise(self, row: Mapping[str, object]) -> list[int]:
         text = row.get("response")
         if not isinstance(text, str):
             raise ValueError("no response_ids and no response text")
@@ -202,7 +225,7 @@ class RequestLog:
         ended = ended and ("stop_reason" in row or not row.get("stop"))
         return [*ids, self.target.eos_ids[0]] if ended and self.target.eos_ids else ids
 
-    def _check_ids(self, name: str, ids: Any) -> None:
+    def _checked_ids(self, name: str, ids: object) -> list[int]:
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
             raise ValueError(f"{name} is not a list of ids")
         outside = [i for i in ids if not 0 <= i < self.target.vocab_size]
@@ -210,42 +233,51 @@ class RequestLog:
             raise ValueError(
                 f"{name}: {outside[0]} is outside the vocabulary of {self.target.vocab_size}"
             )
+        return ids
 
     # --- its place in a checkpoint ---------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LogState:
         return {"offset": self.offset, "lines": self.lines, "num_bad": self.num_bad,
-                "named": list(self.named), "last": list(self.last)}  # fmt: skip
+                "named": list(self.named), "last": self.last}  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LogState) -> None:
         self.offset, self.lines = state["offset"], state["lines"]
         self.num_bad, self.named = state["num_bad"], list(state["named"])
         length, digest = state.get("last", (0, ""))
         self.last = length, digest
 
 
-def _sampling(row: dict[str, Any]) -> Sampling:
-    """`temperature` is asked for: its default differs between servers."""
-    temperature: Any = row.get("temperature")
-    top_k: Any = 0 if row.get("top_k") is None else row["top_k"]
-    top_p: Any = 1.0 if row.get("top_p") is None else row["top_p"]
-    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}, not a number")
+def _sampling(row: Mapping[str, object]) -> Sampling:
+    """The sampling of a row. `temperature` is required: its default differs between servers."""
+    temperature = _number("temperature", row.get("temperature"))
+    top_k = _number("top_k", 0 if row.get("top_k") is None else row["top_k"])
+    top_p = _number("top_p", 1.0 if row.get("top_p") is None else row["top_p"])
     if not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature}, top_p {top_p} is no sampling")
     for name, neutral in NEUTRAL.items():
         if row.get(name) is not None and row[name] not in neutral:
-            raise ValueError(f"{name}={row[name]} changes the server's law in a way not known here")
+            raise ValueError(
+                f"{name}={row[name]} changes the server's distribution in an unknown way"
+            )
     greedy = temperature < GREEDY_BELOW
     return Sampling(0.0 if greedy else float(temperature), max(0, int(top_k)), float(top_p))
 
 
-def _exchange(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The first form, or the second, of a request to /v1/completions or /v1/chat/completions and
-    its answer; `defaults` of the server."""
-    request, response = row["request"], row.get("response")
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, not a number")
+    return value
+
+
+def _exchange(
+    request: Mapping[str, object], row: Mapping[str, object], defaults: Mapping[str, object]
+) -> dict[str, object]:
+    """An exchange with /v1/completions or /v1/chat/completions in the first or the second form.
+
+    `row`: the exchange, with the answer and the domain; `defaults`: sampling of the server.
+    """
+    response = row.get("response")
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise ValueError("an exchange without exactly one choice")

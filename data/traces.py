@@ -17,12 +17,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,11 +30,14 @@ from trainer.config import RunFault, UserError, require
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 
+if TYPE_CHECKING:
+    import datasets
+
 
 def trace_key(
     ids: list[int], temperature: float, top_k: int, top_p: float, seed: int, sample_index: int
 ) -> str:
-    """Names a row before it is generated: prompt ids, sampling and sample index."""
+    """The key of a row, known before it is generated: prompt ids, sampling and sample index."""
     sampling = [float(temperature), int(top_k), float(top_p), int(seed), int(sample_index)]
     return hashlib.sha256(json.dumps([sampling, list(map(int, ids))]).encode()).hexdigest()[:32]
 
@@ -74,16 +76,16 @@ class Trace:
     teacher_log_tail: list[float] | None = None
     tail_ids: list[list[int]] | None = None
     tail_logp: list[list[float]] | None = None
-    spec_trace: list[dict[str, Any]] | None = None
+    spec_trace: list[dict[str, object]] | None = None  # records of rounds
 
     @property
     def key(self) -> str:
-        """Two rows with one key are the same draw."""
+        """`trace_key` of this row: two rows with one key are the same draw."""
         sampling = (self.temperature, self.top_k, self.top_p, self.seed)
         return trace_key(self.prompt_ids, *sampling, self.sample_index)
 
     def check(self) -> None:
-        """Refuse a row that no reader could use."""
+        """Raise UserError for a row that no reader could use."""
         sources, reasons = "target, draft, human, mix", "eos, length, stop"
         for name, allowed in (("source", sources), ("finish_reason", reasons)):
             value = getattr(self, name)
@@ -101,7 +103,7 @@ _REALS = pa.list_(pa.float32())
 _ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
 _ARROW |= {"list[int]": pa.list_(pa.int32()), "list[list[int]]": pa.list_(pa.list_(pa.int32()))}
 _ARROW |= {"list[float]": _REALS, "list[list[float]]": pa.list_(_REALS)}
-_ARROW |= {"list[dict[str, Any]]": pa.string()}  # as JSON
+_ARROW |= {"list[dict[str, object]]": pa.string()}  # as JSON
 _FIELDS = {item.name: str(item.type).removesuffix(" | None") for item in dataclasses.fields(Trace)}
 _COLUMNS = pa.schema([("key", pa.string())] + [(n, _ARROW[t]) for n, t in _FIELDS.items()])
 _REPEATING = ["source", "domain", "finish_reason", "model_hash", "tokenizer_hash"]
@@ -112,9 +114,9 @@ _STORE = b"draftsmith.store"  # in the metadata of a shard: hash of the identity
 class TraceIdentity:
     """What a store was made with. Stores with different identities are never mixed."""
 
-    prompts: str  # description of the source, for people
+    prompts: str  # description of the source, for readers
     prompts_hash: str
-    target: dict[str, Any]  # the target's fingerprint
+    target: Mapping[str, object]  # its fingerprint
     temperatures: list[float]
     top_k: int
     top_p: float
@@ -130,6 +132,8 @@ class TraceIdentity:
 
 
 class Shard(NamedTuple):
+    """A finished shard, as the manifests list it; `sha256` and `bytes` are of the whole file."""
+
     file: str
     rows: int
     sha256: str
@@ -139,7 +143,7 @@ class Shard(NamedTuple):
 class TraceStore:
     """Open with `TraceStore.open`, write with `writer`, read with `load` or `dataset`."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any]):
+    def __init__(self, folder: Path, identity: Mapping[str, object]):
         self.folder, self.identity = folder, identity
         self.hash = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._reported: set[str] = set()
@@ -148,7 +152,11 @@ class TraceStore:
     def open(
         cls, folder: str | Path, identity: TraceIdentity | None, create: bool = True
     ) -> TraceStore:
-        """Create the store, or check that the one there has this identity (None: take its own)."""
+        """Create the store, or check that the one there has this identity (None: any).
+
+        Raises UserError where it has another identity, is damaged, or is missing and `create` is
+        False.
+        """
         folder = Path(folder)
         path = folder / "manifest.json"
         # through JSON, so that tuples and numbers as keys compare as they are stored
@@ -164,12 +172,14 @@ class TraceStore:
                 " use another data.traces or delete it"
             )
         store = cls(folder, stored)
-        store.shards()  # names at once what is missing or foreign
+        store.shards()  # reports at once what is missing or foreign
         return store
 
     def shards(self) -> list[Shard]:
-        """The finished shards of all ranks, as the disk has them now. A listed shard that is gone
-        is reported and left out, so its rows count as not done."""
+        """The finished shards of all ranks that are on the disk now.
+
+        A listed shard that is gone is reported and left out, so its rows count as not done.
+        """
         listed = self.listed()
         present = sorted(path.name for path in self.folder.glob("shard-r*-*.parquet"))
         for name in sorted(listed.keys() - set(present) - self._reported):
@@ -183,8 +193,11 @@ class TraceStore:
         return {key for table in self._tables() for key in table["key"].to_pylist()}
 
     def exclusive(self) -> IO[str]:
-        """Held by the first process of a command, from before the first row until the store is
-        marked complete: another command that found it half done would write beside it."""
+        """A lock that the first process of a command holds until the store is marked complete.
+
+        It keeps a second command from writing into the same store. Raises UserError while another
+        process holds it.
+        """
         said = (
             f"trace store {self.folder} is being written by another process; wait for it or use "
             "another data.traces"
@@ -193,8 +206,12 @@ class TraceStore:
 
     @contextlib.contextmanager
     def writer(self, rank: int = 0, rows_per_shard: int = 256) -> Iterator[TraceWriter]:
-        """For the rows of one rank. A shard is written whenever `rows_per_shard` rows wait, or some
-        since FLUSH_S seconds, and when the block ends, unless by a fault of the program."""
+        """A writer for the rows of one rank.
+
+        It writes a shard when `rows_per_shard` rows wait, when the last one is older than FLUSH_S
+        seconds, and when the block ends, unless by a fault of the program. Raises UserError while
+        another process writes this rank.
+        """
         said = (
             f"rank {rank} of trace store {self.folder} is being written by another process; wait "
             "for it or use another data.traces"
@@ -218,21 +235,24 @@ class TraceStore:
             traces += [Trace(*row) for row in zip(*columns.values(), strict=True)]
         return sorted(traces, key=lambda t: (t.index, t.prompt_hash, t.turn, t.sample_index, t.key))
 
-    def dataset(self) -> Any:
-        """All rows, checked, as one in-memory `datasets.Dataset`, in the order of the shards."""
+    def dataset(self) -> datasets.Dataset:
+        """All rows, checked, as one data set in memory, in the order of the shards."""
         import datasets
 
         return datasets.Dataset(pa.concat_tables([_COLUMNS.empty_table(), *self._tables()]))
 
     def is_complete(self, expected: Collection[str]) -> bool:
-        """Whether `finish` has seen these very shards and each expected key has its row."""
+        """Whether `finish` has listed exactly these shards and each expected key has its row."""
         manifest = read_json(self.folder / "manifest.json", REMEDY)
         finished = {shard["file"] for shard in manifest["shards"]}
         same = manifest["complete"] and finished == {shard.file for shard in self.shards()}
         return same and self.done_keys().issuperset(expected)
 
     def finish(self) -> None:
-        """Mark complete: one manifest for all. By one process, after all writers have closed."""
+        """Mark the store complete, with one manifest for all ranks.
+
+        Called by one process, after all writers have closed.
+        """
         shards = self.shards()
         totals = {"rows": sum(s.rows for s in shards), "bytes": sum(s.bytes for s in shards)}
         entries = [shard._asdict() for shard in shards]
@@ -242,7 +262,7 @@ class TraceStore:
             path.unlink()
 
     def listed(self) -> dict[str, Shard]:
-        """The shards named by the manifest and its parts, whether they are there or not."""
+        """The shards that the manifest and its parts name, on the disk or not."""
         listed = {}
         for path in (self.folder / "manifest.json", *sorted(self.folder.glob("manifest-r*.json"))):
             part = read_json(path, REMEDY)
@@ -266,7 +286,7 @@ class TraceStore:
         return table, Shard(name, table.num_rows, found[1], found[0])
 
     def _tables(self) -> Iterator[pa.Table]:
-        """Each shard, checked, without rows that an earlier shard has already."""
+        """Yield the table of each shard, checked, without rows that an earlier shard has."""
         seen: set[str] = set()
         for shard in self.shards():
             table = self._read(shard.file, shard)[0]
@@ -282,7 +302,7 @@ class TraceStore:
 
 
 class TraceWriter:
-    """See `TraceStore.writer`."""
+    """Collects rows of one rank and writes them as shards; made by `TraceStore.writer`."""
 
     def __init__(self, store: TraceStore, rank: int, rows_per_shard: int):
         require(rows_per_shard >= 1, "data.rows_per_shard", "be >= 1", rows_per_shard)
@@ -303,7 +323,7 @@ class TraceWriter:
         self._write_part()
 
     def add(self, trace: Trace) -> bool:
-        """Take the row; False, and counted, when the store has its key already."""
+        """Add a row; False, and counted in `num_doubled`, when the store has its key already."""
         trace.check()
         key = trace.key
         if key in self._keys:
@@ -317,7 +337,7 @@ class TraceWriter:
         return True
 
     def flush(self) -> None:
-        """Write the rows that wait as one shard."""
+        """Write the rows that wait as one shard; RunFault where the disk cannot be written."""
         self._flushed = time.monotonic()
         rows, self._waiting = self._waiting, []  # whatever ends this, no row is written twice
         if not rows:
@@ -343,38 +363,8 @@ class TraceWriter:
         write_json(self.store.folder / f"manifest-r{self.rank}.json", part)
 
 
-def estimate_bytes(
-    num_rows: int, prompt_tokens: float, new_tokens: float, teacher_top_k: int, teacher_samples: int
-) -> int:
-    """Bytes on disk for mean numbers of tokens per row: an upper bound where new_tokens is the
-    limit. Look-ahead and fixed responses count as new tokens."""
-    row = 265  # key, hashes, names and numbers, with the share of the shard's footer
-    # 4 bytes an id or log-probability, about 4 a list, 4 for log_tail
-    teacher = (
-        8 * (teacher_top_k + teacher_samples) + 12 * (teacher_top_k > 0) + 8 * (teacher_samples > 0)
-    )
-    return round(num_rows * (row + 4 * (prompt_tokens + new_tokens) + teacher * new_tokens))
-
-
-def check_budget(folder: str | Path, bytes_needed: int, free: int | None = None) -> None:
-    """Print the byte budget; UserError when it exceeds the free space of the folder's disk."""
-    if free is None:
-        path = Path(folder).absolute()
-        free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-    print(f"traces: about {in_bytes(bytes_needed)} in {folder}; free {in_bytes(free)}")
-    if bytes_needed > free:
-        raise UserError(
-            f"the traces need about {in_bytes(bytes_needed)} in {folder}, only {in_bytes(free)} "
-            "are free: lower data.num_prompts or data.max_new_tokens, or use a larger disk "
-            "(data.cache_dir)"
-        )
-
-
-def in_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
-
-
-def differences(stored: Any, wanted: Any, key: str = "") -> list[str]:
+def differences(stored: object, wanted: object, key: str = "") -> list[str]:
+    """One text per entry of two JSON values that differs, with its key and both values."""
     if not (isinstance(stored, dict) and isinstance(wanted, dict)):
         return [] if stored == wanted else [f"{key} {stored!r} (wanted: {wanted!r})"]
     lines = []

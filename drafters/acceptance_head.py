@@ -1,7 +1,7 @@
 """A head on a frozen drafter that predicts whether the target will accept a drafted token.
 
 Huang, Guo and Wang 2024 (SpecDec++, arXiv:2405.19715), Sec. 3.2: residual blocks and two logits on
-the drafter's state at the drafted token itself, after the drafter has consumed it. Departure: the
+the drafter's state at the drafted token itself, after the drafter has read it. Departure: the
 blocks are independent; the published code repeats one object, `shared_blocks`. The state is the one
 that the drafter's own output head reads, final-normed in Llama-like models.
 """
@@ -30,10 +30,14 @@ ACCEPT = 1  # the index of the logit; 0: reject
 
 @dataclass
 class AcceptanceSettings:
-    """`reject_weight`: of the loss it was trained on, which its probabilities depend on;
-    `temperature`, `top_k`, `top_p`: of the target and the drafter in its labels; `K_min`, `K_max`:
-    tokens of a round whose length it decides; `draft`: hash of the drafter's weights; `tuned`:
-    settings chosen on held-out text, by temperature."""
+    """Settings of an acceptance head, stored as acceptance_head.json.
+
+    `reject_weight`: weight of rejections in its loss, on which its probabilities depend;
+    `temperature`, `top_k`, `top_p`: sampling of target and drafter in its labels; `K_min`, `K_max`:
+    smallest and largest number of tokens in a round whose length it decides; `draft`: hash of the
+    drafter's weights; `tuned`: what was chosen on held-out text, by temperature: [policy, K] of
+    each family of policies, and `matching_confidence`.
+    """
 
     width: int
     num_layers: int = 3
@@ -49,7 +53,7 @@ class AcceptanceSettings:
 
 
 class AcceptanceHead(nn.Module):
-    """In float32 whatever the drafter's dtype is."""
+    """Residual blocks and two logits, in float32 whatever the dtype of the drafter is."""
 
     def __init__(self, settings: AcceptanceSettings):
         super().__init__()
@@ -61,23 +65,26 @@ class AcceptanceHead(nn.Module):
 
     @classmethod
     def build(cls, drafter: TrainedDrafter, **settings: Any) -> AcceptanceHead:
-        """A fresh one for this drafter, in its shape."""
+        """A fresh head for this drafter, on its device. `settings`: of `AcceptanceSettings`."""
         check_exposed(drafter)
         return cls(
             AcceptanceSettings(width_of(drafter), draft=weights_hash(drafter), **settings)
         ).to(next(drafter.parameters()).device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., width] -> logits [..., 2] float32 of rejection and acceptance"""
+        """Score hidden [..., width]: logits [..., 2] float32 of rejection and acceptance."""
         return self.out(self.blocks(hidden.float())).float()
 
     def probability(self, hidden: torch.Tensor, calibrated: bool = False) -> torch.Tensor:
-        """hidden [..., width] -> [...] float32, that the token is accepted. As trained it is too
-        low on purpose where `reject_weight` > 1; `calibrated` inverts that."""
+        """Probability [...] float32 that the token of hidden [..., width] is accepted.
+
+        Where `reject_weight` > 1 it is too low on purpose; `calibrated` corrects that.
+        """
         f = self(hidden).softmax(-1)[..., ACCEPT]
         return calibrate(f, self.settings.reject_weight) if calibrated else f
 
     def save(self, folder: Path) -> None:
+        """Write weights and settings to `folder`."""
         # copies: a shared block is written once per name
         tensors = {
             name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -88,33 +95,36 @@ class AcceptanceHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> AcceptanceHead:
+        """Read what `save` wrote."""
         head = cls(AcceptanceSettings(**json.loads((folder / SETTINGS).read_text())))
         head.load_state_dict(load_file(folder / WEIGHTS))
         return head.eval()
 
 
 def calibrate(f: torch.Tensor, reject_weight: float) -> torch.Tensor:
-    """The optimum of the weighted loss at a true acceptance a is f = a / (a + w (1 - a)); back:
-    a = w f / (1 - f + w f)."""
+    """The probability of acceptance a behind a head's output f, elementwise.
+
+    The optimum of the weighted loss is f = a / (a + w (1 - a)), so that a = w f / (1 - f + w f).
+    """
     return reject_weight * f / (1 - f + reject_weight * f)
 
 
 def width_of(drafter: TrainedDrafter) -> int:
-    """Of its states."""
+    """Width of the states that the drafter's output head reads."""
     return drafter.output_head(1).weight.shape[1]
 
 
-def check_exposed(drafter: Any) -> None:
-    if not getattr(drafter, "exposes_hidden", False):
-        kind = getattr(drafter, "kind", type(drafter).__name__)
+def check_exposed(drafter: TrainedDrafter) -> None:
+    """Raise UserError where the drafter has no state that an acceptance head could judge."""
+    if not drafter.exposes_hidden:
         raise UserError(
-            f"CapabilityError: a drafter of kind {kind!r} exposes no state at what it drafts, so "
-            "no acceptance head can judge them: name a causal LM or an EAGLE head"
+            f"CapabilityError: a drafter of kind {drafter.kind!r} has no state of the tokens it "
+            "drafts, so no acceptance head can judge them: name a causal LM or an EAGLE head"
         )
 
 
 def weights_hash(drafter: TrainedDrafter) -> str:
-    """Of what drafts: a head trained on other weights reads states it has never seen."""
+    """Hash of the weights that draft, without an acceptance head: its states depend on them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.draft_weights().items()):
         digest.update(name.encode())
@@ -123,8 +133,11 @@ def weights_hash(drafter: TrainedDrafter) -> str:
 
 
 def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
-    """The head that lies beside the drafter in `folder`, if there is one. `key`: how errors call
-    the setting that named the folder."""
+    """Load the acceptance head beside the drafter in `folder`, if there is one.
+
+    `key`: the setting that names the folder, for messages. Raises UserError where the head is
+    damaged or was trained for another drafter.
+    """
     if not (folder / SETTINGS).exists():
         return
     check_exposed(drafter)
@@ -149,28 +162,34 @@ def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
     drafter.acceptance = head.to(next(drafter.parameters()).device)
 
 
-def adaptive(head: AcceptanceHead | None, K: int) -> dict[str, Any]:
-    """How an engine that knows a confidence threshold alone is told to draft: as many tokens as the
-    head may, up to the threshold that verifies as often as the head does, at the lowest temperature
-    it was tuned at. Without a tuned head: K tokens."""
+@dataclass(frozen=True)
+class DraftLength:
+    """Draft length for an engine that knows no rule but a confidence threshold (None: no rule)."""
+
+    num_assistant_tokens: int
+    confidence_threshold: float | None = None
+
+
+def draft_length(head: AcceptanceHead | None, K: int) -> DraftLength:
+    """The draft length that imitates the head at the lowest temperature it was tuned at.
+
+    That is the largest number of tokens that the head drafts, and the threshold that verifies as
+    often as the head does. Without a tuned head: K tokens.
+    """
     if head is None or not head.settings.tuned:
-        return {"num_assistant_tokens": K, "acceptance": head}
+        return DraftLength(K)
     tuned = head.settings.tuned
     lowest = tuned[min(tuned, key=float)]
-    return {
-        "num_assistant_tokens": lowest["head"][1],
-        "confidence_threshold": lowest["matching_confidence"],
-        "acceptance": head,
-    }
+    return DraftLength(lowest["head"][1], lowest["matching_confidence"])
 
 
 def adaptive_note(head: AcceptanceHead | None) -> str:
-    """The same in words, for the model card."""
-    how = adaptive(head, 0)
-    if "confidence_threshold" not in how:
+    """The sentence of the model card about `draft_length`, "" without a tuned head."""
+    how = draft_length(head, 0)
+    if how.confidence_threshold is None:
         return ""
     return (
-        f"Under transformers (generation_config.json) it is up to {how['num_assistant_tokens']} "
-        f"tokens, fewer after one less likely than {how['confidence_threshold']:g}: that verifies "
+        f"Under transformers (generation_config.json) it is up to {how.num_assistant_tokens} "
+        f"tokens, fewer after one less likely than {how.confidence_threshold:g}: that verifies "
         f"as often as its acceptance head ({WEIGHTS}), which only draftsmith reads."
     )

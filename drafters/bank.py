@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.base import TrainedDrafter
+from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.files import read_json
 from drafters.round import Budget, DraftState
@@ -25,8 +25,11 @@ from trainer.config import RunFault, UserError
 
 
 class NaiveBayes(torch.nn.Module):
-    """Multinomial naive Bayes over token counts, add-one smoothing. `names`: of the classes, the
-    most frequent one first; it takes what is classified with less than `min_confidence`."""
+    """Multinomial naive Bayes over token counts with add-one smoothing.
+
+    `names`: the classes, the most frequent one first, which also gets every prompt that is
+    classified with less than `min_confidence`. `log_prior`: [M], `log_token`: [M, V], both float.
+    """
 
     log_prior: torch.Tensor
     log_token: torch.Tensor
@@ -43,6 +46,7 @@ class NaiveBayes(torch.nn.Module):
         cls, prompts: Sequence[list[int]], labels: Sequence[str], vocab_size: int,
         min_confidence: float = 0.0,
     ) -> NaiveBayes:  # fmt: skip
+        """Fit the classifier to labelled prompts; UserError where there is only one label."""
         frequency = Counter(labels)
         names = sorted(frequency, key=lambda name: (-frequency[name], name))
         if len(names) < 2:
@@ -60,7 +64,7 @@ class NaiveBayes(torch.nn.Module):
         return cls(names, (prior / prior.sum()).log(), log_token, min_confidence)
 
     def route(self, prompt_ids: Sequence[int]) -> int:
-        """The class of a prompt."""
+        """Index of the class of a prompt."""
         ids = torch.tensor(prompt_ids, device=self.log_token.device)
         score = (self.log_prior + self.log_token[:, ids].sum(1)).double().softmax(0)
         best = int(score.argmax())
@@ -68,9 +72,12 @@ class NaiveBayes(torch.nn.Module):
 
 
 class DrafterBank(TrainedDrafter):
-    """`members`: of one shape, in the order of the router's names. Which member serves which row is
-    decided at `prefill`, or by `routed` for text that is read at once. A batch with rows of several
-    members runs each of these over all rows; one row costs what one drafter does."""
+    """A bank of drafters of one shape, `members`, in the order of the router's names.
+
+    `prefill` selects the member of each row, or `routed` for text that is read at once. A batch
+    with rows of several members runs each of these over all rows; one row costs what one drafter
+    does. Raises RunFault where `states` gets rows that were not routed.
+    """
 
     kind = "bank"
     start_width = CausalLMDrafter.start_width
@@ -83,7 +90,7 @@ class DrafterBank(TrainedDrafter):
                 f"RoutingError: the router knows {len(router.names)} drafters, the bank holds "
                 f"{len(members)}"
             )
-        self.members: Any = torch.nn.ModuleList(members)
+        self.members: Any = torch.nn.ModuleList(members)  # a list of CausalLMDrafter
         self.router = router
         first = members[0]
         self.tokenizer, self.fingerprint = first.tokenizer, first.fingerprint
@@ -91,14 +98,16 @@ class DrafterBank(TrainedDrafter):
 
     @classmethod
     def copies_of(cls, drafter: CausalLMDrafter, router: NaiveBayes) -> DrafterBank:
+        """A bank whose members all start as `drafter`."""
         device = next(drafter.parameters()).device
         return cls([copy.deepcopy(drafter) for _ in router.names], router.to(device))
 
     def route(self, prompt_ids: Sequence[int]) -> int:
+        """Index of the member that drafts for this prompt."""
         return self.router.route(prompt_ids)
 
     def routed(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Rows of what is read next begin with these prompts."""
+        """Select the members of the rows that `states` reads next, by their prompts."""
         self.chosen = torch.tensor([self.route(p) for p in prompts], device=self._device)
 
     @property
@@ -133,17 +142,17 @@ class DrafterBank(TrainedDrafter):
             yield hidden
 
     def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
-        """states [B, ..., d], a row for each that was routed."""
+        """Project states [B, ..., d], one row for each that was routed."""
         return self._joined(lambda m, rows: self.members[m].project(states[rows], depth))
 
     def _joined(self, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """read(member, its rows) of every member that has rows, in the order of the rows."""
+        """Call read(member, its rows) for every member with rows; results in the order of rows."""
         parts = [(self._rows(m), read(m, self._rows(m))) for m in self._active()]
         places = torch.cat([rows for rows, _ in parts])
         return torch.cat([own for _, own in parts])[places.argsort()]
 
     def output_head(self, depth: int) -> OutputHead:
-        """Of the first member; they have one shape."""
+        """The output head of the first member; all have one shape."""
         return self.members[0].output_head(depth)
 
     # --- proposing -------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ class DrafterBank(TrainedDrafter):
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
         return self._each(lambda member: member.extend(tokens, parents, depth))
 
-    def _each(self, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def _each(self, call: Callable[[CausalLMDrafter], torch.Tensor]) -> torch.Tensor:
         """Logits of every row from its own member."""
         found: torch.Tensor | None = None
         for member in self._active():
@@ -191,25 +200,26 @@ class DrafterBank(TrainedDrafter):
     # --- own format ------------------------------------------------------------------------------
 
     def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Of one member: a step reads no other one."""
+        """Parameters of one member: a step reads no other one."""
         return self.members[0].drafting_parameters()
 
     def fresh(self) -> DrafterBank:
         return DrafterBank([member.fresh() for member in self.members], copy.deepcopy(self.router))
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Mapping[str, object]:
         router = self.router
         return {"settings": {"names": router.names, "min_confidence": router.min_confidence}}
 
     def save_weights(self, folder: Path) -> None:
-        """Each member is a folder of its own that loads as a causal LM."""
+        """Write each member to a folder of its own, which loads as a causal LM."""
         for i, member in enumerate(self.members):
             member.save_pretrained(folder / f"member-{i}")
         save_file(self.router.state_dict(), folder / "router.safetensors")
 
     @classmethod
     def from_pretrained(cls, folder: Path, target: Target) -> DrafterBank:
-        settings = read_json(Path(folder) / "drafter.json")["settings"]
+        """Load a folder of this project."""
+        settings = read_json(Path(folder) / "drafter.json", DrafterJson)["settings"]
         members = [
             CausalLMDrafter.from_pretrained(str(Path(folder) / f"member-{i}"), target)
             for i in range(len(settings["names"]))

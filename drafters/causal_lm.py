@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,22 +27,36 @@ from target.vocabulary import check_same_vocabulary
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 KIND = "causal_lm"
-# of feed-forward layers and experts, as the families call them
+# keys for the widths of feed-forward layers and experts in the families' configurations
 WIDTHS = re.compile(r"intermediate_size|n_inner$|ffn_dim$")
 
 
 class CausalLMDrafter(TrainedDrafter):
-    """`model`: any Hugging Face causal LM; `vocab_size`: the true vocabulary shared with the
-    target. Logits past it are padding and are never drafted."""
+    """A causal LM of Hugging Face as drafter.
+
+    `vocab_size`: the true vocabulary that it shares with the target; logits past it are padding and
+    are never drafted.
+    """
 
     kind = KIND
     exposes_hidden = True
     start_width = 2
 
-    def __init__(self, model: Any, tokenizer: Any, vocab_size: int, fingerprint: dict[str, Any]):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        fingerprint: dict[str, Any],
+    ):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        # any architecture of transformers; a wrapper for training may stand in its place
+        self.model: Any = model
+        self.tokenizer = tokenizer
         self.vocab_size, self.fingerprint = vocab_size, fingerprint
         self._cached: CachedModel | None = None
         self._head: OutputHead | None = None
@@ -57,8 +71,10 @@ class CausalLMDrafter(TrainedDrafter):
         trust_remote_code: bool = False,
         key: str = "model.drafter",
     ) -> CausalLMDrafter:
-        """Load from a folder of this project or any Hugging Face causal LM; the id-to-token maps
-        must agree. Weights in float32: a drafter is small and is trained."""
+        """Load a folder of this project or a causal LM of Hugging Face, with float32 weights.
+
+        Raises UserError where it cannot be loaded or its id-to-token map is not the target's.
+        """
         model, tokenizer = load_causal_lm(
             name, key, revision=revision, dtype="float32", device=target.device,
             trust_remote_code=trust_remote_code,
@@ -75,10 +91,10 @@ class CausalLMDrafter(TrainedDrafter):
         hidden_size: int,
         tie_embeddings: bool | None = None,
     ) -> CausalLMDrafter:
-        """A fresh drafter of `shrunk_config`'s shape."""
+        """A drafter with fresh weights in the shape of `shrunk_config`."""
         config = shrunk_config(target, num_layers, hidden_size, tie_embeddings)
         model = AutoModelForCausalLM.from_config(config).float().to(target.device).eval()
-        try:  # what the architecture finds out only now, as CodeGen its heads
+        try:  # some architectures check their shape only now, for example CodeGen its heads
             with torch.no_grad():
                 decoder_of(model)(torch.zeros(1, 2, dtype=torch.long, device=target.device))
         except torch.OutOfMemoryError:
@@ -94,8 +110,8 @@ class CausalLMDrafter(TrainedDrafter):
         return cls._of(target.model, target, target.name)
 
     @classmethod
-    def _of(cls, model: Any, target: Target, name: str) -> CausalLMDrafter:
-        width = model.get_output_embeddings().weight.shape[0]
+    def _of(cls, model: PreTrainedModel, target: Target, name: str) -> CausalLMDrafter:
+        width = output_weight(model).shape[0]
         if width < target.vocab_size:
             raise UserError(
                 f"CompatibilityError: model.drafter {name!r} scores {width} ids, the target's "
@@ -106,7 +122,7 @@ class CausalLMDrafter(TrainedDrafter):
 
     @property
     def context(self) -> int:
-        """Tokens it can see."""
+        """Length in tokens of the longest text that the model can read."""
         config = self.model.config.get_text_config()
         return getattr(config, "max_position_embeddings", None) or 1 << 20
 
@@ -118,8 +134,7 @@ class CausalLMDrafter(TrainedDrafter):
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """The same for every depth: once drafted tokens are accepted, the cache holds target
-        text."""
+        """Yield the same states at every depth: once tokens are accepted, the cache holds them."""
         hidden = decoder_of(self.model)(
             input_ids=ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
@@ -127,13 +142,14 @@ class CausalLMDrafter(TrainedDrafter):
             yield hidden
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        # made again where sharding has put another tensor in the weight's place
+        # built again where sharding has put another tensor in the weight's place
         weight = self.model.get_output_embeddings().weight
         if self._head is None or self._head.weight is not weight:
             self._head = output_head(self.model, self.vocab_size)
         return self._head
 
     def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in the backward pass instead of storing them."""
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
@@ -148,6 +164,7 @@ class CausalLMDrafter(TrainedDrafter):
     # --- proposing -------------------------------------------------------------------------------
 
     def cached(self) -> CachedModel:
+        """The model with its slot cache, made at the first call."""
         if self._cached is None:
             self._cached = CachedModel(self.model)
         return self._cached
@@ -177,9 +194,11 @@ class CausalLMDrafter(TrainedDrafter):
         )
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        """Feeds the committed tokens that may be new to the cache: two after a fully accepted
-        chain, a tree's depth and one more, whose nodes lay elsewhere. The others are written again
-        unchanged."""
+        """Feed the committed tokens that may be missing in the cache.
+
+        These are two after a fully accepted chain, and depth + 1 after a tree, whose nodes lay in
+        other slots. Tokens that are there already are written again unchanged.
+        """
         self._round = state
         self._judged = budget.stop is not None and budget.stop.uses_head
         self._nodes = TreeSlots(state.lengths) if budget.tree is not None else None
@@ -216,14 +235,25 @@ class CausalLMDrafter(TrainedDrafter):
         return parameters_read(self.model)
 
     def save_weights(self, folder: Path) -> None:
-        """An ordinary Hugging Face folder."""
+        """Write a folder that Hugging Face's own loaders read."""
         self.model.save_pretrained(folder)
 
 
-def parameters_read(model: Any) -> list[torch.nn.Parameter]:
-    """By one decoding step of a causal LM: those of its decoder and output head, but what is only
-    looked up, and not those of an image or audio encoder beside it."""
+def output_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [V, d] of the output head of a causal LM."""
+    head = model.get_output_embeddings()
+    assert head is not None
+    return head.weight
+
+
+def parameters_read(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The parameters that one decoding step of a causal LM reads.
+
+    Those are the parameters of its decoder and output head, without embedding tables that are only
+    looked up, and without an image or audio encoder.
+    """
     decoder, head = decoder_of(model), model.get_output_embeddings()
+    assert head is not None
     tables = (m for m in decoder.modules() if isinstance(m, torch.nn.Embedding))
     looked_up = {table.weight for table in tables} - {head.weight}
     read = dict.fromkeys((*decoder.parameters(), *head.parameters()))
@@ -232,11 +262,13 @@ def parameters_read(model: Any) -> list[torch.nn.Parameter]:
 
 def shrunk_config(
     target: Target, num_layers: int, hidden_size: int, tie_embeddings: bool | None = None
-) -> Any:
-    """Of the target's own architecture, `num_layers` deep and `hidden_size` wide; widths of
-    attention and feed-forward shrink in proportion. `tie_embeddings`: one matrix for looking tokens
-    up and for scoring them; None: as the target. Raises UserError where the family has no such
-    shape."""
+) -> PreTrainedConfig:
+    """A configuration of the target's architecture, `num_layers` deep and `hidden_size` wide.
+
+    Widths of attention and feed-forward shrink in proportion. `tie_embeddings`: one matrix for
+    looking tokens up and for scoring them; None: as in the target. Raises UserError where the
+    family has no such shape.
+    """
     config = target.model.config.get_text_config()
     own = config.to_dict()
     for name in ("architectures", "dtype", "quantization_config"):  # the drafter trains
@@ -258,9 +290,9 @@ def shrunk_config(
                 f"{head_dim}, got {hidden_size}"
             )
 
-    def shrunk(values: dict[str, Any]) -> dict[str, Any]:
-        """Key and value heads and widths among `values`, of all layers or of one."""
-        found: dict[str, Any] = {}
+    def shrunk(values: dict[str, Any]) -> dict[str, int | list[int]]:
+        """The smaller key-value heads and widths for those in `values`, of all layers or of one."""
+        found: dict[str, int | list[int]] = {}
         if "num_key_value_heads" in values:
             groups = max(1, heads * (values["num_key_value_heads"] or all_heads) // all_heads)
             while heads % groups:
@@ -276,21 +308,21 @@ def shrunk_config(
     exceptions = {int(i): values for i, values in (own.get("per_layer_config") or {}).items()}
     # the first layers: where later ones know no positions (SmolLM3, Cohere2) or have experts, those
     # do and are dense; but Gemma 4 wants its last kind, which has heads of its own, at the end
-    kept = [i % depth for i in range(num_layers)]
+    copied = [i % depth for i in range(num_layers)]
     if exceptions:
-        kept[-1] = depth - 1
+        copied[-1] = depth - 1
     per_layer = {
-        name: [value[i] for i in kept]
+        name: [value[i] for i in copied]
         for name, value in own.items()
         if isinstance(value, list) and len(value) == depth and not name.endswith("token_id")
     }
-    changed = per_layer | shrunk(shape | per_layer)
+    changed: dict[str, object] = {**per_layer, **shrunk(shape | per_layer)}
     changed |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size,
                 "num_attention_heads": heads}  # fmt: skip
     if exceptions:
         changed["per_layer_config"] = {
             new: exceptions[old] | shrunk(exceptions[old])
-            for new, old in enumerate(kept)
+            for new, old in enumerate(copied)
             if old in exceptions
         }
     # Gemma's later layers read the keys of earlier ones, and every layer has a table of the whole
@@ -316,6 +348,6 @@ def shrunk_config(
 def _no_such_width(hidden_size: int, model_type: str, error: Exception | str) -> UserError:
     reason = " ".join(str(error).split())[:200]
     return UserError(
-        f"method.draft_hidden_size={hidden_size} gives no {model_type} model ({reason}): take a "
+        f"method.draft_hidden_size={hidden_size} gives no {model_type} model ({reason}): use a "
         "multiple of its head size, or an existing model with its tokenizer as model.drafter"
     )

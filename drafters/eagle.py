@@ -1,4 +1,4 @@
-"""What all EAGLE heads share: one layer on the target's states, unrolled on its own outputs.
+"""The shared part of all EAGLE heads: one layer on the target's states, unrolled on its outputs.
 
 Column t holds the target's state at position t and the embedding of token t + 1; it predicts token
 t + 2, and its output stands for the target's state at t + 1 in the next draft step (Li et al. 2024,
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
-from drafters.base import TrainedDrafter, check_fingerprint
+from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import DecoderLayer, Shared, SlotKeys, attend, attend_unrolled
 from drafters.round import Budget, DraftState
 from target.cache import TreeSlots
@@ -29,13 +29,17 @@ from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import UserError
 from trainer.shift import at_index
 
+Index: TypeAlias = slice | torch.Tensor  # of rows, or of columns
 COMPACT_BELOW = 0.75  # share of columns; from there on all of them without a mask cost less
 
 
 @dataclass
 class EagleSettings:
-    """`captures`: the target's layers it reads, ids as in `target.model`; `target_width`: of their
-    states. `detach_recycled`: no gradient through recycled states (HASS)."""
+    """Settings of an EAGLE head.
+
+    `captures`: the target's layers that it reads, ids as in `target.model`; `target_width`: width
+    of their states; `detach_recycled`: no gradient through recycled states (HASS).
+    """
 
     captures: list[LayerId]
     target_width: int
@@ -43,7 +47,10 @@ class EagleSettings:
 
 
 class EagleDrafter(TrainedDrafter):
+    """An EAGLE head; a subclass for each version says what a column reads and recycles."""
+
     version: ClassVar[int]
+    settings_type: ClassVar[type[EagleSettings]]
     exposes_hidden = True
     fc: nn.Linear
     layer: DecoderLayer
@@ -55,8 +62,10 @@ class EagleDrafter(TrainedDrafter):
         target: Target,
         kept: torch.Tensor | None = None,
     ):
-        """`config`: of the layer; `kept` [Vd] int64 ascending: target ids of a reduced draft
-        vocabulary."""
+        """`config`: that of the layer; `kept` [Vd] int64: ids of a reduced vocabulary, ascending.
+
+        Raises UserError where the head is not as wide as the target.
+        """
         super().__init__()
         self.settings, self.config = settings, config
         self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
@@ -65,7 +74,7 @@ class EagleDrafter(TrainedDrafter):
         self.shared = Shared(target)
         if config.hidden_size != target.hidden_size:
             raise UserError(
-                f"the head is {config.hidden_size} wide, the target {target.hidden_size}: it takes "
+                f"the head is {config.hidden_size} wide, the target {target.hidden_size}: it uses "
                 "the target's embedding, so both must agree"
             )
         self.make_network(kept)
@@ -77,24 +86,24 @@ class EagleDrafter(TrainedDrafter):
     def fresh(self) -> EagleDrafter:
         return type(self)(self.settings, self.config, self.shared.target, self.kept).eval()
 
-    # --- in what the versions differ -------------------------------------------------------------
+    # --- the differences of the versions --------------------------------------------------------
 
     def make_network(self, kept: torch.Tensor | None) -> None:
-        """Make `fc`, `layer` and what else this version has."""
+        """Make `fc`, `layer` and the other modules of this version."""
         raise NotImplementedError
 
-    def fuse(self, hidden: dict[LayerId, torch.Tensor], *index: Any) -> torch.Tensor:
-        """The feature of each column, [..., width], from the captured states at `index`."""
+    def fuse(self, hidden: Mapping[LayerId, torch.Tensor], *index: Index) -> torch.Tensor:
+        """Features [..., width] of the captured states at these rows and columns."""
         raise NotImplementedError
 
     def layer_inputs(
         self, feature: torch.Tensor, embedded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, and the residual stream it is added to."""
+        """The input of attention, and the residual stream that its output is added to."""
         raise NotImplementedError
 
     def layer_outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the layer's output: what the head projects, and what the next step recycles."""
+        """The states that the head projects and those that the next step recycles."""
         raise NotImplementedError
 
     # --- the network -----------------------------------------------------------------------------
@@ -114,10 +123,13 @@ class EagleDrafter(TrainedDrafter):
         documents: torch.Tensor | None = None,
         paths: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """The training-time test: every step feeds the true tokens and the head's own states. The
-        others of the `columns` are keys of the first step only. `paths` [B, L, depth - 1] int64:
-        tokens that the later steps of each column feed instead of the true ones, as a round does
-        that drafts along another branch."""
+        """Yield the states of the training-time test: true tokens, and the head's own states.
+
+        Columns outside of `columns` are only keys of the first step. `documents` [B, L] int64:
+        tokens of different ones do not see each other. `paths` [B, L, depth - 1] int64: tokens that
+        the later steps of each column feed instead of the true ones, like a round that drafts along
+        another branch.
+        """
         assert outputs is not None
         batch, length = ids.shape
         if position_ids is None:
@@ -125,9 +137,8 @@ class EagleDrafter(TrainedDrafter):
         columns, wanted, valid = _compact(columns, batch, length, ids.device)
         rows = torch.arange(batch, device=ids.device).unsqueeze(1)
         embedded = self._embed(ids)
-        x, residual = self.layer_inputs(
-            self.fuse(outputs.hidden, slice(None), slice(0, length - 1)), embedded[:, 1:]
-        )
+        feature = self.fuse(outputs.hidden, slice(None), slice(0, length - 1))
+        x, residual = self.layer_inputs(feature, embedded[:, 1:])
         keys, values = self.layer.keys_values(x, position_ids[:, :-1])
         allowed = None
         if columns is not None or documents is not None:
@@ -145,7 +156,7 @@ class EagleDrafter(TrainedDrafter):
                     token = embedded[rows, at.clamp(max=length - 1)] * (at < length).unsqueeze(-1)
                 else:
                     token = self._embed(paths[rows, wanted, step - 1])
-                x, residual = self.layer_inputs(feature, token)  # noqa: F821 (of the step before)
+                x, residual = self.layer_inputs(feature, token)
             arguments = (x, residual, positions + step, keys, values, own, allowed, step > 0)
             if self.checkpointed and self.training:
                 hidden, new = checkpoint(self._step, *arguments, use_reentrant=False)  # type: ignore[misc]
@@ -173,6 +184,7 @@ class EagleDrafter(TrainedDrafter):
         return self.layer.finish(residual, mixed), new
 
     def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in the backward pass instead of storing them."""
         self.checkpointed = True
 
     # --- proposing -------------------------------------------------------------------------------
@@ -190,8 +202,7 @@ class EagleDrafter(TrainedDrafter):
         lengths: torch.Tensor,
         outputs: TargetOutputs | None = None,
     ) -> None:
-        """Columns whose next token is known; the prompt's last waits for the token of the
-        prefill."""
+        """Write the columns whose next token is known: all but the last."""
         assert outputs is not None
         if ids.shape[1] < 2:
             return
@@ -201,8 +212,11 @@ class EagleDrafter(TrainedDrafter):
         self._slots.write(*self.layer.keys_values(x, slots), slots, rows)
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        """Columns that may be new since the last round, at most a full round's, with the target's
-        own states; those that are not are written again unchanged."""
+        """Feed the columns that may be new since the last round, with the target's own states.
+
+        These are at most those of a full round; columns that are not new are written again
+        unchanged.
+        """
         assert state.outputs is not None
         self._round = state
         self.start_width = budget.max_tokens + 1
@@ -252,8 +266,8 @@ class EagleDrafter(TrainedDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
-    def about(self) -> dict[str, Any]:
-        """All versions are stored under one kind, told apart by their settings."""
+    def about(self) -> Mapping[str, object]:
+        """Entries of drafter.json. All versions are stored under one kind, with their version."""
         settings = {"version": self.version, **dataclasses.asdict(self.settings)}
         return {"kind": "eagle", "settings": settings, "layer": self.config.to_dict()}
 
@@ -262,19 +276,20 @@ class EagleDrafter(TrainedDrafter):
         save_file(tensors, folder / "model.safetensors")
 
     @classmethod
-    def read_settings(cls, stored: dict[str, Any]) -> EagleSettings:
-        """The settings in drafter.json, its version left out."""
-        raise NotImplementedError
-
-    @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> EagleDrafter:
+        """Load a folder of this project; UserError where the head was made for another target."""
         folder = Path(folder)
-        about = json.loads((folder / "drafter.json").read_text())
+        about: DrafterJson = json.loads((folder / "drafter.json").read_text())
         check_fingerprint(about["target"], target.fingerprint, str(folder))
         tensors = load_file(folder / "model.safetensors")
-        settings = {name: value for name, value in about["settings"].items() if name != "version"}
+        # False is the default of every switch; earlier versions stored those of EAGLE-3 for EAGLE-1
+        settings = {
+            name: value
+            for name, value in about["settings"].items()
+            if name != "version" and value is not False
+        }
         drafter = cls(
-            cls.read_settings(settings), LlamaConfig.from_dict(about["layer"]), target,
+            cls.settings_type(**settings), LlamaConfig.from_dict(about["layer"]), target,
             tensors.get("kept"),
         )  # fmt: skip
         drafter.load_state_dict(tensors)
@@ -285,9 +300,12 @@ class EagleDrafter(TrainedDrafter):
 def _compact(
     columns: torch.Tensor | None, batch: int, length: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """columns [B, L] bool -> the same, None where all are computed after all; which columns each
-    row computes, [B, C] int64, and which of these are no filling, [B, C] bool. None: all that have
-    a next token."""
+    """The columns to compute, as (columns, wanted [B, C] int64, valid [B, C] bool).
+
+    `columns` [B, L] bool or None (all that have a next token) comes back as None where computing
+    all of them costs less; `wanted`: the columns that each row computes; `valid`: which of these
+    are no filling.
+    """
     if columns is not None:
         columns = columns[:, : length - 1]
         counts = columns.sum(1)

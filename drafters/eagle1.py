@@ -6,13 +6,13 @@ tree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, layer_config
 from target.model import LayerId, Target
 from trainer.chunked import OutputHead
@@ -21,7 +21,7 @@ from trainer.config import UserError
 
 @dataclass
 class Eagle1Settings(EagleSettings):
-    """`captures` names one layer; engines feed `final_norm`."""
+    """Settings of an EAGLE-1 head: `captures` names one layer; engines feed `final_norm`."""
 
     def __post_init__(self) -> None:
         if len(self.captures) != 1:
@@ -29,12 +29,15 @@ class Eagle1Settings(EagleSettings):
 
 
 class Eagle1Drafter(EagleDrafter):
+    """An EAGLE-1 head."""
+
     kind = "eagle"
     version = 1
+    settings_type = Eagle1Settings
 
     @classmethod
     def build(cls, target: Target, settings: Eagle1Settings) -> Eagle1Drafter:
-        """A fresh one in the target's shape."""
+        """A fresh head in the target's shape."""
         return cls(settings, layer_config(target.model.config), target)
 
     def make_network(self, kept: torch.Tensor | None) -> None:
@@ -44,7 +47,7 @@ class Eagle1Drafter(EagleDrafter):
         self.fc = nn.Linear(width + self.settings.target_width, width, bias=False)
         self.layer = DecoderLayer(self.config, width)
 
-    def fuse(self, hidden: dict[LayerId, torch.Tensor], *index: Any) -> torch.Tensor:
+    def fuse(self, hidden: Mapping[LayerId, torch.Tensor], *index: Index) -> torch.Tensor:
         (layer,) = self.target_layers
         return hidden[layer][index].to(self.fc.weight.dtype)
 
@@ -59,10 +62,3 @@ class Eagle1Drafter(EagleDrafter):
 
     def output_head(self, depth: int = 1) -> OutputHead:
         return self.shared.target.head
-
-    @classmethod
-    def read_settings(cls, stored: dict[str, Any]) -> Eagle1Settings:
-        """Heads written by earlier versions name settings of EAGLE-3 too, all of them off."""
-        return Eagle1Settings(
-            **{name: value for name, value in stored.items() if value is not False}
-        )

@@ -6,13 +6,13 @@ tokens alone (`kept`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from drafters.eagle import EagleDrafter, EagleSettings
+from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
 from target.devices import decoder_of
 from target.model import LayerId, Target, decoder_layers
@@ -24,8 +24,11 @@ FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other capt
 
 @dataclass
 class Eagle3Settings(EagleSettings):
-    """`norm_before_residual`, `fc_norm`, `norm_output`: variants that engines know; the last two
-    are EAGLE-3.1's."""
+    """Settings of an EAGLE-3 head.
+
+    `norm_before_residual`, `fc_norm`, `norm_output`: variants that engines know; the last two are
+    EAGLE-3.1's.
+    """
 
     norm_before_residual: bool = False
     fc_norm: bool = False
@@ -33,7 +36,10 @@ class Eagle3Settings(EagleSettings):
 
 
 def default_captures(num_layers: int) -> list[LayerId]:
-    """Low, middle and high: outputs of layers 1, L/2 - 1 and L - 4."""
+    """A low, a middle and a high capture: layers 1, L/2 - 1 and L - 4.
+
+    Raises UserError where these are not distinct.
+    """
     layers: list[LayerId] = [1, num_layers // 2 - 1, num_layers - 4]
     if len(set(layers)) < 3 or min(layers) < 0:  # type: ignore[type-var]
         raise UserError(
@@ -44,8 +50,11 @@ def default_captures(num_layers: int) -> list[LayerId]:
 
 
 class Eagle3Drafter(EagleDrafter):
+    """An EAGLE-3 head."""
+
     kind = "eagle3"
     version = 3
+    settings_type = Eagle3Settings
     settings: Eagle3Settings
 
     @classmethod
@@ -58,9 +67,12 @@ class Eagle3Drafter(EagleDrafter):
         head_from_target: bool = True,
         layer_from_target: bool = True,
     ) -> Eagle3Drafter:
-        """A fresh one in the target's shape. `head_from_target`: its own head starts as the
-        target's rows; `layer_from_target`: its layer starts as the target's last one, fed with the
-        last state captured."""
+        """A fresh head in the target's shape.
+
+        `kept` [Vd] int64: target ids of a reduced vocabulary, ascending. `head_from_target`: the
+        output head starts as rows of the target's; `layer_from_target`: the layer starts as the
+        target's last one, fed with the last captured state.
+        """
         drafter = cls(settings, layer_config(target.model.config), target, kept)
         if head_from_target:
             rows = torch.arange(target.vocab_size) if kept is None else kept
@@ -87,7 +99,8 @@ class Eagle3Drafter(EagleDrafter):
 
     @torch.no_grad()
     def _start_from_target(self) -> None:
-        """As if the target's layers between the last capture and its last one were left out."""
+        """Start as if the layers between the last capture and the target's last one were left
+        out."""
         target = self.shared.target
         model = target.model
         last, norm = decoder_layers(model)[-1], getattr(decoder_of(model), "norm", None)
@@ -104,7 +117,7 @@ class Eagle3Drafter(EagleDrafter):
         self.fc.weight.mul_(FUSED_NOISE)
         self.fc.weight[:, -width:].diagonal().add_(1)
 
-    def fuse(self, hidden: dict[LayerId, torch.Tensor], *index: Any) -> torch.Tensor:
+    def fuse(self, hidden: Mapping[LayerId, torch.Tensor], *index: Index) -> torch.Tensor:
         states = [hidden[layer][index].to(self.fc.weight.dtype) for layer in self.target_layers]
         if self.settings.fc_norm:
             states = [norm(one) for norm, one in zip(self.fc_norms, states, strict=True)]
@@ -127,7 +140,3 @@ class Eagle3Drafter(EagleDrafter):
         if head is None or head.weight is not self.lm_head.weight or head.kept is not self.kept:
             head = self._head = OutputHead(self.lm_head.weight, kept=self.kept)
         return head
-
-    @classmethod
-    def read_settings(cls, stored: dict[str, Any]) -> Eagle3Settings:
-        return Eagle3Settings(**stored)

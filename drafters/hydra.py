@@ -11,10 +11,9 @@ predictor, where the published one is a random map; the later layers of a head a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,11 +41,14 @@ from trainer.shift import at_index
 
 @dataclass
 class HydraSettings:
-    """`num_layers`: of each head, 4 in Hydra++; `prefix_layer`: the decoder layer of Hydra++;
+    """Settings of Hydra heads.
+
+    `num_layers`: layers of each head, 4 in Hydra++; `prefix_layer`: the decoder layer of Hydra++;
     `dropout`: before every layer of a head and before its output matrix; `shared_lm_head`: the
     target's, frozen, instead of one per head that starts as the target's; `identity_residual`: R
     starts as [I 0 .. 0], else at random; `tie_layers`: one module for all later layers of a head,
-    as the published code has it by a slip."""
+    like a slip in the published code.
+    """
 
     num_heads: int = 4
     num_layers: int = 1
@@ -63,6 +65,8 @@ class HydraSettings:
 
 
 class HydraDrafter(TrainedDrafter):
+    """A set of Hydra heads."""
+
     kind = "hydra"
     target_layers = ("final_norm",)
 
@@ -89,7 +93,7 @@ class HydraDrafter(TrainedDrafter):
 
     @classmethod
     def build(cls, target: Target, settings: HydraSettings) -> HydraDrafter:
-        """A fresh one."""
+        """Fresh heads for this target."""
         drafter = cls(settings, target)
         if not settings.shared_lm_head:
             copy_head(target, drafter.lm_heads)
@@ -102,6 +106,7 @@ class HydraDrafter(TrainedDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the heads' weights."""
         return next(self.heads.parameters()).dtype
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -118,7 +123,10 @@ class HydraDrafter(TrainedDrafter):
         columns: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """In training under dropout, as the output matrix gets them."""
+        """Yield the inputs of the output matrix, in training after dropout.
+
+        `documents` [B, L] int64: tokens of different ones do not see each other.
+        """
         assert outputs is not None
         length = ids.shape[1]
         state = outputs.hidden["final_norm"].to(self.dtype)
@@ -160,8 +168,11 @@ class HydraDrafter(TrainedDrafter):
         self._slots.write(*self.prefix.keys_values(hidden, slots), slots, rows)
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        """The state that all heads of this round read. The prefix layer runs over the positions
-        that may be new since the last round, at most a full round's, never over drafted tokens."""
+        """Compute the state that all heads of this round read.
+
+        The prefix layer runs over the positions that may be new since the last round, at most those
+        of a full round, and never over drafted tokens.
+        """
         assert state.outputs is not None
         hidden = state.outputs.hidden["final_norm"]
         self.start_width = budget.max_tokens + 1 if self.settings.prefix_layer else 1
@@ -186,14 +197,14 @@ class HydraDrafter(TrainedDrafter):
         return self._head(paths, depth + 1)
 
     def _head(self, paths: torch.Tensor, depth: int) -> torch.Tensor:
-        """[B, n, num_heads] int64 -> [B, n, vocab_size], of the children of these nodes"""
+        """Logits [B, n, vocab_size] of the nodes' children; paths [B, n, num_heads] int64."""
         embedded = self._embed(paths[..., :depth]).flatten(-2)
         state = self._state.expand(-1, paths.shape[1], -1)
         return self.project(self.heads[depth - 1](torch.cat([state, embedded], -1)), depth)
 
     # --- own format ------------------------------------------------------------------------------
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Mapping[str, object]:
         return {"settings": dataclasses.asdict(self.settings)}
 
     def save_weights(self, folder: Path) -> None:
@@ -201,6 +212,7 @@ class HydraDrafter(TrainedDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> HydraDrafter:
+        """Load a folder of this project; UserError where the heads do not fit the target."""
         about = read_about(Path(folder), target)
         drafter = cls(HydraSettings(**about["settings"]), target)
         restore(drafter, Path(folder), about)
@@ -208,7 +220,7 @@ class HydraDrafter(TrainedDrafter):
 
 
 class GroundedHead(ResidualLayers):
-    """Up to its output matrix, for one depth: as many token embeddings follow the state."""
+    """A head of one depth up to its output matrix; `depth` token embeddings follow the state."""
 
     def __init__(self, width: int, depth: int, settings: HydraSettings):
         super().__init__(width, settings.num_layers - 1, settings.tie_layers, settings.dropout)
@@ -219,7 +231,7 @@ class GroundedHead(ResidualLayers):
             nn.init.zeros_(self.residual.bias)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """[..., (1 + depth) * width] -> [..., width]"""
+        """Map z [..., (1 + depth) * width] to [..., width]."""
         z = F.dropout(z, self.dropout, self.training)
         made = super().forward(self.residual(z) + F.silu(self.first(z)))
         return F.dropout(made, self.dropout, self.training)
@@ -247,9 +259,12 @@ class PrefixLayer(nn.Module):
         used: int = 0,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [B, T, width] of a whole text, or of several, by `documents` [B, T]; or, with
-        `slots`, of some of its positions, which are written there and see all slots up to their
-        own, of those below `used`."""
+        """Output [B, T, width] of the layer for hidden [B, T, width].
+
+        Without `slots`, hidden is a whole text, or several by `documents` [B, T] int64. With
+        `slots`, hidden is some positions of a text: they are written to the slots and attend to all
+        slots up to their own, among those below `used`.
+        """
         x = self.input_layernorm(hidden)
         keys, values = self.layer.keys_values(x, positions)
         allowed = None
@@ -264,10 +279,11 @@ class PrefixLayer(nn.Module):
 
 
 def prefix_config(target: Target) -> LlamaConfig:
+    """Configuration of the prefix layer; UserError for a target without rotary positions."""
     config = target.model.config.get_text_config()
     if not getattr(config, "rope_parameters", None):
         raise UserError(
             f"method.prefix_layer must be false for a {config.model_type} target: its "
-            "configuration has no rotary positions for the layer to take over"
+            "configuration has no rotary positions that the layer could use"
         )
     return layer_config(config)

@@ -12,42 +12,46 @@ from pathlib import Path
 from typing import Any
 
 from drafters.bank import DrafterBank
-from drafters.base import TrainedDrafter
+from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.card import Export
 from drafters.formats import heads
-from drafters.formats.reader import Head
+from drafters.formats.reader import PublishedHead
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import Medusa2Drafter
 from target.model import Target
 from trainer.config import UserError
 
-Writer = Callable[[Any, Path, Export], Path]
+Writer = Callable[[Any, Path, Export], Path]  # the first argument: a drafter of its own kind
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One row. `load`: from a folder of this project, None for causal LMs, which load by any name;
-    `words`: what the model card calls one; `method`: the engines' own name for the method;
-    `writers`: by engine, the first of them is written by a run; `adopt`: makes a drafter of a
-    published head of this kind."""
+    """A row of the table.
+
+    `words`: how the model card names such a drafter; `load`: reads a folder of this project, None
+    for causal LMs, which load by any name; `method`: the engines' name for the method; `writers`:
+    by engine, a run writes the first of them; `adopt`: makes a drafter of a published head.
+    """
 
     drafter: type[TrainedDrafter]
     words: str
     load: Callable[[Path, Target], TrainedDrafter] | None
     method: str | None = None
     writers: Mapping[str, Writer] = field(default_factory=dict)
-    adopt: Callable[[Head, Target], TrainedDrafter] | None = None
+    adopt: Callable[[PublishedHead, Target], TrainedDrafter] | None = None
 
     @property
     def name(self) -> str:
+        """The kind, as drafter.json spells it."""
         return self.drafter.kind
 
-    def adopted(self, head: Head, target: Target) -> TrainedDrafter:
+    def adopted(self, head: PublishedHead, target: Target) -> TrainedDrafter:
+        """A drafter of this target with the weights of a published head."""
         assert self.adopt is not None, f"the reader knows heads of kind {self.name!r}"
         return self.adopt(head, target)
 
@@ -88,6 +92,7 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(drafter: TrainedDrafter) -> Kind:
+    """The row of a drafter; UserError where its kind has none."""
     try:
         return KINDS[drafter.kind]
     except KeyError as error:
@@ -97,8 +102,11 @@ def kind_of(drafter: TrainedDrafter) -> Kind:
         ) from error
 
 
-def stored_kind(about: Mapping[str, Any]) -> Kind:
-    """Of drafter.json, where all EAGLE heads have one kind and are told apart by their settings."""
+def stored_kind(about: DrafterJson) -> Kind:
+    """The row of a stored drafter.
+
+    All EAGLE heads are stored under one kind; their settings hold the version.
+    """
     name = about["kind"]
     if name == Eagle1Drafter.kind and about["settings"].get("version") == Eagle3Drafter.version:
         name = Eagle3Drafter.kind
@@ -106,6 +114,6 @@ def stored_kind(about: Mapping[str, Any]) -> Kind:
 
 
 def served_by() -> str:
-    """Which kinds each engine serves, for messages."""
+    """The engines that serve each kind, for messages."""
     served = {name: ", ".join(kind.writers) for name, kind in KINDS.items() if kind.writers}
     return "; ".join(f"{name}: {engines}" for name, engines in served.items())

@@ -1,4 +1,4 @@
-"""The decoder layer of heads that attend: Llama's parts, attention with slots the caller chooses.
+"""The decoder layer of heads with attention: Llama's parts, and slots that the caller chooses.
 
 Serving engines build these heads from Llama's layer whatever the target's family, so the activation
 is SiLU and projections have no bias.
@@ -6,7 +6,7 @@ is SiLU and projections have no bias.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,11 +22,14 @@ from transformers.models.llama.modeling_llama import (
 from target.devices import is_plain
 from target.model import Target
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 RMSNorm = LlamaRMSNorm
 
 
-def layer_config(target_config: Any) -> LlamaConfig:
-    """One Llama layer of the target's width, heads and rotary embedding."""
+def layer_config(target_config: PreTrainedConfig) -> LlamaConfig:
+    """Configuration of one Llama layer with the target's width, heads and rotary embedding."""
     config = target_config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" not in rope and "rope_theta" not in rope:  # one entry per kind of layer
@@ -52,8 +55,11 @@ def layer_config(target_config: Any) -> LlamaConfig:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward. `input_width`: of what q, k and v read; the residual stream is
-    `hidden_size` wide and given apart."""
+    """Attention and feed-forward.
+
+    `input_width`: width of the input of q, k and v; the residual stream, `hidden_size` wide, is an
+    argument of its own.
+    """
 
     compiled_methods = ("keys_values", "queries", "finish")  # see `trainer.compiled`
 
@@ -73,20 +79,21 @@ class DecoderLayer(nn.Module):
     def keys_values(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, T, input_width] -> rotated keys and values [B, G, T, head_dim]"""
+        """Rotated keys, and values, [B, G, T, head_dim] each, of x [B, T, input_width]."""
         cos, sin = self.rotary(x, positions)
         keys = self._split(self.k_proj(x), self.groups)
         rotated, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
         return rotated, self._split(self.v_proj(x), self.groups)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotated queries [B, H, T, head_dim] of x [B, T, input_width]."""
         cos, sin = self.rotary(x, positions)
         queries = self._split(self.q_proj(x), self.heads)
         rotated, _ = apply_rotary_pos_emb(queries, queries, cos, sin)
         return rotated
 
     def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """mixed [B, H, T, head_dim] -> the layer's output [B, T, width]"""
+        """Output of the layer, [B, T, width], from mixed values [B, H, T, head_dim]."""
         hidden = residual + self.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -96,10 +103,11 @@ class DecoderLayer(nn.Module):
 
 @torch.no_grad()
 def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
-    """Copy what `layer`, of a target, has under Llama's names in the same shape; returns the names
-    of what it lacks.
+    """Copy the weights that a target's `layer` has under Llama's names in the same shape.
 
-    Where q, k and v read an embedding before the state, the state's columns are copied."""
+    Where q, k and v read an embedding before the state, the state's columns are copied. Returns the
+    names of the weights that were not copied.
+    """
     attention = getattr(layer, "self_attn", None)
     mlp = getattr(layer, "mlp", None)
     pairs = {
@@ -128,8 +136,11 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @torch.no_grad()
-def copy_gain(own: RMSNorm, norm: Any) -> bool:
-    """Give `own` the gain of a target's RMS norm, however that stores it (Gemma: less one)."""
+def copy_gain(own: RMSNorm, norm: nn.Module | None) -> bool:
+    """Give `own` the gain of a target's RMS norm, in whatever form it is stored (Gemma: less one).
+
+    Returns False where `norm` is no RMS norm of this width.
+    """
     weight = getattr(norm, "weight", None)
     if norm is None or weight is None or weight.shape != own.weight.shape:
         return False
@@ -148,7 +159,10 @@ def attend(
     allowed: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """allowed [B, T, S] bool, None: causal. [B, H, T, D], [B, G, S, D] -> [B, H, T, D]"""
+    """Attention of queries [B, H, T, D] over grouped keys and values [B, G, S, D]: [B, H, T, D].
+
+    `allowed`: [B, T, S] bool, None: causal; `scale`: of the scores, None: D ** -0.5.
+    """
     shared = queries.shape[1] // keys.shape[1]
     if allowed is not None and shared > 1:  # on GPUs no fused kernel takes both mask and groups
         keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
@@ -218,7 +232,7 @@ class SlotKeys:
         slots: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """keys, values [R, G, T, D]; slots [R, T]; rows [R], None: all."""
+        """Write keys, values [R, G, T, D] to slots [R, T] of rows [R] (None: all)."""
         if self.keys is None or self.values is None:
             shape = (self.rows, keys.shape[1], self.capacity, keys.shape[3])
             # zeros, not empty: a masked slot still enters the weighted sum, as 0 * value
@@ -230,22 +244,26 @@ class SlotKeys:
         self.values[index] = values.transpose(1, 2)
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, G, used, D] of the first slots."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these batch rows only, in this order."""
         self.rows = len(rows)
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Shared:
-    """The target, whose embedding and head a drafter uses but does not own: no parameters of it,
-    never saved, not copied with it."""
+    """A target whose embedding and head a drafter uses but does not own.
+
+    Its weights are no parameters of the drafter; they are neither saved nor copied with it.
+    """
 
     def __init__(self, target: Target):
         self.target = target
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+    def __deepcopy__(self, memo: dict[int, object]) -> Shared:
         return self

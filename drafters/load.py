@@ -1,19 +1,19 @@
-"""Any drafter by name: a folder of this project, a published head, or a causal language model."""
+"""Drafters by name: a folder of this project, a published head, or a causal language model."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from drafters import acceptance_head
 from drafters.acceptance_head import attach
-from drafters.base import TrainedDrafter
+from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.files import read_json
+from drafters.formats.keys import HeadConfig
 from drafters.formats.reader import layout_of, read
 from drafters.kinds import KINDS, Kind, stored_kind
 from target.model import Target
@@ -32,9 +32,13 @@ def load_drafter(
     trust_remote_code: bool = False,
     key: str = "model.drafter",
 ) -> TrainedDrafter:
-    """`name`: a folder or a Hub id. Heads of this project must be made for this target; published
-    ones, in a layout that `drafters.formats.reader` knows, become drafters of this target. `key`:
-    how errors call the setting. An acceptance head beside the drafter comes with it."""
+    """Load a drafter by the name of a folder or of a repository on the Hub.
+
+    A head of this project must be made for this target. A published head, in a layout that
+    `drafters.formats.reader` knows, becomes a drafter of this target. An acceptance head beside the
+    drafter is loaded too. `key`: the setting that holds `name`, for messages. Raises UserError
+    where the drafter is missing, damaged or does not fit the target.
+    """
     require_files(key, name)
     folder = _fetched(name, revision)
     drafter = _load(name, folder, target, revision, trust_remote_code, key)
@@ -67,10 +71,10 @@ def _load(
     )
 
 
-def stored(folder: Path, key: str) -> dict[str, Any]:
-    """What drafter.json says, of a kind known here."""
+def stored(folder: Path, key: str) -> DrafterJson:
+    """Read drafter.json; UserError where it is damaged or its kind is unknown."""
     try:
-        about = read_json(folder / "drafter.json")
+        about = read_json(folder / "drafter.json", DrafterJson)
         kind = about["kind"]
     except (UserError, KeyError) as error:
         raise UserError(f"{key}: {folder}/drafter.json is damaged ({error})") from error
@@ -87,7 +91,7 @@ def _own(kind: Kind, folder: Path, target: Target, key: str) -> TrainedDrafter:
     assert kind.load is not None
     try:
         drafter = kind.load(folder, target)
-        drafter.rank_accuracy = read_json(folder / "drafter.json").get("rank_accuracy")
+        drafter.rank_accuracy = read_json(folder / "drafter.json", DrafterJson).get("rank_accuracy")
         return drafter
     except UserError:
         raise
@@ -97,8 +101,11 @@ def _own(kind: Kind, folder: Path, target: Target, key: str) -> TrainedDrafter:
 
 
 def _fetched(name: str, revision: str | None) -> Path | None:
-    """A local folder as it is; of a repository on the Hub what tells heads from models, and the
-    weights if it may be a head. None where there is nothing: the loader of causal LMs says why."""
+    """The local folder of a drafter, after fetching it from the Hub where needed.
+
+    From the Hub come the settings, and the weights if they may be a head's. None where there is no
+    such repository: the loader of causal LMs reports why.
+    """
     if os.path.isdir(name):
         return Path(name)
     try:
@@ -114,8 +121,8 @@ def _fetched(name: str, revision: str | None) -> Path | None:
 
 
 def _may_be_head(folder: Path) -> bool:
-    """By its configuration alone; EAGLE-1 has that of a Llama of one layer."""
+    """Whether its configuration allows a head: that of EAGLE-1 is a Llama's with one layer."""
     if not (folder / "config.json").exists():
         return False
-    one_layer = read_json(folder / "config.json").get("num_hidden_layers") == 1
+    one_layer = read_json(folder / "config.json", HeadConfig).get("num_hidden_layers") == 1
     return one_layer or layout_of(folder) is not None

@@ -1,7 +1,7 @@
 """Medusa: independent heads on the target's last state; head j drafts the token at depth j.
 
 Head j of the state at position t predicts token t + 1 + j (Cai et al. 2024, arXiv:2401.10774). The
-target itself predicts token t + 1, which is committed before the heads are asked. No head sees what
+target itself predicts token t + 1, which is committed before the heads draft. No head reads what
 another one drafted, so all are computed once a round and there is nothing to cache. Departures from
 the published code: biases start at zero, so that a fresh head is exactly the target's next-token
 predictor; the layers of a head are distinct modules.
@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from drafters.base import TrainedDrafter, check_fingerprint
+from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
 from drafters.round import Budget, DraftState
 from target.model import Target, TargetOutputs
@@ -32,9 +31,12 @@ from trainer.shift import at_index
 
 @dataclass
 class MedusaSettings:
-    """`own_head`: every head has an output matrix of its own, which starts as the target's and is
+    """Settings of Medusa heads.
+
+    `own_head`: every head has an output matrix of its own, which starts as the target's and is
     trained; without it they share the target's, frozen. `tie_layers`: one module for all layers of
-    a head, as the published code has it by a slip."""
+    a head, like a slip in the published code.
+    """
 
     num_heads: int = 5
     num_layers: int = 1
@@ -52,6 +54,8 @@ class MedusaSettings:
 
 
 class MedusaDrafter(TrainedDrafter):
+    """A set of Medusa heads."""
+
     kind = "medusa"
     target_layers = ("final_norm",)
 
@@ -70,7 +74,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @classmethod
     def build(cls, target: Target, settings: MedusaSettings) -> MedusaDrafter:
-        """A fresh one: every head is the target's predictor of the next token."""
+        """Fresh heads: every head is the target's predictor of the next token."""
         drafter = cls(settings, target)
         if settings.own_head:
             copy_head(target, drafter.lm_heads)
@@ -102,7 +106,7 @@ class MedusaDrafter(TrainedDrafter):
     # --- proposing -------------------------------------------------------------------------------
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        """All the heads this round needs, on the last position whose target state is known."""
+        """Compute all heads of this round on the last position whose target state is known."""
         assert state.outputs is not None
         rows = torch.arange(len(state.lengths), device=state.ids.device)
         last = state.outputs.hidden["final_norm"][rows, state.lengths - 2]
@@ -118,7 +122,7 @@ class MedusaDrafter(TrainedDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Mapping[str, object]:
         return {"settings": dataclasses.asdict(self.settings)}
 
     def save_weights(self, folder: Path) -> None:
@@ -126,18 +130,21 @@ class MedusaDrafter(TrainedDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> MedusaDrafter:
+        """Load a folder of this project; UserError where the heads do not fit the target."""
         about = read_about(Path(folder), target)
         drafter = cls(MedusaSettings(**about["settings"]), target)
         restore(drafter, Path(folder), about)
         return drafter.eval()
 
 
-# --- what Hydra's heads share with these ---------------------------------------------------------
+# --- shared with Hydra's heads ----------------------------------------------------------------
 
 
 class ResidualLayers(nn.Module):
-    """`count` times z + SiLU(A z + b), dropout before each. A and b start at zero: z passes
-    unchanged. `tie`: one module stands for all."""
+    """`count` layers z + SiLU(A z + b), with dropout before each.
+
+    A and b start at zero, so that z passes unchanged. `tie`: one module for all layers.
+    """
 
     def __init__(self, width: int, count: int, tie: bool = False, dropout: float = 0.0):
         super().__init__()
@@ -146,7 +153,7 @@ class ResidualLayers(nn.Module):
         self.dropout = dropout
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """[..., width], whose dtype becomes that of the weights -> [..., width]"""
+        """Map z [..., width] to [..., width] in the dtype of the weights."""
         if len(self.layers):
             z = z.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
         for layer in self.layers:
@@ -156,6 +163,7 @@ class ResidualLayers(nn.Module):
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer of zeros."""
     layer = nn.Linear(inputs, outputs)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -163,7 +171,10 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def own_heads(target: Target, count: int, bias: bool) -> nn.ModuleList:
-    """Output matrices of the target's shape, over its true vocabulary."""
+    """Output matrices in the shape of the target's, over its true vocabulary.
+
+    Raises UserError where the target's head does not read its last layer's width.
+    """
     width = target.head.weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -175,7 +186,7 @@ def own_heads(target: Target, count: int, bias: bool) -> nn.ModuleList:
 
 @torch.no_grad()
 def copy_head(target: Target, heads: nn.ModuleList) -> None:
-    """Copies, also where the target's embedding and head are one tensor."""
+    """Copy the target's head into `heads`, also where it is one tensor with the embedding."""
     source = target.head
     for head in heads:
         assert isinstance(head, nn.Linear)
@@ -187,6 +198,7 @@ def copy_head(target: Target, heads: nn.ModuleList) -> None:
 
 
 def head_of(target: Target, heads: nn.ModuleList | None, depth: int) -> OutputHead:
+    """The output head of a depth; the target's where `heads` is None."""
     if heads is None:
         return target.head
     head = heads[depth - 1]
@@ -195,6 +207,7 @@ def head_of(target: Target, heads: nn.ModuleList | None, depth: int) -> OutputHe
 
 
 def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
+    """Write all tensors of the drafter to model.safetensors."""
     # copies: a tied module is written once per name
     tensors = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -203,13 +216,18 @@ def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def read_about(folder: Path, target: Target) -> dict[str, Any]:
-    about = json.loads((folder / "drafter.json").read_text())
+def read_about(folder: Path, target: Target) -> DrafterJson:
+    """Read drafter.json; UserError where the drafter was made for another target."""
+    about: DrafterJson = json.loads((folder / "drafter.json").read_text())
     check_fingerprint(about["target"], target.fingerprint, str(folder))
     return about
 
 
-def restore(drafter: TrainedDrafter, folder: Path, about: dict[str, Any]) -> None:
+def restore(drafter: TrainedDrafter, folder: Path, about: DrafterJson) -> None:
+    """Load the weights that `save_tensors` wrote, and the accuracies of drafter.json.
+
+    Raises UserError where weights and settings disagree.
+    """
     try:
         drafter.load_state_dict(load_file(folder / "model.safetensors"))
     except RuntimeError as error:

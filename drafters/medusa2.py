@@ -1,16 +1,16 @@
 """Medusa-2: Medusa's heads on a target that was trained with them, through an adapter.
 
 Cai et al. 2024, arXiv:2401.10774, Sec. 3.2. The drafter owns heads and adapter; the target it was
-built for is left alone (`target.adapted`). What serves, and what its output equals, is the adapted
-target: `served_target`.
+built for stays unchanged (`target.adapted`). The adapted target serves, and verification reproduces
+its output: `served_target`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,10 +22,13 @@ from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError
 
+T = TypeVar("T")
 ADAPTER = "adapter"  # the folder, and the beginning of its parameters' names
 
 
 class Medusa2Drafter(MedusaDrafter):
+    """Medusa heads and the adapter of the target that was trained with them."""
+
     kind = "medusa2"
 
     def __init__(self, settings: MedusaSettings, lora: LoraSettings, target: Target):
@@ -36,7 +39,7 @@ class Medusa2Drafter(MedusaDrafter):
 
     @classmethod
     def adapt(cls, heads: MedusaDrafter, lora: LoraSettings) -> Medusa2Drafter:
-        """These heads, on a target that is still the one they were made for."""
+        """These heads with a fresh adapter, which leaves their target unchanged."""
         drafter = cls(heads.settings, lora, heads.shared.target)
         drafter.load_state_dict(drafter.state_dict() | heads.state_dict())
         return drafter
@@ -46,20 +49,26 @@ class Medusa2Drafter(MedusaDrafter):
         ids: torch.Tensor,
         outputs: TargetOutputs | None,
         depth: int,
-        score: Callable[[int, torch.Tensor], Any],
+        score: Callable[[int, torch.Tensor], T],
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
-    ) -> list[Any]:
-        """Without `outputs` the adapted target makes them, with gradient; its own states, whose law
-        is that of the next token, are scored first, as depth 0."""
+        **options: torch.Tensor,
+    ) -> list[T]:
+        """Return score(depth, states) of each depth; without `outputs`, depth 0 comes first.
+
+        Then the adapted target computes the outputs, with gradient. Depth 0 are its own states,
+        which score the next token.
+        """
         if outputs is not None:
-            return super().forward(ids, outputs, depth, score, position_ids, columns)
+            return super().forward(ids, outputs, depth, score, position_ids, columns, **options)
+        assert not options, "the adapted target takes no further arguments"
         states = self.adapted.states(ids, position_ids)
         made = TargetOutputs({"final_norm": states})
         own = score(0, states)
         return [own, *super().forward(ids, made, depth, score, position_ids, columns)]
 
     def gradient_checkpointing_enable(self) -> None:
+        """Compute activations of the target again in the backward pass instead of storing them."""
         self.adapted.checkpoint()
 
     def output_head(self, depth: int = 1) -> OutputHead:
@@ -73,7 +82,7 @@ class Medusa2Drafter(MedusaDrafter):
         return [p for name, p in own if not name.startswith(f"{ADAPTER}.")]
 
     def servable(self, folder: Path, ours: bool = False) -> tuple[MedusaDrafter, Target]:
-        """The heads as plain Medusa's, on the merged target."""
+        """The heads as plain Medusa heads, and the target with its adapter merged."""
         target = self.adapted.merged(folder, ours)
         drafter = MedusaDrafter(self.settings, target)
         drafter.load_state_dict(self._heads())
@@ -82,8 +91,8 @@ class Medusa2Drafter(MedusaDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
-    def about(self) -> dict[str, Any]:
-        return super().about() | {"lora": dataclasses.asdict(self.lora)}
+    def about(self) -> Mapping[str, object]:
+        return {**super().about(), "lora": dataclasses.asdict(self.lora)}
 
     def save_weights(self, folder: Path) -> None:
         save_file(self._heads(), folder / "model.safetensors")
@@ -103,7 +112,7 @@ class Medusa2Drafter(MedusaDrafter):
         return drafter.eval()
 
     def _heads(self) -> dict[str, torch.Tensor]:
-        """Copies: a tied module is written once per name."""
+        """Copies of the heads' tensors: a tied module is written once per name."""
         return {
             name: tensor.detach().to("cpu", copy=True).contiguous()
             for name, tensor in self.state_dict().items()

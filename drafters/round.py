@@ -1,38 +1,78 @@
-"""A round of drafting: what a drafter is given, and the shapes of what it proposes.
+"""A round of drafting: the face of a drafter, what it is given, and the shapes of what it proposes.
 
 A shape grows itself out of the two steps of a drafter, `start` and `extend`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from drafters.trees.tree import CHAIN, TokenTree
-from target.model import TargetOutputs
+from target.model import LayerId, Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import UserError
 
 
 class RandomSource(Protocol):
-    """All randomness of drafter and verifier goes through these two calls, so that a test can
-    enumerate every path; `target.sampling.KeyedRandom` is the one used for decoding."""
+    """The only source of randomness in a round, so that a test can enumerate every path.
 
-    def choice(self, probs: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor: ...
+    `target.sampling.KeyedRandom` is the one used for decoding.
+    """
 
-    def flip(
-        self, probability: torch.Tensor, positions: torch.Tensor, stream: str
-    ) -> torch.Tensor: ...
+    def choice(self, probs: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
+        """Draw a token per row: probs [B, V] float, positions [B] int64 -> [B] int64."""
+        ...
+
+    def flip(self, probability: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
+        """Flip a coin per row: probability, positions [B] -> [B] bool."""
+        ...
+
+
+class Drafter:
+    """The face of every drafter; `drafters.base` says what its methods do.
+
+    A drafter without state of its own need not implement `begin`, `prefill` and `keep`.
+    """
+
+    target_layers: tuple[LayerId, ...] = ()  # ids of the target outputs it reads
+
+    def begin(self, rows: int, capacity: int) -> None: ...
+
+    def prefill(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        outputs: TargetOutputs | None = None,
+    ) -> None: ...
+
+    def keep(self, rows: torch.Tensor) -> None: ...
+
+    def propose(self, state: DraftState, budget: Budget) -> TokenTree:
+        """Draft a round: a chain, or the tree of `budget`."""
+        raise NotImplementedError
+
+    def routed(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Receive the prompts of the rows that `states` reads next; a bank routes by them."""
+
+    def served_target(self) -> Target | None:
+        """The target that verifies, if it was trained with the drafter; None: the one in use."""
+        return None
 
 
 @dataclass
 class Signals:
-    """What a stop rule sees of the token just drafted, each [B] float. `confidence`: the largest
-    probability of the drafter's law, at temperature 1 or the sampling's; `probability`: the drafted
-    token's own; `score`: what the acceptance head gives the token before it, or itself where the
-    rule judges the last one; None where there is none to judge, or no rule asks."""
+    """What a stop rule sees of the token just drafted, each [B] float.
+
+    `confidence`: the largest probability of the drafter's distribution, at temperature 1 for greedy
+    decoding, else at the sampling's; `probability`: that of the drafted token; `score`: the
+    acceptance head's probability of the token before it, or of the drafted token where the rule
+    judges the last one; None where there is no token to judge, or no rule reads it.
+    """
 
     confidence: torch.Tensor
     probability: torch.Tensor
@@ -40,19 +80,21 @@ class Signals:
 
 
 class StopRule:
-    """When a row drafts no further; `eval/policies` holds those with a name. It sees drafted tokens
-    only, and the token after which it stops is verified: so every rule is lossless.
+    """A rule that ends a row's chain; `eval/policies` holds the rules that have a name.
 
-    One object serves the rows of one decoding loop: `begin` and `keep` as of a drafter, `renew` for
-    rows that begin another answer, `verified` after each round. Depth 1 begins a round."""
+    It sees drafted tokens only, and the token after which it stops is verified: so every rule is
+    lossless. One object serves the rows of one decoding loop: `begin` and `keep` are called like a
+    drafter's, `renew` for rows that begin another answer, `verified` after each round. Depth 1
+    begins a round.
+    """
 
     uses_head: bool = False
-    judges_last: bool = False  # sees the head's score of the token just drafted: one forward more
-    replayable: bool = True  # a round depends on nothing but where it starts
+    judges_last: bool = False  # reads the score of the token just drafted: one more forward pass
+    replayable: bool = True  # a round depends only on the position at which it starts
 
     @property
     def policy(self) -> str:
-        """As `eval.policy` spells it."""
+        """The rule as `eval.policy` spells it."""
         raise NotImplementedError
 
     def begin(self, rows: int, device: torch.device) -> None: ...
@@ -64,15 +106,18 @@ class StopRule:
     def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None: ...
 
     def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
-        """bool [B]: rows that stop after the token of this depth (from 1)."""
+        """[B] bool: the rows that stop after the token of this depth, counted from 1."""
         raise NotImplementedError
 
 
 class Shape(Protocol):
-    """The shape of what is drafted in a round. `depth`: tokens of its longest path; `num_nodes`:
-    tokens that are verified; `num_fed`: nodes that a drafter is fed, those with children; `width`:
-    the largest number of children of one node; `siblings`: how they come about at temperatures
-    above 0, at 0 they are the most likely tokens."""
+    """The shape of what is drafted in a round.
+
+    `depth`: tokens of its longest path; `num_nodes`: tokens that are verified; `num_fed`: nodes
+    that are fed to the drafter, those with children; `width`: the largest number of children of a
+    node; `siblings`: how they are chosen at temperatures above 0 (at 0 they are the most likely
+    tokens).
+    """
 
     @property
     def depth(self) -> int: ...
@@ -90,10 +135,12 @@ class Shape(Protocol):
     def siblings(self) -> str: ...
 
     def describe(self) -> str:
-        """As reports name it."""
+        """The name of the shape in reports."""
         ...
 
-    def grow(self, drafter: Steps, state: DraftState) -> TokenTree: ...
+    def grow(self, drafter: Steps, state: DraftState) -> TokenTree:
+        """Draft a tree of this shape."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -116,27 +163,30 @@ class Budget:
 
     @classmethod
     def of(cls, tree: Shape) -> Budget:
+        """The budget of this tree."""
         return cls(tree.depth, tree=tree)
 
     @property
     def policy(self) -> str:
-        """As `eval.policy` spells it."""
+        """The stop rule as `eval.policy` spells it."""
         return "fixed" if self.stop is None else self.stop.policy
 
     @property
     def form(self) -> str:
-        """What a verifier must be able to judge at temperatures above 0."""
+        """The form of drafts that a verifier must be able to judge at temperatures above 0."""
         return CHAIN if self.tree is None else self.tree.siblings
 
     @property
     def max_nodes(self) -> int:
-        """Of what is verified."""
+        """Number of tokens that are verified."""
         return self.tree.num_nodes if self.tree else self.max_tokens
 
     @property
     def max_slots(self) -> int:
-        """Of target and drafter behind the committed text: a dynamic tree feeds more nodes to the
-        drafter than it keeps."""
+        """Cache slots that target and drafter need after the committed text.
+
+        A dynamic tree feeds more nodes to the drafter than remain in the tree.
+        """
         return max(self.max_nodes, self.tree.num_fed if self.tree else 0)
 
 
@@ -144,11 +194,11 @@ class Budget:
 class DraftState:
     """What a drafter sees of the decoding loop at the start of a round.
 
-    ids: [B, S] int64 committed tokens, right-padded; lengths: [B] int64 how many are committed,
-    always at least two (a prompt and the token of its prefill); max_length: their maximum, known
-    on the host; `sampling`: of the drafter; `outputs`: the target's states it asked for,
-    hidden[layer] [B, S, H], valid at the positions 0..lengths-2 (the last committed token has not
-    been through the target).
+    `ids`: [B, S] int64 committed tokens, right-padded; `lengths`: [B] int64, their numbers, at
+    least two (a prompt and the token of its prefill); `max_length`: the largest, known on the host;
+    `sampling`: the drafter's; `outputs`: the target's states of the drafter's `target_layers`,
+    hidden[layer] [B, S, H], valid at the positions 0..lengths-2 (the target has not read the last
+    committed token).
     """
 
     ids: torch.Tensor
@@ -160,7 +210,7 @@ class DraftState:
 
 
 class Steps(Protocol):
-    """What a shape grows out of: the two steps of a drafter, see `drafters.base.TrainedDrafter`."""
+    """The two steps of a drafter by which a shape grows, see `drafters.base.TrainedDrafter`."""
 
     start_width: int
 

@@ -1,10 +1,10 @@
-"""`eval.*` of the configuration, and what it names."""
+"""`eval.*` of the configuration, and the objects that it names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drafters.training_free.table import is_training_free, parse_training_free
 from drafters.trees.spec import TreeSpec
@@ -28,6 +28,8 @@ from trainer.specs import spelled
 
 @dataclass
 class EvalConfig(Section):
+    """`eval.*`: what is measured, on which prompts, and how."""
+
     MOVED: ClassVar[Mapping[str, str]] = {
         "tree_children": "eval.tree=<tree>,siblings=without_replacement, with a verifier that "
         "judges it, eval.verifier=multi_round",
@@ -63,14 +65,15 @@ class EvalConfig(Section):
     seed: int = 1234  # of the report: its prompts, its answers, its resamples
 
     @classmethod
-    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
+    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
+        """The keys and values of this version for those of an earlier one."""
         new = {key: value for key, value in stored.items() if key not in cls.MOVED}
         tree, verifier = new.get("tree"), new.get("verifier")
         if isinstance(tree, str) and tree.endswith(".json") and not tree.startswith("static"):
-            new["tree"] = f"static,file={tree}"
+            new["tree"] = tree = f"static,file={tree}"
         sampled = stored.get("tree_children") == "sampled"
         if sampled and isinstance(tree, str) and not tree.startswith("dynamic:"):
-            new["tree"] += ",siblings=without_replacement"
+            new["tree"] = f"{tree},siblings=without_replacement"
             new["verifier"] = "multi_round" if verifier == "token" else verifier
         limits = [f"{key}={stored[f'typical_{key}']}" for key in ("epsilon", "delta")
                   if f"typical_{key}" in stored]  # fmt: skip
@@ -104,7 +107,8 @@ class EvalConfig(Section):
 
 
 def _check_names(config: EvalConfig) -> None:
-    """Every name is known, its values are in range, and what is asked for goes together."""
+    """Raise UserError for an unknown name, a value out of range, or keys that exclude each
+    other."""
     parse_policy(config.policy)
     tree = tree_of(config)
     form = CHAIN if tree is None else tree.siblings
@@ -112,7 +116,7 @@ def _check_names(config: EvalConfig) -> None:
         others = [name for name, one in VERIFIERS.items() if form in one.judges]
         what = "eval.tree=null, a chain" if tree is None else f"eval.tree={config.tree}, {form}"
         raise UserError(
-            f"eval.verifier={config.verifier} cannot judge what is drafted ({what}): name "
+            f"eval.verifier={config.verifier} cannot judge these drafts ({what}): name "
             f"{' or '.join(others)}, or another eval.tree"
         )
     for one in config.baselines:
@@ -122,12 +126,12 @@ def _check_names(config: EvalConfig) -> None:
     if is_training_free(config.drafter):
         parse_training_free(str(config.drafter), "eval.drafter")
         for key, plain in (("tree", None), ("policy", "fixed"), ("engine", "own")):
-            rule = f"be {plain or 'null'} for {config.drafter}, whose copies are chains of no law"
+            rule = f"be {plain or 'null'} for {config.drafter}, which drafts chains of copies"
             require(getattr(config, key) == plain, f"eval.{key}", rule, getattr(config, key))
 
 
 def tree_of(config: EvalConfig) -> TreeSpec | None:
-    """eval.tree, which can be as deep as eval.K where that decides."""
+    """The tree of eval.tree, or None; UserError where eval.K does not allow it."""
     if config.tree is None:
         return None
     tree = parse_tree(config.tree)

@@ -1,28 +1,34 @@
-"""What drafting and verifying cost on this machine: seconds, bytes and parameters."""
+"""Costs of drafting and verifying on this machine: seconds, bytes and parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import parameters_read
-from drafters.round import Budget, DraftState
+from drafters.round import Budget, Drafter, DraftState
 from eval.policies.base import Recorder
 from target.cache import CachedModel
 from target.model import Target, TargetOutputs
 from target.sampling import KeyedRandom, Sampling
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a drafter against the target. `round_time`: drafting of one round over one target forward
-    on one token; `verify`: the target's forward on what is verified over that on one token;
-    bytes and parameters: of a round's drafting over a step of the target."""
+    """Costs of a drafter relative to its target.
+
+    `round_time`: time of drafting a round over that of a target forward on one token; `verify`:
+    time of the target's forward on all verified tokens over that on one; `round_bytes`,
+    `round_parameters`: read by the drafting of a round over those read by a step of the target.
+    """
 
     round_time: float
     verify: float
@@ -30,15 +36,18 @@ class Cost:
     round_parameters: float
 
 
-def read_per_step(model: torch.nn.Module) -> tuple[int, int]:
-    """(bytes, parameters) one decoding step reads."""
+def read_per_step(model: PreTrainedModel) -> tuple[int, int]:
+    """(bytes, parameters) that one decoding step reads."""
     read = parameters_read(model)
     return sum(p.numel() * p.element_size() for p in read), sum(p.numel() for p in read)
 
 
 def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
-    """(bytes, parameters) that a round of so many draft forwards reads, the target's head where the
-    drafter uses it included. A drafter with one head per depth reads each head once."""
+    """(bytes, parameters) that a round of `forwards` draft forwards reads.
+
+    They include the target's head where the drafter uses it. A drafter with one head per depth
+    reads each head once.
+    """
     own = list(drafter.drafting_parameters())
     head = drafter.output_head(1).weight
     shared = [] if any(p is head for p in own) else [head]
@@ -49,7 +58,7 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
 
 
 @torch.inference_mode()
-def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> float:
+def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = 64) -> float:
     """Median seconds of one cached forward of `tokens` tokens at batch 1."""
     cached = CachedModel(model)
     device = cached.device
@@ -68,7 +77,9 @@ def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> 
 
 
 @torch.inference_mode()
-def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64):
+def draft_seconds(
+    drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64
+) -> float:
     """Median seconds of drafting one round at batch 1."""
     device = target.device
     ids = torch.ones(1, context, dtype=torch.long, device=device)
@@ -94,8 +105,8 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
     return sorted(spent[3:])[7]
 
 
-def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
-    """Measured on this machine; a training-free drafter reads nothing and costs next to nothing."""
+def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
+    """Measure the costs on this machine; a training-free drafter counts as free."""
     step = step_seconds(target.model)
     verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
     if not isinstance(drafter, TrainedDrafter):
@@ -106,7 +117,7 @@ def cost_of(drafter: Any, target: Target, budget: Budget) -> Cost:
         counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
         read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
     whole = read_per_step(target.model)
-    # of all that a round may draft: a stop rule ends it where it likes, on text that says nothing
+    # of a round of full length: where a stop rule would end it on this text means nothing
     stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
     ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
     return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafters.base import Drafter
-from drafters.round import Budget, DraftState
+from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.tree import TokenTree
 from eval.rounds import Round, RoundIds
 from eval.verifiers.base import Verdict, Verifier

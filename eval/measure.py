@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict, TypeVar
 
 import torch
 
 from data.batches import collate
 from data.traces import Trace
-from drafters.base import Drafter
-from drafters.round import Budget
+from drafters.base import TrainedDrafter
+from drafters.round import Budget, Drafter
+from drafters.training_free.base import TrainingFree
 from drafters.trees.tree import TOP
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import (
     PromptCounters,
+    Row,
     check_invariants,
     counters_from_rounds,
     per_domain,
@@ -44,14 +46,29 @@ from trainer.progress import TokenProgress
 from trainer.shift import align
 from trainer.specs import spelled
 
+T = TypeVar("T")
 NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
+
+
+class Parting(TypedDict):
+    """Where an answer parts from that of plain decoding."""
+
+    position: int
+    logit_gap: float  # between the two best logits of the target there
+    near_tie: bool  # the gap is below NEAR_TIE
+
+
+class DifferingPrompt(Parting):
+    """A prompt whose greedy answer differs from that of plain decoding."""
+
+    prompt_hash: str
 
 
 @dataclass
 class Measurement:
-    """One row of the report and the counters behind it."""
+    """A row of the report and the counters that it was computed from."""
 
-    row: dict[str, Any]
+    row: Row
     counters: list[PromptCounters]
     rounds: list[Round] = field(default_factory=list)
     shown: list[Speculated] = field(default_factory=list)  # the answers that the report shows
@@ -73,34 +90,39 @@ class Bench:
         traces: Sequence[Trace],
         sampling: Sampling,
         config: EvalConfig,
-        prompts: dict[str, str],
-        about: dict[str, Any] | None = None,
+        prompts: Mapping[str, str],
+        about: Mapping[str, object] | None = None,
         progress: TokenProgress | None = None,
     ):
-        """`prompts`: their name and hash; `about`: what all rows say beside their numbers."""
+        """`prompts`: their name and hash; `about`: entries of all rows beside their numbers."""
         self.progress = progress or TokenProgress("", enabled=False)
         self.target, self.traces = target, list(traces)
         self.sampling, self.config = sampling, config
-        self.prompts, self.about = prompts, dict(about or {})
+        self.prompts = dict(prompts)
+        self.about: dict[str, object] = dict(about or {})
         if target.sharded is not None:
             self.about["note"] = GATHERED
         self.offline = OfflineEvaluator(target, traces, sampling, Budget(config.K))
 
-    def replayed(self, name: str, drafter: Any, cost: Cost) -> Measurement:
-        """Acceptance of chains without decoding; of fixed length where the policy's rounds depend
-        on those before."""
+    def replayed(
+        self, name: str, drafter: TrainedDrafter | TrainingFree, cost: Cost
+    ) -> Measurement:
+        """Acceptance of chains without decoding.
+
+        Chains have a fixed length where the policy's rounds depend on those before.
+        """
         budget = budget_for(drafter, self.config.policy, self.config.K)
         if budget.stop is not None and not budget.stop.replayable:
             budget = Budget(budget.max_tokens)
         self._replays(name)
         result = self.offline(drafter, budget=budget, on_tokens=self.progress.advance)
-        extra: dict[str, Any] = {"calibration": result.calibration} if result.calibration else {}
+        extra: Row = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
         row = self._row(name, result.counters, cost, "offline", budget)
         return Measurement(row | extra, result.counters)
 
-    def replayed_tree(self, name: str, drafter: Any, cost: Cost, budget: Budget) -> Measurement:
+    def replayed_tree(self, name: str, drafter: Drafter, cost: Cost, budget: Budget) -> Measurement:
         """Acceptance of deterministic trees without decoding."""
         self._replays(f"{name}, tree")
         replay = TreeReplay(
@@ -121,9 +143,12 @@ class Bench:
         budget: Budget | None = None,
         shown: Collection[str] = (),
     ) -> Measurement:
-        """Real speculative decoding of every prompt; a few also one by one against transformers'
-        own generate, for tokens/s and (T=0) for equality. The answers to the prompts with the
-        hashes `shown` are returned with their token ids."""
+        """Speculative decoding of every prompt.
+
+        A few prompts are also decoded one by one and compared with transformers' own generate, for
+        tokens/s and, at T=0, for equality. The answers to the prompts with the hashes `shown` are
+        returned with their token ids.
+        """
         budget = budget or budget_for(drafter, self.config.policy, self.config.K)
         cached = CachedModel(self.target.model)
         decoder = self._decoder(
@@ -166,6 +191,7 @@ class Bench:
         return Measurement(row, counters, rounds, [finished[tag] for tag in shown])
 
     def requests(self) -> list[Request]:
+        """A request for each trace; its tag is the prompt's hash."""
         return [
             Request(
                 t.prompt_ids,
@@ -202,8 +228,11 @@ class Bench:
         )
 
     def verifier(self, budget: Budget, measured_by: str = "decoding") -> Verifier:
-        """eval.verifier where it judges what is drafted. Chains beside its trees are verified token
-        by token, and so is what an engine serves and what is replayed where it cannot be."""
+        """eval.verifier where it can judge these drafts, else verification token by token.
+
+        The latter also holds for what an engine serves, and for replay where eval.verifier does not
+        support it.
+        """
         asked = parse_verifier(self.config.verifier)
         replayed = measured_by == "offline" and asked.replayable(self.sampling)
         own = budget.form in asked.judges and (measured_by == "decoding" or replayed)
@@ -216,12 +245,12 @@ class Bench:
         counters: list[PromptCounters],
         budget: Budget,
         label: str,
-    ) -> list[dict[str, Any]]:
+    ) -> list[DifferingPrompt]:
         """Alternate plain and speculative decoding prompt by prompt, after one warm-up of each."""
         chosen = spread([t.domain for t in self.traces], self.config.timing_prompts)
         decoder = self._decoder(cached, drafter, 1, budget, timed=False)
         requests = self.requests()
-        differing = []
+        differing: list[DifferingPrompt] = []
         turns = [chosen[0], *chosen] if chosen else []
         longest = self.config.max_new_tokens
         self.progress.part(f"{label}, timed", rows=2 * len(turns), longest=longest)
@@ -250,7 +279,7 @@ class Bench:
                 gap = difference(self.target, self.traces[index].prompt_ids, plain, ours)
                 one.identical = gap is None
                 if gap is not None:
-                    differing.append({"prompt_hash": one.prompt_hash, **gap})
+                    differing.append({**gap, "prompt_hash": one.prompt_hash})
         return differing
 
     def _row(
@@ -260,7 +289,7 @@ class Bench:
         cost: Cost,
         measured_by: str,
         budget: Budget,
-    ) -> dict[str, Any]:
+    ) -> Row:
         config = self.config
         summary = summarise(counters, draws=config.bootstrap_draws, seed=config.seed)
         tokens, rounds = summary["tokens_per_round"], summary["num_rounds"]
@@ -294,7 +323,7 @@ class Bench:
             "modelled_speedup": modelled_speedup(paid, share, cost.round_time, cost.verify)
             if paid is not None
             else None,
-            # memory-bound: one drafted step costs so much, verification nothing more
+            # memory-bound: a drafting step costs this ratio, verification one forward
             "modelled_speedup_at": {
                 str(ratio): modelled_speedup(paid, share * K, ratio) for ratio in COST_RATIOS
             }
@@ -314,8 +343,8 @@ class Bench:
 
 
 def spread(domains: Sequence[str], count: int) -> list[int]:
-    """Places of the first `count` of these, taken from every domain in turn: prompts often come in
-    order of their domain."""
+    """Indices of `count` prompts, from every domain in turn: prompts often come sorted by
+    domain."""
     seen = Counter[str]()
     turns = list[tuple[int, int]]()
     for place, domain in enumerate(domains):
@@ -324,7 +353,8 @@ def spread(domains: Sequence[str], count: int) -> list[int]:
     return sorted(place for _, place in sorted(turns)[:count])
 
 
-def timed(call: Any, target: Target) -> tuple[Any, float]:
+def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
+    """The result of a call and its seconds, with the device synchronised."""
     began = time.perf_counter()
     result = call()
     if target.device.type == "cuda":
@@ -341,8 +371,8 @@ def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 1
         group = order[i : i + batch_size]
         texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
         batch = collate(*texts, ["target"] * len(group)).to(target.device)
-        logits: Any = target.outputs(batch.input_ids).logits
-        assert logits is not None
+        logits = target.outputs(batch.input_ids).logits
+        assert isinstance(logits, torch.Tensor)
         found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
         total += float(ce_hard(found.draft, found.labels).sum())
         count += len(found.labels)
@@ -354,8 +384,8 @@ def plain_generate(
     target: Target, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int
 ) -> list[int]:
     """transformers' own generate at batch 1: the plain decoding that ours must equal at T=0."""
-    # whatever the model's generation config adds to the law is switched off: ours has none of it
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
+    # changes of the distribution by the model's generation config are switched off: ours has none
+    options: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
     options["no_repeat_ngram_size"] = 0
     if sampling.temperature > 0:
         options |= {
@@ -380,8 +410,8 @@ def plain_generate(
 
 def difference(
     target: Target, prompt_ids: list[int], plain: list[int], ours: Speculated
-) -> dict[str, Any] | None:
-    """None if equal; else where they part and how far apart the two best logits are there."""
+) -> Parting | None:
+    """The place where two answers part, with the gap of the two best logits; None if equal."""
     mine = ours.response_ids
     if plain == mine:
         return None

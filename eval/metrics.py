@@ -12,12 +12,48 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from eval.rounds import Round
 from trainer.config import UserError
+
+# A row of the report: what `summarise` returns, and what identifies the measurement
+# (`eval.report.schema.ROW_KEYS`). Values are numbers, lists of them, text or null.
+Row = dict[str, Any]
+
+
+class Worst(TypedDict):
+    """The domain with the lowest value of a metric."""
+
+    domain: str
+    value: float
+
+
+class ByDomain(TypedDict):
+    """Headline metrics by domain, their mean over domains, and the worst domain of each."""
+
+    domains: dict[str, Row]
+    mean: dict[str, float | None]
+    worst: dict[str, Worst | None]
+
+
+class Difference(TypedDict):
+    """The difference of a metric on the same prompts, a - b."""
+
+    metric: str
+    diff: float | None
+    ci95: list[float] | None
+    p: float | None
+    seeds: int
+    num_prompts: int
+
+
+class SeedDifference(Difference):
+    """A difference over several training seeds."""
+
+    diff_per_seed: list[float]
 
 
 @dataclass
@@ -31,7 +67,7 @@ class PromptCounters:
     truncated_rounds: float = 0.0
     emitted: float = 0.0  # cut at EOS and length, token of the prefill excluded
     submitted: float = 0.0
-    judging: float = 0.0  # drafting steps that drafted nothing, they only judged the newest token
+    judging: float = 0.0  # drafting steps that only judged the newest token and drafted nothing
     accepted: float = 0.0  # cut
     rejections: float = 0.0  # rounds with a rejection
     reach: list[float] = field(default_factory=list)  # [K] rounds with at least i accepted (cut)
@@ -83,8 +119,10 @@ HEADLINE = tuple(_RATIOS)
 def counters_from_rounds(
     rounds: Sequence[Round], prompt_hash: str, domain: str, K: int, judges_last: bool = False
 ) -> PromptCounters:
-    """Add up the rounds of one prompt. Greedy match and timings are the caller's to fill in.
-    `judges_last`: a round that stopped early had fed its newest token to be told so."""
+    """Add up the rounds of one prompt; greedy match and timings are left to the caller.
+
+    `judges_last`: a round that stopped early had fed its newest token to the drafter.
+    """
     total = PromptCounters(prompt_hash, domain, K)
     for round_ in rounds:
         assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
@@ -112,7 +150,7 @@ def counters_from_rounds(
 
 
 def check_invariants(rounds: Sequence[Round], output_length: int) -> None:
-    """Stop if the log of one request does not add up to its output (`output_length` tokens)."""
+    """Assert that the rounds of one request add up to its output of `output_length` tokens."""
     emitted = sum(round_.emitted for round_ in rounds)
     assert emitted + 1 == output_length, (
         f"rounds emitted {emitted} tokens + 1 of the prefill, the output has {output_length}"
@@ -126,9 +164,7 @@ def check_invariants(rounds: Sequence[Round], output_length: int) -> None:
         assert len(round_.overlap) <= round_.submitted, where
 
 
-def summarise(
-    counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0
-) -> dict[str, Any]:
+def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0) -> Row:
     """Every metric of a report row that counters determine; None where a denominator is zero.
 
     `<metric>_ci95` is a percentile bootstrap over prompts, None below two prompts.
@@ -142,7 +178,7 @@ def summarise(
     identical = [c.identical for c in counters if c.identical is not None]
     emitted, rounds = (table[:, _COLUMNS.index(name)] for name in ("emitted", "rounds"))
     per_prompt = emitted[rounds > 0] / rounds[rounds > 0]
-    row: dict[str, Any] = {"num_prompts": len(table), "num_rounds": _whole(total["rounds"])}
+    row: Row = {"num_prompts": len(table), "num_rounds": _whole(total["rounds"])}
     for name in HEADLINE:
         draws_of = _bootstrap(table, name, draws, seed)
         row[name] = _number(_ratio(_usable(table, name).sum(axis=0), name))
@@ -170,18 +206,14 @@ def summarise(
     return row
 
 
-def per_domain(counters: Sequence[PromptCounters]) -> dict[str, Any]:
-    """Headline metrics by domain, their mean over domains, and the worst domain of each.
-
-    {"domains": {name: {metric: value}}, "mean": {metric: value},
-    "worst": {metric: {"domain", "value"}}}
-    """
-    domains: dict[str, dict[str, Any]] = {}
+def per_domain(counters: Sequence[PromptCounters]) -> ByDomain:
+    """Headline metrics by domain, their mean over domains, and the worst domain of each."""
+    domains: dict[str, Row] = {}
     for domain in sorted({c.domain for c in counters}):
         row = summarise([c for c in counters if c.domain == domain], draws=0)
         domains[domain] = {name: row[name] for name in ("num_prompts", "num_rounds", *HEADLINE)}
     mean: dict[str, float | None] = {}
-    worst: dict[str, dict[str, Any] | None] = {}
+    worst: dict[str, Worst | None] = {}
     for name in HEADLINE:
         known = {domain: row[name] for domain, row in domains.items() if row[name] is not None}
         lowest = min(known, key=lambda domain: known[domain]) if known else None
@@ -196,14 +228,21 @@ def paired_difference(
     metric: str,
     draws: int = 1000,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> Difference:
     """metric(a) - metric(b) on the same prompts; prompts are resampled for both together.
 
-    `p` is two-sided, from the bootstrap (not below 2 / (draws + 1)).
+    `p` is two-sided, from the bootstrap (not below 2 / (draws + 1)). Raises UserError where the
+    prompts differ.
     """
-    row = hierarchical_difference([(a, b)], metric, draws, seed)
-    del row["diff_per_seed"]
-    return row
+    found = hierarchical_difference([(a, b)], metric, draws, seed)
+    return {
+        "metric": found["metric"],
+        "diff": found["diff"],
+        "ci95": found["ci95"],
+        "p": found["p"],
+        "seeds": found["seeds"],
+        "num_prompts": found["num_prompts"],
+    }
 
 
 def hierarchical_difference(
@@ -211,11 +250,12 @@ def hierarchical_difference(
     metric: str,
     draws: int = 1000,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> SeedDifference:
     """Mean over training seeds of metric(a) - metric(b); seeds and prompts are both resampled.
 
-    Each draw takes training seeds, then one set of prompts for all of them: every seed is measured
-    on the same prompts, and drawing prompts anew for each seed would average their spread away.
+    Each resample draws training seeds, then one set of prompts for all of them: every seed is
+    measured on the same prompts, and drawing prompts anew for each seed would average their spread
+    away. Raises UserError where the prompts differ or the metric is unknown.
     """
     if metric not in _RATIOS:
         raise UserError(f"metric must be one of {', '.join(HEADLINE)}, got {metric!r}")
@@ -234,7 +274,7 @@ def hierarchical_difference(
     usable = np.logical_and.reduce([_usable_mask(table, metric) for table in tables])
     tables = [table[usable] for table in tables]
     num_prompts = int(usable.sum())
-    result: dict[str, Any] = {
+    result: SeedDifference = {
         "metric": metric,
         "diff": None,
         "ci95": None,
@@ -257,7 +297,8 @@ def hierarchical_difference(
     seed_weights = _resample(rng, len(pairs), draws) / len(pairs)
     diffs = (drawn * seed_weights).sum(axis=1)
     enough = num_prompts > 1
-    return result | {
+    return {
+        **result,
         "diff": float(np.mean(per_seed)),
         "diff_per_seed": per_seed,
         "ci95": _interval(diffs) if enough else None,
@@ -285,8 +326,11 @@ def holm(pvalues: Sequence[float]) -> list[float]:
 
 
 def _by_prompt(counters: Sequence[PromptCounters]) -> np.ndarray:
-    """[prompts, columns] float64, sorted by hash; a prompt measured twice is one unit, and so are
-    the turns of a conversation: the later ones answer to the text of those before."""
+    """Counters [prompts, columns] float64, sorted by hash.
+
+    A prompt that was measured twice is one unit, and so are the turns of a conversation, because
+    the later ones depend on those before.
+    """
     order = {name: i for i, name in enumerate(sorted({_first_turn(c) for c in counters}))}
     table = np.zeros((len(order), len(_COLUMNS)))
     for c in counters:
@@ -308,7 +352,7 @@ def _sum_positions(counters: Sequence[PromptCounters], name: str) -> list[float]
 
 
 def _usable_mask(table: np.ndarray, metric: str) -> np.ndarray:
-    """Speed-ups are taken over prompts timed both ways, the rest over all prompts."""
+    """The prompts of a metric: for speed-ups those timed both ways, else all."""
     if metric != "speedup":
         return np.ones(len(table), dtype=bool)
     timed = [_COLUMNS.index(name) for name in ("plain_s", "speculative_s")]
@@ -320,7 +364,7 @@ def _usable(table: np.ndarray, metric: str) -> np.ndarray:
 
 
 def _ratio(sums: np.ndarray, metric: str) -> np.ndarray:
-    """sums: [..., columns]. Returns the metric [...], nan where its denominator is zero."""
+    """The metric [...] of sums [..., columns], nan where its denominator is zero."""
     above, below = _RATIOS[metric]
     numerator = np.prod([sums[..., _COLUMNS.index(name)] for name in above], axis=0)
     denominator = np.prod([sums[..., _COLUMNS.index(name)] for name in below], axis=0)
@@ -329,7 +373,7 @@ def _ratio(sums: np.ndarray, metric: str) -> np.ndarray:
 
 
 def _resample(rng: np.random.Generator, num: int, draws: int) -> np.ndarray:
-    """[draws, num] how often each unit is drawn when `num` are drawn with replacement."""
+    """Counts [draws, num] of each unit when `num` are drawn with replacement."""
     return rng.multinomial(num, np.full(num, 1 / num), size=draws).astype(np.float64)
 
 

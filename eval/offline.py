@@ -1,35 +1,35 @@
 """Acceptance without decoding: exact counters from cached target traces.
 
 The output of lossless speculative decoding is a sample of the target, and target traces are at
-hand. Given the output x, a token drafted at depth j is accepted with probability
-w = min(1, q(x) / p(x)) (P(output v and accepted) = min(p, q) and P(output v) = p), and the text
-that follows does not depend on the coin. So the starts of rounds are a Markov chain along the
-trace, and
-one parallel pass of each model gives the expected counters: at T=0 (w is 0 or 1) exactly those of
-greedy decoding, at T>0 their conditional expectation given the output. Engines count past the end
-of the output; traces carry look-ahead tokens so that those counters can be replayed too.
+hand. Given the output x, a token drafted at depth j is accepted with probability w = min(1, q(x) /
+p(x)) (P(output v and accepted) = min(p, q) and P(output v) = p), and the text that follows does not
+depend on the coin. So the starts of rounds are a Markov chain along the trace, and one parallel
+pass of each model gives the expected counters: at T=0 (w is 0 or 1) exactly those of greedy
+decoding, at T>0 their conditional expectation given the output. Engines count past the end of the
+output; traces carry look-ahead tokens so that those counters can be replayed too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
 
 from data.traces import Trace
-from drafters.base import acceptance_of
+from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget, Signals, StopRule
+from drafters.training_free.base import TrainingFree
 from drafters.trees.chain import Stops
 from eval.metrics import PromptCounters
-from target.model import Target
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling, warp
 from trainer.config import UserError
 
 CONFIDENCE_BINS = 10
-KEEP_TARGET_BYTES = 1 << 30  # target probabilities kept between evaluations, if they fit
+CACHED_TARGET_BYTES = 1 << 30  # most memory for target probabilities between evaluations
 
 
 def replay(
@@ -92,7 +92,7 @@ def replay(
 
 
 def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Where rounds of K tokens are expected to test and to reject along one text.
+    """Positions that rounds of K tokens are expected to test and to reject along one text.
 
     accept: [N] float64, probability that a token drafted at response index i is accepted given the
     text, equal at every depth (a causal LM); `length` <= N: of the response, index 0 being the
@@ -111,18 +111,37 @@ def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.
     return tested, tested * (1 - accept), float(visit[1:length].sum())
 
 
+class CalibrationBin(TypedDict):
+    """Mean confidence and acceptance of the tokens in a bin of confidence."""
+
+    confidence: float
+    acceptance: float
+    count: int
+
+
+class Calibration(TypedDict, total=False):
+    """The drafter's confidence against acceptance; empty for a drafter without probabilities."""
+
+    bins: list[CalibrationBin]
+
+
 @dataclass
 class OfflineResult:
+    """What replay gives: counters of each trace, and the drafter's probabilities."""
+
     counters: list[PromptCounters]
-    calibration: dict[str, Any]  # the drafter's confidence against acceptance, ten bins
-    alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without a law
+    calibration: Calibration
+    alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without probabilities
     visits: list[np.ndarray]  # [response] each: expected rounds that start at each token
 
 
 class OfflineEvaluator:
-    """Traces of one sampling, replayed against any drafter. The target runs once per trace (T>0
-    only), and its probabilities are kept when they fit in memory. Without `engine_counters` the
-    traces need no look-ahead and those counters are left at zero."""
+    """Replays traces of one sampling against any drafter.
+
+    The target runs once per trace (T>0 only), and its probabilities are cached where they fit in
+    memory. Without `engine_counters` the traces need no look-ahead, and those counters are zero.
+    Raises UserError where the traces do not fit the sampling or K.
+    """
 
     def __init__(
         self,
@@ -140,8 +159,8 @@ class OfflineEvaluator:
             own = Sampling(trace.temperature, trace.top_k, trace.top_p)
             if own != sampling:
                 raise UserError(
-                    f"traces were sampled with {own}, the evaluation asks for {sampling}: "
-                    "generate traces with that very sampling"
+                    f"traces were sampled with {own}, the evaluation needs {sampling}: "
+                    "generate traces with that sampling"
                 )
             if engine_counters and len(trace.lookahead_ids) < K - 1:
                 raise UserError(
@@ -154,19 +173,22 @@ class OfflineEvaluator:
         order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
         self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         positions = sum(len(g) * max(len(t.response_ids) + K for t in g) for g in self.groups)
-        self.keep = positions * target.vocab_size * 4 <= KEEP_TARGET_BYTES
+        self.caches = positions * target.vocab_size * 4 <= CACHED_TARGET_BYTES
         self._target_probs: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
     def __call__(
         self,
-        drafter: Any,
+        drafter: TrainedDrafter | TrainingFree,
         draft_sampling: Sampling | None = None,
         budget: Budget | None = None,
         on_tokens: Callable[[int], None] = lambda _: None,
     ) -> OfflineResult:
-        """`budget`: another stop rule than the evaluator's own; `on_tokens` is called after each
-        batch with its response tokens."""
+        """Counters of each trace.
+
+        `budget`: another stop rule than the evaluator's own; `on_tokens` is called after each batch
+        with its number of response tokens. Raises UserError for a rule that cannot be replayed.
+        """
         draft_sampling = draft_sampling or self.sampling
         rule = (budget or self.budget).stop
         if rule is not None and not rule.replayable:
@@ -185,9 +207,10 @@ class OfflineEvaluator:
             accept = np.zeros((len(group), width, self.K))
             drafted = np.full((len(group), width), self.K)
             overlap = greedy = real = None
-            if hasattr(drafter, "states"):
-                if hasattr(drafter, "routed"):  # a bank: which of its drafters reads which row
-                    drafter.routed([trace.prompt_ids for trace in group])
+            if isinstance(drafter, TrainingFree):
+                self._by_start(drafter, group, accept, drafted)
+            else:
+                drafter.routed([trace.prompt_ids for trace in group])
                 overlaps, greedy, sure = self._parallel(
                     drafter, draft_sampling, rule, index, group, accept, drafted
                 )
@@ -202,8 +225,6 @@ class OfflineEvaluator:
                         inside & (np.arange(width) >= j + 1) if drafter.target_layers else real
                     )
                     depth_sums[:, j] += common[visited].sum(), visited.sum()
-            else:
-                self._by_start(drafter.continuation, group, accept, drafted)
             sums = replay(accept, drafted, lengths, self.K)
             starts = sums.pop("visits")
             for row, trace in enumerate(group):
@@ -228,9 +249,11 @@ class OfflineEvaluator:
         return OfflineResult(counters, _calibration(confidence, agreement), by_depth, visits)
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """ids [B, L] of prompt, response and look-ahead, right-padded; the logit index [B, N+K]
-        that
-        scores each response index; the ids [B, N+K] there."""
+        """Token ids and indices of a batch.
+
+        These are ids [B, L] of prompt, response and look-ahead, right-padded; the logit index
+        [B, N+K] that scores each response index; and the ids [B, N+K] there.
+        """
         rows = [t.prompt_ids + t.response_ids + t.lookahead_ids[: self.K] for t in group]
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for i, row in enumerate(rows):
@@ -241,9 +264,21 @@ class OfflineEvaluator:
         device = self.target.device
         return ids.to(device), (where - 1).to(device), ids.gather(1, where).to(device)
 
-    def _parallel(self, drafter, draft_sampling, rule, index, group, accept, drafted):
-        """Fill `accept` and `drafted` from one pass of each model; the overlap at each depth, and
-        at the first the greedy match and the drafter's confidence, each [B, N]."""
+    def _parallel(
+        self,
+        drafter: TrainedDrafter,
+        draft_sampling: Sampling,
+        rule: StopRule | None,
+        index: int,
+        group: Sequence[Trace],
+        accept: np.ndarray,
+        drafted: np.ndarray,
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """Fill `accept` and `drafted` from one pass of each model.
+
+        Returns the overlap at each depth, and at the first depth the greedy match and the drafter's
+        confidence, each [B, N].
+        """
         ids, where, tokens = self._rows(group)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
         needed = drafter.target_layers
@@ -251,98 +286,131 @@ class OfflineEvaluator:
         outputs = None
         if needed or (not greedy_target and index not in self._target_probs):
             outputs = self.target.outputs(ids, layers=needed, logits=not greedy_target)
-        if not greedy_target:
-            if index in self._target_probs:
-                p = self._target_probs[index]
-            else:
-                assert outputs is not None
-                assert outputs.logits is not None
-                p = warp(outputs.logits[batch, where][..., : self.target.vocab_size], self.sampling)
-                if self.keep:
-                    self._target_probs[index] = p
+        p = None if greedy_target else self._probs(index, outputs, batch, where)
         width = accept.shape[1]
         positions = np.arange(width)
-        before = None
+        before: torch.Tensor | None = None
+        scored: _Scored | None = None
         overlaps: list[np.ndarray] = []
+        greedy = sure = np.zeros((len(group), width))
         signals = _SignalsByDepth()
         score = None
         for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
-            if states is not before:  # else the law is the same at every depth
+            if scored is None or states is not before:  # else the same distribution at every depth
                 before = states
                 logits = drafter.project(states[batch, where], depth).float()
-                plain = logits.softmax(-1)
-                if greedy_target and draft_sampling.temperature == 0:
-                    match = (logits.argmax(-1) == tokens).double()
-                    weight, common = match, match
-                else:
-                    q = warp(logits, draft_sampling)
-                    drawn = tokens.unsqueeze(-1)
-                    q_drawn = q.gather(-1, drawn)[..., 0].double()
-                    if greedy_target:  # p is one-hot at the trace's token
-                        weight = common = q_drawn
-                    else:
-                        q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))
-                        p_drawn = p.gather(-1, drawn)[..., 0].double()
-                        # 0/0 only where the row holds no text of the target (padding)
-                        weight = (q_drawn / p_drawn).clamp(max=1.0).nan_to_num(0.0)
-                        common = torch.minimum(p, q).sum(-1)
-                    plain = q if draft_sampling.temperature else plain
-                # inference tensors cannot share memory with numpy's owner: copy
-                weights = weight.double().cpu().numpy()
-                if rule is not None:
-                    own = plain.gather(-1, tokens.unsqueeze(-1))[..., 0]
-                    seen = plain.amax(-1), own
-                    if rule.uses_head:  # the state at a token, not at the one before it
-                        at = (where + 1).clamp(max=ids.shape[1] - 1)
-                        score = acceptance_of(drafter).probability(states[batch, at])
-            accept[:, :, depth - 1] = weights[:, positions + depth - 1]
+                scored = _scored(logits, tokens, p, draft_sampling)
+                if rule is not None and rule.uses_head:  # the state at a token, not before it
+                    at = (where + 1).clamp(max=ids.shape[1] - 1)
+                    score = acceptance_of(drafter).probability(states[batch, at])
+                if depth == 1:
+                    best = tokens if p is None else p.argmax(-1)
+                    greedy = (logits.argmax(-1) == best)[:, :width].double().cpu().numpy()
+                    sure = scored.probs.amax(-1)[:, :width].double().cpu().numpy()
+            accept[:, :, depth - 1] = scored.weights[:, positions + depth - 1]
             if rule is not None:
-                signals.add(seen, score)
-            overlaps.append(common[:, :width].double().cpu().numpy())
-            if depth == 1:
-                best = tokens if greedy_target else p.argmax(-1)
-                found = [
-                    (logits.argmax(-1) == best)[:, :width].double().cpu().numpy(),
-                    plain.amax(-1)[:, :width].double().cpu().numpy(),
-                ]
+                own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
+                signals.add((scored.probs.amax(-1), own), score)
+            overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
         if rule is not None:
             drafted[:] = signals.lengths(rule, width, self.K)
-        return overlaps, *found
+        return overlaps, greedy, sure
 
-    def _by_start(self, continuation: Callable, group, accept, drafted) -> None:
-        """Training-free drafters: ask for the copy at every start (deterministic, so 0 or 1)."""
+    def _probs(
+        self,
+        index: int,
+        outputs: TargetOutputs | None,
+        batch: torch.Tensor,
+        where: torch.Tensor,
+    ) -> torch.Tensor:
+        """The target's distributions [B, N+K, V] of a group, cached where they fit."""
+        if index in self._target_probs:
+            return self._target_probs[index]
+        assert outputs is not None
+        assert outputs.logits is not None
+        p = warp(outputs.logits[batch, where][..., : self.target.vocab_size], self.sampling)
+        if self.caches:
+            self._target_probs[index] = p
+        return p
+
+    def _by_start(
+        self,
+        drafter: TrainingFree,
+        group: Sequence[Trace],
+        accept: np.ndarray,
+        drafted: np.ndarray,
+    ) -> None:
+        """Fill `accept`, with 0 or 1, and `drafted` from the copy at every start."""
         for row, trace in enumerate(group):
             text = np.array(trace.prompt_ids + trace.response_ids + trace.lookahead_ids)
             begin = len(trace.prompt_ids)
             for t in range(1, len(trace.response_ids)):
-                proposed = continuation(text[: begin + t], self.K)
+                proposed = drafter.continuation(text[: begin + t], self.K)
                 drafted[row, t] = len(proposed)
                 follows = text[begin + t : begin + t + len(proposed)]
                 known = len(follows)  # without look-ahead the text ends before the copy
                 accept[row, t, :known] = np.array(proposed)[:known] == follows
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """Distributions at one depth, [B, N+K, ...]."""
+
+    probs: torch.Tensor  # the drafter's, [B, N+K, V]
+    weights: np.ndarray  # probability that the trace's token is accepted, float64
+    overlap: torch.Tensor  # sum_v min(p_v, q_v)
+
+
+def _scored(
+    logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor | None, sampling: Sampling
+) -> _Scored:
+    """Acceptance of the trace's tokens [B, N+K] under draft logits [B, N+K, V].
+
+    `p`: the target's distributions, None at T=0, where they are the traces' own tokens.
+    """
+    plain = logits.softmax(-1)
+    if p is None and sampling.temperature == 0:
+        weight = common = (logits.argmax(-1) == tokens).double()
+    else:
+        q = warp(logits, sampling)
+        drawn = tokens.unsqueeze(-1)
+        q_drawn = q.gather(-1, drawn)[..., 0].double()
+        if p is None:
+            weight = common = q_drawn
+        else:
+            q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))
+            p_drawn = p.gather(-1, drawn)[..., 0].double()
+            # 0/0 only where the row holds no text of the target (padding)
+            weight = (q_drawn / p_drawn).clamp(max=1.0).nan_to_num(0.0)
+            common = torch.minimum(p, q).sum(-1)
+        plain = q if sampling.temperature else plain
+    # inference tensors cannot share memory with numpy's owner: copy
+    return _Scored(plain, weight.double().cpu().numpy(), common)
+
+
 class _SignalsByDepth:
-    """What a stop rule would see of a round from every place of the traces, [B, N] at each depth:
-    as long as the round goes on, the token drafted is the trace's own."""
+    """Signals of a stop rule for rounds from every position of the traces, [B, N] at each depth.
+
+    As long as a round goes on, the drafted token is the trace's own.
+    """
 
     def __init__(self) -> None:
-        self.laws: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.scores: list[torch.Tensor | None] = []  # of depth d: of tokens drafted at depth d - 1
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # confidence, probability
+        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d - 1
 
-    def add(self, law: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
-        self.laws.append(law)
+    def add(self, seen: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
+        self.seen.append(seen)
         self.scores.append(score)
 
     def lengths(self, rule: StopRule, width: int, K: int) -> np.ndarray:
-        """[B, width] tokens that a round drafts from each response index."""
-        batch, device = len(self.laws[0][0]), self.laws[0][0].device
+        """Tokens, [B, width], that a round drafts from each response index."""
+        batch, device = len(self.seen[0][0]), self.seen[0][0].device
         positions = torch.arange(width, device=device)
         rule.begin(batch * width, device)
         stops = Stops(torch.zeros(batch * width, dtype=torch.long, device=device))
         for depth in range(1, K):
             at = positions + depth - 1
-            confidence, probability = (one[:, at].flatten() for one in self.laws[depth - 1])
+            confidence, probability = (one[:, at].flatten() for one in self.seen[depth - 1])
             judged = depth if rule.judges_last else depth - 1  # the depth of the token
             score = self.scores[judged] if judged else None
             if score is not None:
@@ -352,14 +420,14 @@ class _SignalsByDepth:
         return stops.lengths.clamp(max=K).view(batch, width).cpu().numpy()
 
 
-def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> dict[str, Any]:
+def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> Calibration:
     if not confidence:
         return {}
     sure, agreed = np.concatenate(confidence), np.concatenate(agreement)
     known = np.isfinite(sure)  # weights that are not finite are refused elsewhere, by name
     sure, agreed = sure[known], agreed[known]
     bins = np.minimum((sure * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
-    rows = []
+    rows: list[CalibrationBin] = []
     for b in range(CONFIDENCE_BINS):
         inside = bins == b
         if inside.any():

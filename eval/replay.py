@@ -10,13 +10,13 @@ tokens, lives here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from data.traces import Trace
-from drafters.round import Budget, DraftState
+from drafters.base import TrainedDrafter
+from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
 from eval.metrics import PromptCounters, counters_from_rounds
@@ -27,8 +27,11 @@ from trainer.config import UserError
 
 
 class TreeReplay:
-    """Traces of one sampling against trees of `budget.tree`; counters as decoding has them.
-    `on_tokens` is called with the response tokens of each round."""
+    """Replays traces of one sampling with trees of `budget.tree`; counters equal those of decoding.
+
+    `on_tokens` is called with the response tokens of each round. Raises UserError where such trees
+    cannot be replayed, or the traces have too few look-ahead tokens.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,8 @@ class TreeReplay:
         self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
     @torch.inference_mode()
-    def __call__(self, drafter: Any) -> list[PromptCounters]:
+    def __call__(self, drafter: Drafter) -> list[PromptCounters]:
+        """Counters of each trace."""
         counters = []
         for group in self.groups:
             rounds = self._group(drafter, group)
@@ -66,7 +70,7 @@ class TreeReplay:
             ]
         return counters
 
-    def _group(self, drafter: Any, group: Sequence[Trace]) -> list[list[Round]]:
+    def _group(self, drafter: Drafter, group: Sequence[Trace]) -> list[list[Round]]:
         device, depth = self.target.device, self.budget.max_tokens
         texts = [t.prompt_ids + t.response_ids + t.lookahead_ids for t in group]
         capacity = max(map(len, texts)) + depth + self.budget.max_slots + 2
@@ -117,8 +121,10 @@ class TreeReplay:
 def longest_path(
     tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]
 ) -> tuple[int, int]:
-    """The deepest node (-1: none) whose path from the root spells the beginning of `text`, and its
-    depth; parents come before children."""
+    """The deepest node (-1: none) whose path spells the beginning of `text`, and its depth.
+
+    `parents`: parents come before children.
+    """
     reached = {-1: 0}  # node -> its depth, for nodes on a matching path
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         depth = reached.get(parent)
@@ -130,7 +136,8 @@ def longest_path(
 def _round(
     trace: Trace, tree: TokenTree, accepted: int, rejected: bool, room: int, done: int
 ) -> Round:
-    """room: tokens the output still takes; an engine accepts past them."""
+    """The record of a round; `room`: tokens until the end of the answer, past which engines
+    accept."""
     emitted = min(accepted + 1, room)
     return Round(
         prompt_hash=trace.prompt_hash,
@@ -155,13 +162,15 @@ def _round(
 def rank_accuracy(
     target: Target,
     traces: Sequence[Trace],
-    drafter: Any,
+    drafter: TrainedDrafter,
     depth: int,
     batch_size: int = 16,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> list[list[float]]:
-    """[depth][rank]: how often the rank-th token of a depth is the target's, the tokens before it
-    being right; over all starts of the traces. For `drafters.trees.calibrated`."""
+    """[depth][rank]: share of starts at which the rank-th token of a depth is the target's.
+
+    The tokens before it are the target's own. For `drafters.trees.calibrated`.
+    """
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
     order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))

@@ -1,16 +1,18 @@
-"""What a round of speculative decoding leaves behind: a line of rounds.jsonl."""
+"""Records of the rounds of speculative decoding, the lines of rounds.jsonl."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass
 class RoundIds:
-    """The tokens of a round. `emitted` is cut at EOS and at the length limit; `drafted` is not. Of
-    a tree also the index of each node's parent (-1: none) and the accepted nodes, uncut."""
+    """The token ids of a round.
+
+    `emitted` is cut at EOS and at the length limit; `drafted` is not. A tree has `parents`, the
+    index of each node's parent (-1: none), and `path`, the accepted nodes, uncut.
+    """
 
     drafted: list[int]
     emitted: list[int]
@@ -42,9 +44,9 @@ class Round:
     overlap: list[float]
     truncated: bool  # EOS or the limit cut this round
     engine_accepted: int
-    ids: RoundIds | None = None  # of prompts whose answers the report shows
+    ids: RoundIds | None = None  # only for prompts whose answers the report shows
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """The line of rounds.jsonl."""
         fields = dataclasses.asdict(self)
         if self.ids is None:

@@ -1,9 +1,8 @@
-"""Rows of the report that an engine's own counters make."""
+"""Rows of the report from the counters of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from data.traces import Trace
 from drafters.round import Budget
@@ -11,7 +10,7 @@ from engines.distribution_check import CHECKED, unlike
 from engines.vllm_run import EngineRun
 from eval.costs import Cost
 from eval.engine import Speculated
-from eval.measure import Bench, Measurement, difference
+from eval.measure import Bench, DifferingPrompt, Measurement, difference
 from eval.metrics import PromptCounters, check_invariants, counters_from_rounds
 from eval.rounds import Round
 from target.decode import Continuation
@@ -22,19 +21,19 @@ def prompt_counters(served: EngineRun, index: int, trace: Trace, K: int) -> Prom
     """Counters of one prompt, the engine's and those cut at the end of its answer."""
     left, rounds = len(served.tokens[index]) - 1, []
     for drafted, accepted in served.rounds[index]:
-        kept = min(accepted + 1, left)
-        left -= kept
+        emitted = min(accepted + 1, left)
+        left -= emitted
         one = Round(
             prompt_hash=trace.prompt_hash, submitted=drafted, depth=drafted,
-            accepted=min(accepted, kept), emitted=kept,
-            first_reject_pos=accepted + 1 if accepted < min(drafted, kept) else None,
+            accepted=min(accepted, emitted), emitted=emitted,
+            first_reject_pos=accepted + 1 if accepted < min(drafted, emitted) else None,
             draft_forwards=0, draft_tokens=0, t_draft=0.0, t_verify=0.0, t_other=0.0, ctx_len=0,
-            overlap=[], truncated=kept <= accepted, engine_accepted=accepted,
+            overlap=[], truncated=emitted <= accepted, engine_accepted=accepted,
         )  # fmt: skip
         rounds.append(one)
     if left or not all(one.emitted for one in rounds):
         raise RunFault(
-            f"prompt {trace.prompt_hash[:12]}: the rounds of vLLM do not make up its answer "
+            f"prompt {trace.prompt_hash[:12]}: the rounds of vLLM do not add up to its answer "
             "(no room to draft, or a request started anew): lower eval.batch_size or the lengths"
         )
     check_invariants(rounds, len(served.tokens[index]))
@@ -44,8 +43,10 @@ def prompt_counters(served: EngineRun, index: int, trace: Trace, K: int) -> Prom
 def served_row(
     bench: Bench, name: str, served: EngineRun, plain: EngineRun, cost: Cost
 ) -> Measurement:
-    """A row of the report, measured by vLLM on the bench's traces in their order; `plain`: vLLM
-    without a drafter."""
+    """A row of the report, measured by vLLM on the traces in their order.
+
+    `plain`: the run of vLLM without a drafter.
+    """
     assert served.drafter is not None, "plain decoding is no row of a drafter"
     K = served.drafter.K
     counters = [prompt_counters(served, i, trace, K) for i, trace in enumerate(bench.traces)]
@@ -60,16 +61,19 @@ def engine_row(
     answers: Sequence[list[int]],
     plain: Sequence[list[int]],
     cost: Cost,
-    about: dict[str, Any],
+    about: Mapping[str, object],
 ) -> Measurement:
-    """Greedy answers are compared with `plain`, of drawn ones the first few with the target's law.
-    What takes the drafter's law (alpha) or a clock stays null."""
-    differing, strange = list[dict[str, Any]](), None
+    """A row of the report from counters and answers of an engine.
+
+    Greedy answers are compared with `plain`, the first sampled ones with the target's distribution.
+    Metrics that need the drafter's distribution (alpha) or a clock stay null.
+    """
+    differing, strange = list[DifferingPrompt](), None
     greedy = bench.sampling.temperature == 0
     if not greedy:
         drawn = zip(bench.requests(), answers, strict=True)
-        told = [Continuation(request, tokens, "") for request, tokens in drawn]
-        strange = unlike(bench.target, told[:CHECKED])
+        answered = [Continuation(request, tokens, "") for request, tokens in drawn]
+        strange = unlike(bench.target, answered[:CHECKED])
     if greedy:
         for i, (one, request) in enumerate(zip(counters, bench.requests(), strict=True)):
             trace = bench.traces[i]
@@ -77,13 +81,13 @@ def engine_row(
             gap = difference(bench.target, trace.prompt_ids, plain[i], answer)
             one.identical = gap is None
             if gap is not None:
-                differing.append({"prompt_hash": one.prompt_hash, **gap})
+                differing.append({**gap, "prompt_hash": one.prompt_hash})
     row = bench._row(name, counters, cost, "vllm", Budget(counters[0].K))
     row |= {"policy": "fixed", **about}
     if greedy:
         row |= {"num_compared": len(counters), "differing_prompts": differing}
         row["lossless"] = all(one["near_tie"] for one in differing)
     elif strange:
-        note = f"the engine does not sample the target's law ({strange})"
+        note = f"the engine does not sample the target's distribution ({strange})"
         row |= {"lossless": False, "note": "; ".join(filter(None, [row.get("note"), note]))}
     return Measurement(row, counters)

@@ -4,7 +4,7 @@
     python -m scripts.evaluate eval.drafter=<drafter> eval.engine=http://127.0.0.1:8000
 
 Prompts go one by one, as token ids, and `/metrics` is read after each: that gives the counters by
-prompt, with which intervals over prompts are formed. Nobody else may use the server meanwhile.
+prompt, from which intervals over prompts are formed. No other client may use the server meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE_S = 10.0  # the last round's counters may come after the answer
 
 
 def check_server(url: str, K: int) -> None:
-    """Reachable, speculating, and with as many tokens a round as our rows beside it."""
+    """Raise UserError unless the server answers and drafts K tokens per round."""
     positions = len(scrape(url).accepted_per_position)
     if positions != K:
         raise UserError(
@@ -53,7 +53,7 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     plain = [trace.response_ids for trace in bench.traces]
     about = {"engine": f"vllm {version} server", "draft_sampled": None}
     measured = engine_row(bench, name, counters, answers, plain, cost, about)
-    # alpha_hat takes the rounds one by one, which the server does not tell
+    # alpha_hat needs each round, which the server does not report
     row, domains = measured.row, measured.row["by_domain"]
     row |= dict.fromkeys(("alpha_hat", "alpha_hat_ci95", "tokens_per_round_iid"))
     row |= {"alpha_pos": [], "reach_pos": []}
@@ -80,14 +80,17 @@ def _settled(url: str, before: EngineCounters, emitted: int) -> EngineCounters:
 
 
 def _counted(new: EngineCounters, tokens: list[int], trace: Trace) -> PromptCounters:
-    """Of one answer. Only its last round can have been cut, at EOS or at the limit; a cut round
-    emits no token of the target's own."""
+    """Counters of one answer.
+
+    Only its last round can have been cut, at EOS or at the limit; a cut round emits no token of the
+    target's own. Raises RunFault where the counters exceed the answer.
+    """
     emitted, K = len(tokens) - 1, len(new.accepted_per_position)
     cut = new.drafts + new.accepted - emitted
     if cut > K:
         raise RunFault(
             f"the server counted {new.drafts + new.accepted} tokens for an answer of {emitted}: "
-            "somebody else uses it; measure on a server of your own"
+            "another client uses it; measure on a server of your own"
         )
     return PromptCounters(
         trace.prompt_hash, trace.domain, K, rounds=new.drafts, truncated_rounds=float(cut > 0),

@@ -1,10 +1,10 @@
-"""What drafted trees are worth to the target, at many prefixes of a text and without decoding.
+"""The value of drafted trees to the target, at many prefixes of a text and without decoding.
 
 Every node has the probability that the target would follow the path to it; from these come the
-expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134). Trees
-are grown as in decoding, and scored in one target forward behind the cached
-text, a row for each prefix. A prefix of n tokens is those at 0..n-1; its tree competes with the
-tokens from n on. No gradient anywhere.
+expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134). Trees are grown
+as in decoding, and scored in one target forward after the cached text, with a row for each prefix.
+A prefix of n tokens is those at 0..n-1; its tree competes with the tokens from n on. No gradient
+anywhere.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from drafters.round import Budget, DraftState, Shape
+from drafters.round import Budget, Drafter, DraftState, Shape
 from drafters.trees.tree import TokenTree
 from target.cache import CachedModel, place_tree
 from target.model import LayerId, Target, TargetOutputs, captured
@@ -25,14 +24,16 @@ from trainer.chunked import CHUNK_ELEMENTS
 
 AGGREGATIONS = ("lse", "lse_mean", "max", "mean", "node_sum")
 ACCEPTANCES = ("greedy", "branch")
-CHUNK_SLOTS = 1 << 14  # of the caches of target and drafter, over the prefixes worked on at once
+CHUNK_SLOTS = 1 << 14  # cache slots over all prefixes that are scored at once
 
 
 @dataclass
 class ScoredTrees:
-    """`tree`: of P prefixes, all of one shape; log_p [P, N] float32: log of the target's
-    probability of each node's token, given the path to it; best [P, N] bool: it is the target's
-    first choice there."""
+    """Trees of one shape at P prefixes, with the target's probabilities.
+
+    `log_p` [P, N] float32: log-probability under the target of each node's token, given the path to
+    it; `best` [P, N] bool: whether it is the target's first choice there.
+    """
 
     tree: TokenTree
     log_p: torch.Tensor
@@ -40,32 +41,38 @@ class ScoredTrees:
 
     @cached_property
     def reached(self) -> torch.Tensor:
-        """[P, N] float32: the target's probability of the whole path down to each node. Summed in
-        log space: products of many small numbers leave the range of half precision."""
+        """Probability, [P, N] float32, under the target of the whole path down to each node.
+
+        It is summed in log space: products of small numbers leave the range of half precision.
+        """
         above = self.tree.ancestors
         return torch.where(above, self.log_p.unsqueeze(1), 0.0).sum(-1).exp()
 
     @cached_property
     def expected_lengths(self) -> torch.Tensor:
-        """[P, N] float32: how many tokens are accepted along the path to each node if that path
-        alone is offered."""
+        """Expected accepted tokens, [P, N] float32, if only the path to a node is drafted."""
         return torch.where(self.tree.ancestors, self.reached.unsqueeze(1), 0.0).sum(-1)
 
     @cached_property
     def leaves(self) -> torch.Tensor:
-        """[P, N] bool"""
+        """Whether a node has no children, [P, N] bool."""
         nodes = torch.arange(self.log_p.shape[1], device=self.log_p.device)
         return ~(self.tree.parents.unsqueeze(1) == nodes.unsqueeze(1)).any(-1)
 
     def node_sum(self) -> torch.Tensor:
-        """[P] float32: the expected number of accepted tokens under lossless verification, exactly:
-        siblings exclude each other."""
+        """Expected accepted tokens, [P] float32, under lossless verification.
+
+        The sum is exact, because siblings exclude each other.
+        """
         return self.reached.sum(-1)
 
     def reward(self, aggregation: str, eta: float = 1.0) -> torch.Tensor:
-        """[P] float32, in tokens: the smooth maximum (1/eta) log sum exp(eta L) of the branches'
-        expected lengths L ("lse", as published: each further branch adds to it), the same over
-        their number ("lse_mean"), their "max" or "mean", or `node_sum`."""
+        """Reward, [P] float32 in tokens, of the branches' expected lengths L.
+
+        "lse": the smooth maximum (1/eta) log sum exp(eta L), as published, which grows with the
+        number of branches; "lse_mean": the same with their mean in place of the sum; "max"; "mean";
+        or `node_sum`.
+        """
         if aggregation == "node_sum":
             return self.node_sum()
         number = self.leaves.sum(-1)
@@ -78,8 +85,11 @@ class ScoredTrees:
         return smooth if aggregation == "lse" else smooth - number.float().log() / eta
 
     def greedy_depth(self) -> torch.Tensor:
-        """[P] int64: how deep the drafter's own first choices go; less than the tree's depth where
-        they were pruned. First choices come before their siblings."""
+        """Depth, [P] int64, of the path of the drafter's first choices.
+
+        It is less than the tree's depth where they were pruned. First choices come before their
+        siblings.
+        """
         parents = self.tree.parents
         sibling = parents.unsqueeze(1) == parents.unsqueeze(2)  # [P, N, N]
         first = ~sibling.tril(-1).any(-1)
@@ -93,9 +103,11 @@ class ScoredTrees:
         return depth, node
 
     def accepted(self, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [P, D] of an accepted path, 0 behind it, and its length [P]. "greedy": the
-        target's own first choices as far as the tree has them; "branch": the branch with the
-        largest expected length, whole."""
+        """Tokens [P, D] of an accepted path, 0 after its end, and its length [P].
+
+        "greedy": the target's first choices as far as the tree has them; "branch": the whole branch
+        with the largest expected length.
+        """
         tree = self.tree
         rows = torch.arange(len(self.log_p), device=self.log_p.device)
         if rule == "greedy":
@@ -111,8 +123,11 @@ class ScoredTrees:
 
 
 class TreeScorer:
-    """Draws and scores trees of `shape`. `temperature`: of the target, 0: its first choice has all
-    the mass; `chunk_slots`: bounds memory, changes nothing else."""
+    """Drafts and scores trees of `shape`.
+
+    `temperature`: the target's, 0: its first choice has probability 1; `chunk_slots`: bounds the
+    memory and changes nothing else.
+    """
 
     def __init__(
         self,
@@ -127,10 +142,13 @@ class TreeScorer:
 
     @torch.no_grad()
     def __call__(
-        self, ids: Sequence[int], lengths: Sequence[int], drafters: Sequence[Any]
+        self, ids: Sequence[int], lengths: Sequence[int], drafters: Sequence[Drafter]
     ) -> list[ScoredTrees]:
-        """Of each drafter at the prefixes of `ids` with these lengths, each at least 2. The text is
-        read once, whole and alone: what comes out does not depend on what else is in a batch."""
+        """Scored trees of each drafter at the prefixes of `ids` with these lengths, each at least
+        2.
+
+        The text is read once, whole and alone, so that results do not depend on a batch.
+        """
         device, size = self.target.device, max(lengths)
         capacity = size + self.budget.max_slots + self.budget.max_tokens + 2
         text = torch.tensor([list(ids[:size])], device=device)
@@ -157,9 +175,9 @@ class TreeScorer:
         text: torch.Tensor,
         hidden: dict[LayerId, torch.Tensor],
         lengths: torch.Tensor,
-        drafter: Any,
+        drafter: Drafter,
     ) -> ScoredTrees:
-        """lengths [R] of the prefixes; text [1, S], hidden[layer] [1, S, H]"""
+        """Scored trees at R prefixes: lengths [R], text [1, S], hidden[layer] [1, S, H]."""
         tree = self._draft(text, hidden, lengths, drafter)
         nodes = place_tree(lengths, tree.ancestors, tree.depths)
         feed = torch.cat([text[0, lengths - 1].unsqueeze(1), tree.tokens], 1)
@@ -171,16 +189,16 @@ class TreeScorer:
             )
         final = found["final_norm"]
         above = (tree.parents + 1).unsqueeze(-1).expand(-1, -1, final.shape[-1])
-        return ScoredTrees(tree, *self._law(final.gather(1, above), tree.tokens))
+        return ScoredTrees(tree, *self._scores(final.gather(1, above), tree.tokens))
 
     def _draft(
         self,
         text: torch.Tensor,
         hidden: dict[LayerId, torch.Tensor],
         lengths: torch.Tensor,
-        drafter: Any,
+        drafter: Drafter,
     ) -> TokenTree:
-        """Every row holds the whole text and its own length: what lies behind it is not seen."""
+        """Draft a tree at each length; tokens after a row's length are masked."""
         number, size = len(lengths), text.shape[1]
         one = torch.zeros(1, dtype=torch.long, device=text.device)
         drafter.begin(1, self.model.capacity)
@@ -194,9 +212,13 @@ class TreeScorer:
         )  # fmt: skip
         return drafter.propose(state, self.budget)
 
-    def _law(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """log_p and best [R, N] of the tokens [R, N] under the target's final states [R, N, H], a
-        few nodes at a time: logits of all of them would be most of the memory."""
+    def _scores(
+        self, states: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log_p and best [R, N] of tokens [R, N] under the target's final states [R, N, H].
+
+        A few nodes at a time: the logits of all nodes would need most of the memory.
+        """
         flat, wanted = states.flatten(0, 1), tokens.flatten()
         step = max(1, CHUNK_ELEMENTS // self.target.vocab_size)
         log_p, best = [], []

@@ -6,7 +6,6 @@ import hashlib
 from typing import Any
 
 from data.traces import Trace
-from drafters.base import served_target
 from eval.metrics import per_domain
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
@@ -53,7 +52,7 @@ def dev_evaluation(run: Run, dev: list[Trace], drafter: Any, chooses: bool = Tru
 
     def evaluate(drafter: Any, step: int) -> dict[str, Any]:
         # a target that trains too is taken as it is now, on the text of the frozen one
-        served = served_target(drafter)
+        served = drafter.served_target()
         evaluators = frozen if served is None else prepared(served)
         counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)

@@ -13,10 +13,11 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from data.budget import estimate_bytes
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
-from data.traces import Trace, estimate_bytes
+from data.traces import Trace
 from drafters.base import weights_hash
 from engines.vllm_server import vllm_server
 from eval.config import EvalConfig, tree_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from data.features import bytes_per_token
+from data.features_layout import bytes_per_token
 from data.prompts import Prompt
 from data.traces import Trace
-from drafters.base import TrainedDrafter, acceptance_of, served_target
+from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import CausalLMDrafter
 from drafters.kinds import kind_of
 from drafters.round import Budget, Shape
@@ -119,7 +119,7 @@ def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
     """How often each rank of each depth is the target's, on held-out training traces."""
     if dev and drafter.target_layers:
         depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
-        target = served_target(drafter) or run.target
+        target = drafter.served_target() or run.target
         progress = TokenProgress("calibration")
         progress.part("", total=sum(len(trace.response_ids) for trace in dev))
         drafter.rank_accuracy = rank_accuracy(
@@ -198,7 +198,7 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
 def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Bench:
     """Where the drafter brings a target of its own: that one, on the text that it writes itself.
     How far it went from the run's target shows on the text of the latter."""
-    served = served_target(drafter)
+    served = drafter.served_target()
     if served is None:
         return frozen
     traces, _ = evaluation_traces(run, prompts, frozen.sampling.temperature, served)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from data.batches import Batch, Batches, preview
-from data.features import FeaturesPlan, FeaturesStore, features_folder, write_features
+from data.features import FeaturesStore, write_features
+from data.features_layout import FeaturesPlan, features_folder
 from data.packing import PackedBatches, PackedTraces, check_separation
-from data.prompts import Prompt, fixed_response_ids
+from data.prompts import Prompt
+from data.render import fixed_response_ids
 from data.teacher import Teacher
 from data.traces import Trace
 from drafters.load import load_drafter

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.batches import Batch, collate
-from data.corpus import Source
 from data.packing import RawText, check_separation
+from data.raw_text import Source
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from recipes import base, distillspec

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.acceptance_head import adaptive_note, attach
-from drafters.base import TrainedDrafter
+from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export, model_card
 from drafters.kinds import Kind, served_by, stored_kind
@@ -120,7 +120,7 @@ def _check_engine(kind: Kind, engine: str) -> None:
         raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
 
 
-def _causal_lm(folder: Path, about: dict[str, Any]) -> CausalLMDrafter:
+def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:
     """In the dtype of its weights, with what drafter.json says of its target."""
     try:
         dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"

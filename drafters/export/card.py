@@ -1,11 +1,11 @@
-"""README.md of an export: what it is, what was measured, how to serve it."""
+"""README.md of an export: a description, the measurements, and the commands to serve it."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from trainer.redaction import shown
 
 @dataclass(frozen=True)
 class Export:
-    """What a writer is asked for beside the drafter. `card`: becomes README.md; `target`: the name
-    that engines load the target by; `num_tokens`: drafted a round unless the server says otherwise;
-    `ours`: as `trainer.files.whole_folder` has it."""
+    """Arguments of a writer beside the drafter.
+
+    `card`: becomes README.md; `target`: the name by which engines load the target; `num_tokens`:
+    tokens to draft per round unless the server sets another number; `ours`: see
+    `trainer.files.whole_folder`.
+    """
 
     card: str
     target: str
@@ -30,7 +33,7 @@ class Export:
 
 
 def model_card(
-    report: dict[str, Any] | None,
+    report: Mapping[str, Any] | None,
     *,
     target: str,
     recipe: str | None,
@@ -42,26 +45,24 @@ def model_card(
     words: str = "A draft model",
     note: str = "",
 ) -> str:
-    """README.md of an export: what it is, with a `note`, what was measured, how to serve it.
-    No secret and no place on this machine is in it. `table`: the report's rows as a Markdown table,
-    escaped; `license`: only where it is known, the target's may bind; `method`: the engines' name
-    for this kind of drafter, `words`: what to call one; `engine`: what it was written for."""
+    """README.md of an export: a description, the measurements, and the commands to serve it.
+
+    It holds no secret and no path of this machine. `report`: content of report.json; `table`: its
+    rows as an escaped Markdown table; `license`: only where it is known, the target's may apply;
+    `method`: the engines' name for this kind of drafter; `words`: how to name it; `engine`: the
+    engine it was written for; `note`: a further sentence.
+    """
     head = method != "draft_model"
-    about: dict[str, Any] = {}
     hub_id, target = is_hub_id(target), _line(shown(target))
-    if not head:  # the library with a loader for it
-        about["library_name"] = "transformers"
-    if license:
-        about["license"] = license
-    if hub_id:
-        about["base_model"] = target
     measured = _measured((report or {}).get("results", []))
-    if measured:  # shown by the Hub as the `model-index`
-        about |= {"eval_results": measured, "model_name": f"Drafter for {Path(target).name}"}
     front = ModelCardData(
         pipeline_tag="text-generation",
         tags=["speculative-decoding", method.replace("_", "-"), "draftsmith"],
-        **about,
+        library_name=None if head else "transformers",  # the library with a loader for it
+        license=license or None,
+        base_model=target if hub_id else None,
+        eval_results=measured or None,  # shown by the Hub as the `model-index`
+        model_name=f"Drafter for {Path(target).name}" if measured else None,
     )
     trained = (
         f", trained with draftsmith's {code(recipe)} recipe"
@@ -112,8 +113,8 @@ def code(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def _measured(rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
-    """Of the trained drafter's rows, the two metrics one compares drafters by."""
+def _measured(rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
+    """The two metrics by which drafters are compared, from the rows of the trained drafter."""
     found = []
     for row in rows:
         if row["drafter"] != "after" or row["measured_by"] != "offline":
@@ -157,7 +158,7 @@ vllm serve {_word(target)} --speculative-config '{json.dumps(speculative)}'
 
 
 def _serve_sglang(target: str, method: str, num_tokens: int) -> str:
-    """A chain, like the measured one; a wider top-k makes it a tree."""
+    """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree."""
     return f"""SGLang:
 
 ```bash
@@ -170,13 +171,13 @@ python -m sglang.launch_server --model-path {_word(target)} \\
 
 
 def _word(name: str) -> str:
-    """Of the shell, which finds the home folder only outside quotes."""
+    """`name` quoted for the shell, which expands the home folder only outside of quotes."""
     home = "~/" if name.startswith("~/") else ""
     return home + shlex.quote(name.removeprefix(home))
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can only be a repository on the Hub, not a folder here."""
+    """Whether `name` can only be a repository on the Hub, and not a local folder."""
     if name.count("/") != 1 or Path(name).exists():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the layouts of heads have in common: the writing, padded output rows, EAGLE's tensors.
+"""The common part of all layouts of heads: writing, padded output rows, tensors of EAGLE.
 
 Engines count the vocabulary as the target's configuration does, which may be wider than the
 tokenizer. A head over the whole vocabulary is padded with the mean of its real rows, for the reason
@@ -30,13 +30,18 @@ from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError
 from trainer.files import whole_folder
 
-Layout = tuple[dict[str, Any], dict[str, torch.Tensor]]  # config.json, model.safetensors
+Layout = tuple[dict[str, object], dict[str, torch.Tensor]]  # config.json, model.safetensors
 
 
 @torch.no_grad()
-def write(folder: str | Path, layout: Layout, drafter: TrainedDrafter, asked: Export) -> Path:
-    """Complete or not at all: what was written is read by a reader of its own and compared with the
-    drafter before the folder gets its name."""
+def write(
+    folder: str | Path, layout: Layout, drafter: EagleDrafter | MedusaDrafter, asked: Export
+) -> Path:
+    """Write a head to `folder`, complete or not at all.
+
+    An independent reader compares the files with the drafter before the folder gets its name.
+    Raises RunFault where they differ or a weight is not finite.
+    """
     config, tensors = layout
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
@@ -52,15 +57,20 @@ def write(folder: str | Path, layout: Layout, drafter: TrainedDrafter, asked: Ex
 
 
 def configured_vocab_size(drafter: TrainedDrafter) -> int:
+    """Size of the vocabulary in the target's configuration."""
     return drafter.fingerprint["vocab_size"]
 
 
 def dtype_of(drafter: TrainedDrafter) -> torch.dtype:
+    """Dtype of the drafter's weights."""
     return next(drafter.parameters()).dtype
 
 
 def padded_rows(drafter: TrainedDrafter, weight: torch.Tensor) -> torch.Tensor:
-    """[at least vocab_size, d] -> [configured vocab_size, d], in the drafter's dtype"""
+    """Pad an output matrix [at least vocab_size, d] to [configured vocab_size, d].
+
+    The result has the drafter's dtype. Raises UserError where the tokenizer names a higher id.
+    """
     width = configured_vocab_size(drafter)
     real = real_ids(drafter.tokenizer)
     real = real[real < drafter.vocab_size]
@@ -76,8 +86,10 @@ def padded_rows(drafter: TrainedDrafter, weight: torch.Tensor) -> torch.Tensor:
 
 
 def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
-    """The table the head was trained with, where it is not the target's bare weight, which is what
-    engines lend it: some targets scale what they look up. [configured vocab_size, H]"""
+    """The embedding [configured vocab_size, H] that the head was trained with.
+
+    None where it is the target's weight, which engines use; some targets scale what they look up.
+    """
     module: Any = drafter.shared.target.embedding
     table = module(torch.arange(len(module.weight), device=module.weight.device))
     if torch.equal(table, module.weight):
@@ -85,10 +97,10 @@ def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
     return table[: configured_vocab_size(drafter)].to(dtype_of(drafter))
 
 
-def layer_keys(drafter: EagleDrafter) -> dict[str, Any]:
-    """The Llama layer, the rotary embedding in the new and in the old spelling."""
+def layer_keys(drafter: EagleDrafter) -> dict[str, object]:
+    """Keys of the Llama layer, with the rotary embedding in the new and in the old spelling."""
     config = drafter.config
-    rope: dict[str, Any] = dict(config.rope_parameters or {})
+    rope: dict[str, object] = dict(config.rope_parameters or {})
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     dtype = str(dtype_of(drafter)).removeprefix("torch.")
     return {
@@ -115,6 +127,7 @@ def layer_keys(drafter: EagleDrafter) -> dict[str, Any]:
 
 
 def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors of the layer, named under `prefix`."""
     layer, names = drafter.layer, ("q_proj", "k_proj", "v_proj", "o_proj")
     tensors = {f"{prefix}.self_attn.{name}.weight": getattr(layer, name).weight for name in names}
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -124,7 +137,10 @@ def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]
 
 
 def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
-    """No output head and no embedding, unless the target's needs to be written out."""
+    """Tensors of an EAGLE-1 head, without an output head; with an embedding where it is needed.
+
+    Raises UserError for a head that engines cannot serve.
+    """
     if drafter.settings.captures != ["final_norm"]:
         raise UserError(
             "engines feed EAGLE-1 the final-normed state, this head was trained on layers "
@@ -137,6 +153,7 @@ def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
 
 
 def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:
+    """Raise UserError where the output head has a bias, which engines leave out."""
     if drafter.output_head(1).bias is not None:
         raise UserError(
             "the target's output head has a bias, which engines do not add to what a head drafts: "
@@ -146,7 +163,7 @@ def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:
 
 @torch.no_grad()
 def eagle3_tensors(drafter: Eagle3Drafter, prefix: str) -> dict[str, torch.Tensor]:
-    """`prefix`: of the layer's tensors, the one thing in which layouts differ."""
+    """Tensors of an EAGLE-3 head; `prefix`: of the layer's tensors, different in each layout."""
     settings = drafter.settings
     order = capture_order(drafter)
     blocks = drafter.fc.weight.unflatten(1, (len(order), settings.target_width))
@@ -173,25 +190,28 @@ def eagle3_tensors(drafter: Eagle3Drafter, prefix: str) -> dict[str, torch.Tenso
 
 
 def reduced(drafter: Eagle3Drafter) -> bool:
+    """Whether the draft vocabulary is smaller than the target's."""
     return drafter.kept is not None and len(drafter.kept) < configured_vocab_size(drafter)
 
 
 def draft_vocab_size(drafter: Eagle3Drafter) -> int:
+    """Rows of the exported output head."""
     return len(drafter.lm_head.weight) if reduced(drafter) else configured_vocab_size(drafter)
 
 
 def capture_order(drafter: EagleDrafter) -> list[int]:
     """Indices into `settings.captures`, lowest layer first."""
-    captures: list[Any] = drafter.settings.captures
-    if "final_norm" in captures:
+    captures = drafter.settings.captures
+    numbers = [layer for layer in captures if layer != "final_norm"]
+    if len(numbers) < len(captures):
         raise UserError(
             f"engines capture outputs of decoder layers for EAGLE-3, got {captures}: train with "
             "numbered layers"
         )
-    return sorted(range(len(captures)), key=captures.__getitem__)
+    return sorted(range(len(numbers)), key=lambda i: int(numbers[i]))
 
 
 def captured_layers(drafter: EagleDrafter) -> list[int]:
-    """Outputs of decoder layers counted from 0, ascending."""
-    captures: list[Any] = drafter.settings.captures
-    return [captures[i] for i in capture_order(drafter)]
+    """Captured decoder layers, counted from 0, ascending."""
+    captures = drafter.settings.captures
+    return [int(captures[i]) for i in capture_order(drafter)]

@@ -1,15 +1,16 @@
-"""A causal-LM drafter as an ordinary Hugging Face folder, the one layout that transformers
-(`assistant_model`) and vLLM (`method: draft_model`) both load.
+"""Export of a causal-LM drafter as a Hugging Face folder.
 
-vLLM demands the target's configured `vocab_size`, transformers takes an equal one as the sign of an
-equal tokenizer; both may be wider than the tokenizer, so embeddings and head are padded. An id
-outside the tokenizer must never be drafted, whatever the hidden state. A zero row does not give
-that: its logit 0 wins wherever all real logits are negative, and no constant row can be low for
-every hidden state. **Each padded head row is the mean of the real rows** (so is a padded bias): its
-logit is the mean of the real logits, thus never above the largest, and equal to it only where all
-real logits are equal. The argmax is then a real token for every hidden state, and a padded id drawn
-under sampling has probability below 1 / (number of real ids). This holds in exact arithmetic; the
-mean is rounded once to the weights' dtype.
+Both transformers (`assistant_model`) and vLLM (`method: draft_model`) load this layout.
+
+vLLM requires the target's configured `vocab_size`, and transformers concludes from an equal one
+that the tokenizers are equal; it may be wider than the tokenizer, so embeddings and head are
+padded. An id outside the tokenizer must never be drafted, whatever the hidden state. A zero row
+does not ensure this: its logit 0 wins wherever all real logits are negative, and no constant row
+can be low for every hidden state. **Each padded head row is the mean of the real rows** (so is a
+padded bias): its logit is the mean of the real logits, thus never above the largest, and equal to
+it only where all real logits are equal. The argmax is then a real token for every hidden state, and
+a padded id drawn under sampling has probability below 1 / (number of real ids). This holds in exact
+arithmetic; the mean is rounded once to the weights' dtype.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from drafters.acceptance_head import AcceptanceHead, adaptive
-from drafters.causal_lm import CausalLMDrafter
+from drafters.acceptance_head import AcceptanceHead, draft_length
+from drafters.causal_lm import CausalLMDrafter, output_weight
 from drafters.export.card import Export
 from target.model import eos_ids as default_eos_ids
 from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LOGITS_TOLERANCE = (
     1e-5  # relative; zero for equal widths, a wider matrix product may round otherwise
@@ -36,19 +40,23 @@ LOGITS_TOLERANCE = (
 
 
 def write(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
-    """The drafter, and the acceptance head beside it. Where the head was tuned, it decides how many
-    tokens are drafted."""
+    """Write the drafter, and its acceptance head beside it; a tuned head sets the draft length.
+
+    Raises UserError where the tokenizer does not fit, RunFault where reading it back fails.
+    """
+    length = draft_length(drafter.acceptance, asked.num_tokens)
     return export(
         drafter.model, drafter.tokenizer, drafter.fingerprint["vocab_size"], folder,
         card=asked.card, eos_ids=drafter.fingerprint["eos_ids"], ours=asked.ours,
-        **adaptive(drafter.acceptance, asked.num_tokens),
+        num_assistant_tokens=length.num_assistant_tokens,
+        confidence_threshold=length.confidence_threshold or 0.0, acceptance=drafter.acceptance,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def export(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     target_config_vocab_size: int,
     folder: str | Path,
     *,
@@ -59,11 +67,13 @@ def export(
     acceptance: AcceptanceHead | None = None,
     ours: bool = False,
 ) -> Path:
-    """Write `model` to `folder`, in its own dtype, complete or not at all; an earlier export there
-    is replaced. `card` becomes README.md. `eos_ids`: the target's (default: the model's own).
-    `confidence_threshold`: transformers ends a chain after a token less likely than that, 0: never.
-    `acceptance`: a head for this model, laid beside it; transformers does not read it. `ours`: of
-    `whole_folder`."""
+    """Write `model` to `folder`, in its own dtype, complete or not at all.
+
+    An earlier export there is replaced. `card` becomes README.md. `eos_ids`: the target's (None:
+    the model's own). `confidence_threshold`: transformers ends a chain after a token less likely
+    than that, 0: never. `acceptance`: a head for this model, written beside it; transformers does
+    not read it. `ours`: see `whole_folder`.
+    """
     require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
     padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
     padded.config.use_cache = True
@@ -81,17 +91,22 @@ def export(
 
 
 @torch.no_grad()
-def pad_vocabulary(model: Any, tokenizer: Any, vocab_size: int) -> Any:
-    """A copy of `model` on the CPU, `vocab_size` wide, that cannot draft an id without a token
-    (see the module's docstring). Padded embedding rows are zero, unless tied to the head."""
+def pad_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> PreTrainedModel:
+    """A copy of `model` on the CPU, `vocab_size` wide, that cannot draft an id without a token.
+
+    The module's docstring says how. Padded embedding rows are zero, unless tied to the head. Raises
+    UserError where the tokenizer names an id that the drafter or the target lacks.
+    """
     real = real_ids(tokenizer)
-    width = model.get_output_embeddings().weight.shape[0]
+    width = output_weight(model).shape[0]
     if int(real[-1]) >= min(width, vocab_size):
         raise UserError(
             f"the tokenizer names ids up to {int(real[-1])}, but the drafter has {width} and the "
             f"target {vocab_size}: use the target's tokenizer"
         )
-    padded = copy.deepcopy(model).to("cpu").eval()
+    padded: Any = copy.deepcopy(model).cpu().eval()  # embeddings and heads are typed as None
     if width != vocab_size:
         with torch.random.fork_rng(devices=[]):  # resizing draws rows, which are overwritten below
             padded.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -106,14 +121,13 @@ def pad_vocabulary(model: Any, tokenizer: Any, vocab_size: int) -> Any:
 
 
 def _generation_config(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     num_assistant_tokens: int,
     eos_ids: Sequence[int] | None,
     confidence_threshold: float,
 ) -> GenerationConfig:
-    """Drafts `num_assistant_tokens` a round, fewer by the confidence threshold alone: no
-    schedule."""
+    """Settings for `num_assistant_tokens` a round, fewer only by the confidence threshold."""
     ends = list(default_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
     pad = tokenizer.pad_token_id
     if pad is None:
@@ -129,11 +143,12 @@ def _generation_config(
 
 
 @torch.no_grad()
-def reread(folder: str | Path, model: Any, real: torch.Tensor) -> float:
+def reread(folder: str | Path, model: PreTrainedModel, real: torch.Tensor) -> float:
     """Load `folder` as a user would and compare it with `model` over the ids `real` [n].
 
     Every tensor must be known, present and bit-identical, and the float32 logits on random tokens
-    must agree. Returns their largest absolute difference: 0 where the two are equally wide.
+    must agree; RunFault otherwise. Returns their largest absolute difference: 0 where the two are
+    equally wide.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=model.dtype, attn_implementation="eager", output_loading_info=True
@@ -143,7 +158,7 @@ def reread(folder: str | Path, model: Any, real: torch.Tensor) -> float:
         if info.get(problem):
             names = sorted(map(str, info[problem]))
             raise RunFault(f"{folder}: {problem.replace('_', ' ')} on reading it back: {names}")
-    original = copy.deepcopy(model).to("cpu").eval()
+    original: Any = copy.deepcopy(model).cpu().eval()
     original.set_attn_implementation("eager")
 
     tables = {id(m.get_input_embeddings().weight) for m in (original, written)}

@@ -1,7 +1,7 @@
-"""What an exported head drafts, computed from its files alone and compared with its drafter.
+"""Logits of an exported head, computed from its files alone and compared with its drafter.
 
 `logits` shares no network code with the drafters: float64, one column and one drafted token after
-the other, without caches, as the definition of the method says it.
+the other, without caches, as the method is defined.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.base import TrainedDrafter
+from drafters.eagle import EagleDrafter
 from drafters.formats.files import Tensors
-from drafters.formats.reader import Head, read
+from drafters.formats.reader import PublishedHead, read
+from drafters.medusa import MedusaDrafter
 from target.model import LayerId, TargetOutputs
 from trainer.config import RunFault, UserError
 
-TOLERANCE = 1e-5  # of the largest logit, for drafters in float32
+TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32
 COMPARED_TOKENS = 12
-COMPARED_DEPTHS = 3  # of heads that draft to any depth
+COMPARED_DEPTHS = 3  # for heads that draft to any depth
 
 
 @torch.no_grad()
-def reread(folder: str | Path, drafter: TrainedDrafter) -> float:
-    """Compare `folder` with `drafter.draft_logits` on random tokens and states. Returns the largest
-    difference, in units of the largest logit."""
-    target: Any = drafter.shared.target  # type: ignore[union-attr]
+def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
+    """Compare `folder` with `drafter.draft_logits` on random tokens and states.
+
+    Returns the largest difference, in units of the largest logit. Raises RunFault where it is too
+    large, or where the files are not a head that this reader knows.
+    """
+    target = drafter.shared.target
     try:
         head = read(folder, strict=True, num_target_layers=target.num_layers)
     except UserError as error:
@@ -46,12 +51,13 @@ def reread(folder: str | Path, drafter: TrainedDrafter) -> float:
     layers: list[LayerId] = [*range(target.num_layers), "final_norm"]
     hidden = {layer: torch.randn(size, generator=draws) for layer in layers}
 
-    embedding, rows = (w.detach().cpu() for w in (target.embedding.weight, target.head.weight))
-    lends_what_it_uses = torch.equal(target.embedding(ids.to(target.device)).cpu(), embedding[ids])
-    if head.kind != "medusa" and not (lends_what_it_uses or "embed_tokens.weight" in head.tensors):
+    lent: Any = target.embedding  # its weight, which it may scale, is what engines use
+    embedding, rows = (w.detach().cpu() for w in (lent.weight, target.head.weight))
+    same_table = torch.equal(lent(ids.to(target.device)).cpu(), embedding[ids])
+    if head.kind != "medusa" and not (same_table or "embed_tokens.weight" in head.tensors):
         raise RunFault(
             f"{folder}: tensor 'embed_tokens.weight' is missing: the target scales its embeddings, "
-            "engines lend the bare table"
+            "engines use the table as it is"
         )
     on_device = {layer: state[None].to(target.device) for layer, state in hidden.items()}
     worst = 0.0
@@ -72,7 +78,7 @@ def reread(folder: str | Path, drafter: TrainedDrafter) -> float:
         largest = max(1.0, float(expected[scored].abs().max()))
         differs = float((expected - found)[scored].abs().max()) / largest
         allowed = _tolerance(drafter)
-        if differs > allowed:  # a chain may amplify rounding: how much, this reader can tell
+        if differs > allowed:  # a chain may amplify rounding; this reader measures by how much
             rough = logits(head, ids, hidden, embedding, rows, depth, torch.float32)[:, real]
             rough = rough.double() if transform is None else transform(rough.double())
             allowed = max(allowed, 10 * float((rough - found)[scored].abs().max()) / largest)
@@ -86,13 +92,13 @@ def reread(folder: str | Path, drafter: TrainedDrafter) -> float:
 
 
 def _tolerance(drafter: TrainedDrafter) -> float:
-    """A drafter that computes in half precision needs more room."""
+    """Largest difference allowed: more for a drafter that computes in half precision."""
     used = {next(drafter.parameters()).dtype, drafter.output_head(1).weight.dtype}
     return max(TOLERANCE, *(16 * torch.finfo(dtype).eps * (dtype.itemsize < 4) for dtype in used))
 
 
 def logits(
-    head: Head,
+    head: PublishedHead,
     ids: torch.Tensor,
     hidden: dict[LayerId, torch.Tensor],
     embedding: torch.Tensor,
@@ -100,10 +106,10 @@ def logits(
     depth: int,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The law of the token drafted at `depth` when the tokens before it are the given ones.
+    """Logits [L - depth, V] of the token drafted at `depth` after the tokens of `ids`.
 
-    ids [L]; hidden[layer] [L, Ht]; embedding, rows [V, H]: the tables that the engine lends
-    -> [L - depth, V] of `dtype`, of the logit indices depth..L - 1
+    `ids`: [L] int64; `hidden[layer]`: [L, Ht]; `embedding`, `rows`: [V, H], the tables of the
+    engine; the result has `dtype` and belongs to the logit indices depth..L - 1.
     """
     starts = range(len(ids) - depth)
     if head.kind == "medusa":
@@ -124,7 +130,7 @@ def logits(
 
 
 def _projected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """In pieces: in float64 the matrix of a large vocabulary takes gigabytes."""
+    """Logits in pieces: in float64 the matrix of a large vocabulary takes gigabytes."""
     return torch.cat([states @ piece.to(states.dtype).T for piece in rows.split(8192)], -1)
 
 
@@ -140,7 +146,7 @@ def _medusa(tensors: Tensors, state: torch.Tensor, number: int, num_layers: int)
 class _Eagle:
     """One decoder layer, one column at a time; vectors where the drafter has batches."""
 
-    def __init__(self, head: Head, dtype: torch.dtype):
+    def __init__(self, head: PublishedHead, dtype: torch.dtype):
         assert head.layer is not None
         self.head, self.config = head, head.layer
         own = ("layer.", "fc.", "fc_norm.", "norm.")
@@ -150,8 +156,8 @@ class _Eagle:
     def draft(
         self, embedded: torch.Tensor, features: torch.Tensor, start: int, depth: int
     ) -> torch.Tensor:
-        """Chain of `depth` after the prefix of columns up to `start`: [H], what the output matrix
-        sees last."""
+        """Draft a chain of `depth` after the columns up to `start`: the last input of the head,
+        [H]."""
         keys, values = [], []
         feature = projected = features[start]
         for column in range(start + depth):

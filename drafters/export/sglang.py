@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-3 for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
 
 EAGLE-1 has an architecture name of its own, which vLLM refuses, and an `fc` with a bias that stays
-unset unless the file has one: it gets zeros. EAGLE-3 is vLLM's folder as it is. SGLang passes over
-what it does not know in silence, so what it cannot serve is refused here.
+unset unless the file has one: it gets zeros. EAGLE-3 is vLLM's folder unchanged. SGLang ignores
+keys that it does not know, so heads that it cannot serve are refused here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from trainer.config import UserError
 
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-1 head; UserError where SGLang cannot serve it."""
     _check_embedding(drafter)
     zeros = torch.zeros_like(drafter.fc.weight[:, 0])
-    config = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
+    config: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
     tensors = eagle1_tensors(drafter) | {"fc.bias": zeros}
     return write(folder, (config, tensors), drafter, asked)
 
 
 def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-3 head; UserError where SGLang cannot serve it."""
     _check_embedding(drafter)
     if drafter.settings.norm_before_residual:
         raise UserError(
@@ -49,7 +51,7 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
         )
     if len(layers) == 1:
         raise UserError(
-            "script.engine=sglang: SGLang takes a single captured state for the head's own "
+            "script.engine=sglang: SGLang reads a single captured state as the head's own "
             "and skips fc: train on several layers, or use script.engine=vllm"
         )
     return write(folder, vllm.eagle3(drafter), drafter, asked)
@@ -59,5 +61,5 @@ def _check_embedding(drafter: EagleDrafter) -> None:
     if own_embedding(drafter) is not None:
         raise UserError(
             "script.engine=sglang: the target scales its embeddings, and SGLang gives heads the "
-            "bare table: use script.engine=vllm"
+            "unscaled table: use script.engine=vllm"
         )

@@ -1,8 +1,9 @@
-"""EAGLE-3 in the layout of the speculators library (read in 0.9), which vLLM opens directly: the
-layer's configuration is nested, its tensors are named `layers.0.*`.
+"""EAGLE-3 in the layout of the speculators library (read in 0.9), which vLLM opens directly.
 
-`norm_before_residual` is always written, since speculators and vLLM take different defaults for it.
-`d2t` and `t2d` stand together where the draft vocabulary is reduced. Where it is not, neither
+The layer's configuration is nested, its tensors are named `layers.0.*`.
+
+`norm_before_residual` is always written, since speculators and vLLM have different defaults for it.
+`d2t` and `t2d` are both written where the draft vocabulary is reduced. Where it is not, neither
 reader has a place for them, and vLLM refuses the file.
 """
 
@@ -25,12 +26,12 @@ VERSION = "0.9.0"
 
 
 def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
-    """Readers of the folder load the target by `asked.target`, so better a Hub id than a local
-    folder."""
+    """Write an EAGLE-3 head. Readers load the target by `asked.target`, best an id on the Hub."""
     return write(folder, layout(drafter, asked.target, asked.num_tokens), drafter, asked)
 
 
 def layout(drafter: Eagle3Drafter, target: str, num_tokens: int) -> Layout:
+    """config.json and tensors of an EAGLE-3 head."""
     settings, layers = drafter.settings, captured_layers(drafter)
     # vLLM passes the nested part on whole and this key only there
     layer = layer_keys(drafter) | {"num_aux_hidden_states": len(layers)}
@@ -40,7 +41,7 @@ def layout(drafter: Eagle3Drafter, target: str, num_tokens: int) -> Layout:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    config = {
+    config: dict[str, object] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,

@@ -3,7 +3,7 @@
 - Medusa drafts a chain of first choices, one head a token. Heads that share the target's output
   matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
   matrix for all of them, where a copy a head would cost vocabulary x width x heads twice, in the
-  file and in memory. The loader drops biases without a word unless `medusa_fc_bias` is true.
+  file and in memory. The loader drops biases silently unless `medusa_fc_bias` is true.
 - EAGLE-1 is a Llama of one layer plus `fc`; vLLM puts "Eagle" before the architecture's name.
 - EAGLE-3 names the captured layers twice: vLLM looks at the top-level key and counts the states
   that have passed k layers, SGLang at `eagle_config` and counts layers from 0.
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,19 +35,23 @@ from drafters.medusa import MedusaDrafter
 
 
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write Medusa heads; UserError where vLLM cannot serve them."""
     return write(folder, medusa(drafter), drafter, asked)
 
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
-    config = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
+    """Write an EAGLE-1 head; UserError where vLLM cannot serve it."""
+    config: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
     return write(folder, (config, eagle1_tensors(drafter)), drafter, asked)
 
 
 def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-3 head; UserError where vLLM cannot serve it."""
     return write(folder, eagle3(drafter), drafter, asked)
 
 
 def medusa(drafter: MedusaDrafter) -> Layout:
+    """config.json and tensors of Medusa heads."""
     refuse_biased_head(drafter)
     settings, weights, dtype = drafter.settings, drafter.state_dict(), dtype_of(drafter)
     width = drafter.shared.target.hidden_size
@@ -64,7 +67,7 @@ def medusa(drafter: MedusaDrafter) -> Layout:
         if settings.own_head or i == 0:
             rows = padded_rows(drafter, drafter.output_head(i + 1).weight)
             tensors[f"medusa_heads.{i}.{num_layers}.weight"] = rows
-    config = {
+    config: dict[str, object] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": width,
@@ -80,9 +83,9 @@ def medusa(drafter: MedusaDrafter) -> Layout:
 
 
 def eagle3(drafter: Eagle3Drafter) -> Layout:
-    """For SGLang too, which reads the same folder."""
+    """config.json and tensors of an EAGLE-3 head, for SGLang too."""
     settings, layers = drafter.settings, captured_layers(drafter)
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_keys(drafter),
         "draft_vocab_size": draft_vocab_size(drafter),

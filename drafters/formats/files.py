@@ -1,14 +1,16 @@
-"""Reads the files of a published head, safely, and checks names, types and shapes against the
-tables of `reader`. Every complaint names the file and the key or tensor."""
+"""Files of a published head: read safely, and checked against the tables of `reader`.
+
+Every message names the file and the key or tensor.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,17 +18,22 @@ from safetensors.torch import load_file
 
 from trainer.config import UserError
 
+T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES = {"d2t": (torch.int64,), "t2d": (torch.bool,)}  # of the others: FLOATS
-IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")  # what old versions saved, computed anew
-# what a training leaves beside the weights
+DTYPES = {"d2t": (torch.int64,), "t2d": (torch.bool,)}  # all others: FLOATS
+IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")  # saved by old versions, computed here
+# files that training writes beside the weights
 ASIDE = ("training_args", "optimizer", "scheduler", "rng_state")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a JSON file that holds a table; UserError where it does not.
+
+    `kind`: the TypedDict that declares its keys, which are not checked here.
+    """
     try:
-        content = json.loads(path.read_text())
+        content: T = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]})") from error
     if not isinstance(content, dict):
@@ -35,7 +42,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Of one kind: safetensors where there are any, else what torch wrote."""
+    """Weight files of one kind: safetensors if there are any, else those that torch wrote.
+
+    Raises UserError where there are none.
+    """
     for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.pt", "*.bin"]):
         found = sorted(path for pattern in patterns for path in folder.glob(pattern))
         found = [path for path in found if not path.name.startswith(ASIDE)]
@@ -45,6 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_names(folder: Path) -> Iterator[str]:
+    """Yield the names of all tensors in the weight files."""
     for path in weight_files(folder):
         if path.suffix != ".safetensors":
             yield from _torch_load(path)
@@ -57,7 +68,7 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Of all weight files together, finite."""
+    """Read the tensors of all weight files; UserError where one is damaged or not finite."""
     tensors: Tensors = {}
     for path in weight_files(folder):
         try:
@@ -74,7 +85,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def _torch_load(path: Path) -> Tensors:
-    """Never anything but tensors: other contents of such a file could run code."""
+    """Load tensors and nothing else: other contents of such a file could run code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
@@ -89,7 +100,10 @@ def _torch_load(path: Path) -> Tensors:
 def renamed(
     folder: Path, tensors: Tensors, rules: Sequence[tuple[str, str]]
 ) -> tuple[Tensors, dict[str, str]]:
-    """By the first rule that matches the whole name; also the names they had."""
+    """Rename tensors by the first rule that matches the whole name.
+
+    `rules`: (expression, new name). Returns the tensors and, by new name, the names they had.
+    """
     found: Tensors = {}
     given: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -110,7 +124,10 @@ def check_tensors(
     optional: dict[str, tuple[int, ...]],
     given: dict[str, str],
 ) -> None:
-    """Names, shapes and dtypes; `given`: what these tensors are called in the file."""
+    """Check names, shapes and dtypes; `given`: the names of these tensors in the file.
+
+    Raises UserError for a tensor that is missing, unknown, or of another shape or dtype.
+    """
     for name, shape in wanted.items():
         if name not in tensors:
             raise UserError(
@@ -134,10 +151,13 @@ def check_tensors(
 
 
 def check_keys(
-    folder: Path, config: dict[str, Any], keys: dict[str, tuple[type, bool]], strict: bool
+    folder: Path, config: Mapping[str, object], keys: Mapping[str, tuple[type, bool]], strict: bool
 ) -> None:
-    """keys[name]: the type, and whether it is always there. `strict`: all of them and no others;
-    else null stands for a default."""
+    """Check the keys of config.json; keys[name]: the type, and whether the key is always there.
+
+    `strict`: all keys must be there and no others; else null stands for a default. Raises UserError
+    for a key that is missing, unknown or of another type.
+    """
     for key, (kind, always) in keys.items():
         if key not in config or (config[key] is None and not strict):
             if strict or always:

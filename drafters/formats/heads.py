@@ -9,16 +9,18 @@ import torch
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.formats.files import Tensors
-from drafters.formats.reader import Head
+from drafters.formats.reader import PublishedHead
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
 from target.vocabulary import real_ids
 from trainer.config import UserError
 
 
-def check_head(head: Head, target: Target) -> None:
-    """The head's vocabulary is the target's, and so are the tables that it brings along: drafters
-    here borrow them."""
+def check_head(head: PublishedHead, target: Target) -> None:
+    """Raise UserError where the head's vocabulary or its tables are not the target's.
+
+    Drafters here use the target's tables.
+    """
     width = target.fingerprint["vocab_size"]
     if head.vocab_size != width:
         raise UserError(
@@ -31,9 +33,9 @@ def check_head(head: Head, target: Target) -> None:
 
 
 def _only_if_equal(
-    head: Head, name: str, table: Callable[[], torch.Tensor], applies: bool = True
+    head: PublishedHead, name: str, table: Callable[[], torch.Tensor], applies: bool = True
 ) -> None:
-    """Drafters here borrow the target's tables, so a head's own is left out if it is the same."""
+    """Raise UserError where the head's own table `name` differs from the target's."""
     if not applies or name not in head.tensors:
         return
     ours = table()[: head.vocab_size].cpu().float()
@@ -45,7 +47,9 @@ def _only_if_equal(
 
 
 @torch.no_grad()
-def eagle1(head: Head, target: Target) -> Eagle1Drafter:
+def eagle1(head: PublishedHead, target: Target) -> Eagle1Drafter:
+    """A drafter of this target with the weights of an EAGLE-1 head; UserError where they do not
+    fit."""
     assert head.layer is not None
     check_head(head, target)
     settings = Eagle1Settings(head.captures, target.hidden_size)
@@ -55,7 +59,9 @@ def eagle1(head: Head, target: Target) -> Eagle1Drafter:
 
 
 @torch.no_grad()
-def eagle3(head: Head, target: Target) -> Eagle3Drafter:
+def eagle3(head: PublishedHead, target: Target) -> Eagle3Drafter:
+    """A drafter of this target with the weights of an EAGLE-3 head; UserError where they do not
+    fit."""
     assert head.layer is not None
     check_head(head, target)
     state_width = head.tensors["fc.weight"].shape[1] // len(head.captures)
@@ -76,8 +82,8 @@ def eagle3(head: Head, target: Target) -> Eagle3Drafter:
     return drafter.eval()
 
 
-def _layer_weights(head: Head) -> Tensors:
-    """In float32, under the drafter's names; its tables of tokens are left out."""
+def _layer_weights(head: PublishedHead) -> Tensors:
+    """Weights in float32 under the drafter's names, without the tables of tokens."""
     return {
         _own_name(name): tensor.float()
         for name, tensor in head.tensors.items()
@@ -86,7 +92,7 @@ def _layer_weights(head: Head) -> Tensors:
 
 
 def _own_name(name: str) -> str:
-    """Of the reader's; the two norms before the layer stand outside of it here."""
+    """The drafter's name of a tensor; two norms of the layer lie outside of it here."""
     if name in ("layer.input_layernorm.weight", "layer.hidden_norm.weight"):
         return name.removeprefix("layer.")
     if name.startswith("fc_norm."):
@@ -95,9 +101,9 @@ def _own_name(name: str) -> str:
 
 
 def _rows(
-    head: Head, weight: torch.Tensor, vocab_size: int
+    head: PublishedHead, weight: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`kept`, ascending and without padding, and the rows in that order."""
+    """`kept`, ascending and without padding, or None, and the rows in that order."""
     ids = torch.arange(len(weight)) if head.target_ids is None else head.target_ids
     kept, order = ids.sort()
     order, kept = order[kept < vocab_size], kept[kept < vocab_size]
@@ -105,7 +111,9 @@ def _rows(
 
 
 @torch.no_grad()
-def medusa(head: Head, target: Target) -> MedusaDrafter:
+def medusa(head: PublishedHead, target: Target) -> MedusaDrafter:
+    """A drafter of this target with the weights of Medusa heads; UserError where they do not
+    fit."""
     check_head(head, target)
     tensors = {name: tensor.float() for name, tensor in head.tensors.items()}
     real = real_ids(target.tokenizer)

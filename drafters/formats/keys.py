@@ -1,10 +1,59 @@
-"""The keys of config.json in each layout of heads, as `reader` knows them."""
+"""The keys of config.json in each layout of heads that `reader` knows."""
 
 from __future__ import annotations
 
+from typing import Any, Final, TypedDict
+
 EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
+
+
+class EagleConfig(TypedDict, total=False):
+    """The nested `eagle_config`, which SGLang reads."""
+
+    use_aux_hidden_state: bool
+    eagle_aux_hidden_state_layer_ids: list[int]
+
+
+class Proposal(TypedDict, total=False):
+    """An entry of `proposal_methods`."""
+
+    proposal_type: str
+    speculative_tokens: int
+
+
+class SpeculatorsConfig(TypedDict, total=False):
+    """The nested `speculators_config`."""
+
+    algorithm: str
+    default_proposal_method: str
+    proposal_methods: list[Proposal]
+    verifier: dict[str, object]
+
+
+class HeadConfig(TypedDict):
+    """config.json of a head in any layout; `files.check_keys` says which keys are really there."""
+
+    architectures: list[str]
+    model_type: str
+    speculators_model_type: str
+    speculators_config: SpeculatorsConfig
+    transformer_layer_config: dict[str, Any]  # `HeadConfig` again, passed to LlamaConfig
+    eagle_config: EagleConfig
+    eagle_aux_hidden_state_layer_ids: list[int]
+    num_aux_hidden_states: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    tie_word_embeddings: bool
+    truncated_vocab_size: int
+    medusa_fc_bias: bool
+    original_lm_head: bool
+
+
 # keys of config.json: the type, and whether published heads always have it; our exports have all
 LAYER_KEYS: dict[str, tuple[type, bool]] = {
     "model_type": (str, False),
@@ -67,7 +116,7 @@ KEYS: dict[str, dict[str, tuple[type, bool]]] = {
         "dtype": (str, False),
     },
 }
-# variants of these heads that are not known here: the value that means their absence
+# keys of variants that are not known here, with the value that means their absence
 WITHOUT = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",

@@ -1,5 +1,6 @@
-"""Reads the published layouts of heads on its own account: it shares no table with the writers, so
-that a slip in one of them shows as a difference.
+"""Reader of the published layouts of heads.
+
+It shares no table with the writers, so that a mistake in one of them shows as a difference.
 
 `read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
 missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
@@ -10,6 +11,7 @@ speculators library.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,25 @@ from drafters.formats.files import (
     tensor_names,
     weight_files,
 )
-from drafters.formats.keys import EAGLE1, EAGLE3, KEYS, LAYER_IDS, LAYER_KEYS, WITHOUT
+from drafters.formats.keys import (
+    EAGLE1,
+    EAGLE3,
+    KEYS,
+    LAYER_IDS,
+    LAYER_KEYS,
+    WITHOUT,
+    EagleConfig,
+    HeadConfig,
+    Proposal,
+    SpeculatorsConfig,
+)
 from target.model import LayerId
 from trainer.config import UserError
 
 
 @dataclass
-class Head:
-    """What a folder holds, under this reader's own names.
+class PublishedHead:
+    """A head as read from a folder, under names of this reader.
 
     Tensors of EAGLE: those of the flat layout, `layer.` before the layer's. Of Medusa:
     `block.<head>.<layer>.weight|bias` and `rows.<head>`, or `rows` for a shared matrix.
@@ -52,16 +65,16 @@ class Head:
 
     @property
     def target_ids(self) -> torch.Tensor | None:
-        """[Vd] int64 of a reduced draft vocabulary"""
+        """Target ids of a reduced draft vocabulary, [Vd] int64; None for the whole vocabulary."""
         d2t = self.tensors.get("d2t")
         return None if d2t is None else d2t + torch.arange(len(d2t))
 
 
 def layout_of(folder: Path) -> str | None:
-    """medusa, eagle, eagle3, speculators, or None: no head in a layout known here."""
+    """Layout of the head: medusa, eagle, eagle3 or speculators; None where it is unknown."""
     if not (folder / "config.json").exists():
         return None
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict)
     if "speculators_model_type" in config:
         return "speculators"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
@@ -78,12 +91,17 @@ def layout_of(folder: Path) -> str | None:
     return None
 
 
-def read(folder: str | Path, *, strict: bool = False, num_target_layers: int | None = None) -> Head:
-    """The head in `folder`. `strict`: one of our own exports, so every key and tensor must be as
-    documented; else published heads pass that leave out what has a default or add what has no
-    effect. `num_target_layers`: for the default captures of EAGLE-3."""
+def read(
+    folder: str | Path, *, strict: bool = False, num_target_layers: int | None = None
+) -> PublishedHead:
+    """Read the head in `folder`; UserError where it is not in a layout known here.
+
+    `strict`: for exports of this project, whose keys and tensors must all be as documented; else a
+    head may leave out what has a default and add what has no effect. `num_target_layers`: for the
+    default captures of EAGLE-3.
+    """
     folder = Path(folder)
-    layout, config = layout_of(folder), read_json(folder / "config.json")
+    layout, config = layout_of(folder), read_json(folder / "config.json", HeadConfig)
     if layout is None:
         raise UserError(
             f"{folder}: key 'architectures' is {config.get('architectures')}, no head known here"
@@ -102,7 +120,7 @@ def read(folder: str | Path, *, strict: bool = False, num_target_layers: int | N
 # --- EAGLE ---------------------------------------------------------------------------------------
 
 
-def _eagle1(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool) -> Head:
+def _eagle1(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
     names = config["architectures"]
     _check_architecture(folder, names, EAGLE1)
     layer = _layer_config(folder, config, strict)
@@ -117,17 +135,17 @@ def _eagle1(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool
     check_tensors(folder, tensors, wanted, optional, given)
     if "fc.bias" in tensors and bool(tensors.pop("fc.bias").any()):
         raise UserError(f"{folder}: tensor 'fc.bias' must be zero, not all engines add it")
-    return Head("eagle", tensors, ["final_norm"], vocab, layer)
+    return PublishedHead("eagle", tensors, ["final_norm"], vocab, layer)
 
 
 def _eagle3(
     folder: Path,
     layout: str,
-    config: dict[str, Any],
+    config: HeadConfig,
     tensors: Tensors,
     strict: bool,
     num_target_layers: int | None,
-) -> Head:
+) -> PublishedHead:
     nested, prefix = config, "midlayer"
     if layout == "speculators":
         if config["speculators_model_type"] != "eagle3":
@@ -173,13 +191,13 @@ def _eagle3(
         wanted |= maps if strict else {"d2t": maps["d2t"]}
     optional = {"embed_tokens.weight": (vocab, width), **({} if strict else maps)}
     check_tensors(folder, tensors, wanted, optional, given)
-    head = Head("eagle3", tensors, captures, vocab, layer, flags=flags)
+    head = PublishedHead("eagle3", tensors, captures, vocab, layer, flags=flags)
     _check_vocabulary(folder, head)
     return head
 
 
 def _named(folder: Path, tensors: Tensors, prefix: str) -> tuple[Tensors, dict[str, str]]:
-    """`prefix`: of the layer's tensors, an expression."""
+    """Tensors under this reader's names; `prefix`: expression for the layer's tensors."""
     rules = [
         (rf"(?:model\.)?(?:{prefix})\.(.+)", r"layer.\1"),
         (r"model\.((?:fc|norm|embed_tokens|fc_norm)\..+)", r"\1"),
@@ -188,7 +206,7 @@ def _named(folder: Path, tensors: Tensors, prefix: str) -> tuple[Tensors, dict[s
 
 
 def _layer_shapes(layer: LlamaConfig, reads: int) -> dict[str, tuple[int, ...]]:
-    """`reads`: the width that q, k and v take in."""
+    """Shapes of the layer's tensors; `reads`: width of the input of q, k and v."""
     width, inner, head = layer.hidden_size, layer.intermediate_size, int(layer.head_dim or 0)
     attended, grouped = layer.num_attention_heads * head, (layer.num_key_value_heads or 0) * head
     return {
@@ -203,17 +221,17 @@ def _layer_shapes(layer: LlamaConfig, reads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _layer_config(folder: Path, config: dict[str, Any], strict: bool) -> LlamaConfig:
-    """As transformers, and with it the engines, understand it."""
+def _layer_config(folder: Path, config: Mapping[str, Any], strict: bool) -> LlamaConfig:
+    """The configuration of the layer, as transformers and the engines read it."""
     if config.get("model_type", "llama") != "llama":
         raise UserError(f"{folder}: key 'model_type' must be 'llama', got {config['model_type']!r}")
     _refuse_variants(folder, config)
     if strict and config["tie_word_embeddings"]:
         raise UserError(f"{folder}: key 'tie_word_embeddings' must be false here, got true")
-    told = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-    told.pop("torch_dtype", None)
+    layer = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
+    layer.pop("torch_dtype", None)
     new, scaling, theta = (
-        told.pop(key, None) for key in ("rope_parameters", "rope_scaling", "rope_theta")
+        layer.pop(key, None) for key in ("rope_parameters", "rope_scaling", "rope_theta")
     )
     old = {"rope_theta": theta or 10000.0, **(scaling or {"rope_type": "default"})}
     if strict and new != old:
@@ -221,18 +239,21 @@ def _layer_config(folder: Path, config: dict[str, Any], strict: bool) -> LlamaCo
             f"{folder}: key 'rope_parameters' is {new}, but rope_theta and rope_scaling say {old}"
         )
     try:
-        return LlamaConfig(**told, rope_parameters=new or old)
+        return LlamaConfig(**layer, rope_parameters=new or old)
     except (ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: config.json describes no Llama layer ({reason})") from error
 
 
 def _captures(
-    folder: Path, config: dict[str, Any], strict: bool, num_target_layers: int | None
+    folder: Path, config: HeadConfig, strict: bool, num_target_layers: int | None
 ) -> list[LayerId]:
-    """At the top level the key counts the layers a state has passed; in `eagle_config` it counts
-    layers from 0. Both may stand there."""
-    inner = config.get("eagle_config") or {}
+    """Captured layers, counted from 0.
+
+    At the top level the key counts the layers that a state has passed; in `eagle_config` it counts
+    layers from 0. Both may be there.
+    """
+    inner: EagleConfig = config.get("eagle_config") or {}
     passed, below = config.get(LAYER_IDS), inner.get(LAYER_IDS)
     for key in ("use_aux_hidden_state", LAYER_IDS):
         if strict and "eagle_config" in config and key not in inner:
@@ -262,21 +283,21 @@ def _captures(
     return list(layers)
 
 
-def _check_architecture(folder: Path, names: Any, known: tuple[str, ...]) -> None:
+def _check_architecture(folder: Path, names: object, known: tuple[str, ...]) -> None:
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise UserError(
             f"{folder}: key 'architectures' must name one of {', '.join(known)}, got {names}"
         )
 
 
-def _refuse_variants(folder: Path, config: dict[str, Any]) -> None:
+def _refuse_variants(folder: Path, config: Mapping[str, object]) -> None:
     for key, value in WITHOUT.items():
         given = config.get(key)
         if given is not None and given != value:
             raise UserError(f"{folder}: key {key!r} must be {value!r} here, got {given!r}")
 
 
-def _check_vocabulary(folder: Path, head: Head) -> None:
+def _check_vocabulary(folder: Path, head: PublishedHead) -> None:
     ids, t2d = head.target_ids, head.tensors.get("t2d")
     if ids is None:
         return
@@ -292,8 +313,8 @@ def _check_vocabulary(folder: Path, head: Head) -> None:
         raise UserError(f"{folder}: tensors 't2d' and 'd2t' name different ids")
 
 
-def _check_proposal(folder: Path, config: dict[str, Any]) -> None:
-    method: Any = (config.get("proposal_methods") or [{}])[0]
+def _check_proposal(folder: Path, config: SpeculatorsConfig) -> None:
+    method: Proposal = (config.get("proposal_methods") or [{}])[0]
     default, proposed = config.get("default_proposal_method"), method.get("proposal_type")
     needed = {
         "algorithm": config.get("algorithm") == "eagle3",
@@ -309,7 +330,7 @@ def _check_proposal(folder: Path, config: dict[str, Any]) -> None:
 # --- Medusa --------------------------------------------------------------------------------------
 
 
-def _medusa(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool) -> Head:
+def _medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
     if strict:
         _check_architecture(folder, config["architectures"], ("MedusaModel",))
         if config["model_type"] != "medusa" or not config["medusa_fc_bias"]:
@@ -343,7 +364,7 @@ def _medusa(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool
         if config.get(key, count) != count:
             raise UserError(
                 f"{folder}: key {key!r} must be {count}, as the tensors are numbered, "
-                f"got {config[key]}"
+                f"got {config.get(key)}"
             )
     for match in matrices:
         if int(match[2]) != num_layers:
@@ -373,6 +394,6 @@ def _medusa(folder: Path, config: dict[str, Any], tensors: Tensors, strict: bool
         wanted[name] = (vocab, width)
         given.setdefault(name, f"medusa_heads.{name[5:]}.{num_layers}.weight")
     check_tensors(folder, tensors, wanted | biases if strict else wanted, biases, given)
-    return Head(
+    return PublishedHead(
         "medusa", tensors, ["final_norm"], vocab, num_heads=num_heads, num_layers=num_layers
     )

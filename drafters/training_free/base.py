@@ -1,4 +1,4 @@
-"""Drafters without weights: they copy what they expect to follow a context."""
+"""Drafters without weights, which copy what they expect to follow a context."""
 
 from __future__ import annotations
 
@@ -8,34 +8,22 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from drafters.round import Budget, DraftState
+from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.tree import TokenTree
-from target.model import LayerId, TargetOutputs
 
 
 @dataclass
-class TrainingFree:
-    """`continuation` is all that one has of its own: what it copies has no law, so its chains are
-    deterministic and no stop rule ends them."""
+class TrainingFree(Drafter):
+    """A drafter that implements only `continuation`.
+
+    A copied token has no distribution, so that chains are deterministic and no stop rule ends them.
+    """
 
     name: ClassVar[str]
-    target_layers: ClassVar[tuple[LayerId, ...]] = ()
 
     def continuation(self, context: np.ndarray, count: int) -> list[int]:
-        """Up to `count` ids that may follow the ids of `context` [S]; [] where it knows none."""
+        """Up to `count` ids that may follow `context` [S] int64; [] where there are none."""
         raise NotImplementedError
-
-    def begin(self, rows: int, capacity: int) -> None: ...
-
-    def keep(self, rows: torch.Tensor) -> None: ...
-
-    def prefill(
-        self,
-        rows: torch.Tensor,
-        ids: torch.Tensor,
-        lengths: torch.Tensor,
-        outputs: TargetOutputs | None = None,
-    ) -> None: ...
 
     def propose(self, state: DraftState, budget: Budget) -> TokenTree:
         rows = [

@@ -1,7 +1,7 @@
 """Prompt lookup: copy what followed the last occurrence of the current n-gram (Saxena 2023).
 
-Every trained drafter must beat it. Takes the most recent match and allows copies shorter than
-asked; the reference takes the earliest and wants the full length, which accepts less.
+Every trained drafter must beat it. It takes the most recent match and allows shorter copies; the
+reference takes the earliest match and requires the full length, which accepts less.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from trainer.checks import require
 
 @dataclass
 class PromptLookup(TrainingFree):
+    """`max_ngram`: tokens of the longest n-gram that is looked up."""
+
     name: ClassVar[str] = "lookup"
     max_ngram: int = 3
 
@@ -24,8 +26,10 @@ class PromptLookup(TrainingFree):
         require(self.max_ngram >= 1, "max_ngram", "be >= 1", self.max_ngram)
 
     def continuation(self, context: np.ndarray, count: int) -> list[int]:
-        """Copied from after the latest earlier occurrence of the context's last `max_ngram` tokens,
-        of fewer where they have none."""
+        """The ids after the latest earlier occurrence of the last `max_ngram` ids of `context`.
+
+        Shorter n-grams are looked up where these do not occur earlier.
+        """
         size = len(context)
         for n in range(min(self.max_ngram, size - 1), 0, -1):
             gram = context[size - n :]

@@ -10,9 +10,10 @@ TRAINING_FREE: dict[str, type[TrainingFree]] = {one.name: one for one in (Prompt
 
 
 def parse_training_free(text: str, key: str) -> TrainingFree:
+    """The drafter that `text` names; UserError, with `key`, where it names none."""
     return parse(key, text, TRAINING_FREE)
 
 
 def is_training_free(text: str | None) -> bool:
-    """Whether it names one of these; a folder or model of such a name is written ./<name>."""
+    """Whether `text` names one of these; a folder of such a name is written ./<name>."""
     return text is not None and text.partition(",")[0].partition(":")[0] in TRAINING_FREE

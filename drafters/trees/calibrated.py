@@ -1,4 +1,4 @@
-"""Static trees that are built from how often a drafter's ranks are right (Medusa)."""
+"""Static trees that are built from the accuracies of a drafter's ranks (Medusa)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_RANKS = 10  # children of one node
 
 @dataclass(frozen=True)
 class CalibratedTree(TreeSpec):
-    """The tree of `num_nodes` with the largest expected acceptance, no deeper than chains are."""
+    """The tree of `num_nodes` with the largest expected acceptance, no deeper than eval.K."""
 
     name: ClassVar[str] = "calibrated"
     needs_accuracy: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class CalibratedTree(TreeSpec):
     siblings: str = field(default=TOP, kw_only=True)
 
     def deepest(self, K: int) -> int:
-        # of more than five levels there are more than anybody verifies in one pass
+        # five levels already hold more nodes than one pass can verify
         most = sum(MAX_RANKS**level for level in range(1, min(K, 5) + 1))
         rule = f"lie in 1..{most} for depth {K}"
         require(1 <= self.num_nodes <= most, "num_nodes", rule, self.num_nodes)
@@ -43,9 +43,10 @@ class CalibratedTree(TreeSpec):
 def calibrated_tree(accuracy: Accuracy, num_nodes: int) -> StaticTree:
     """The tree with the largest expected acceptance (Cai et al. 2024, Medusa, Sec. 2.3).
 
-    accuracy[j][r]: probability that the rank-r token of depth j + 1 is the target's, the path
-    before it being right. A node's value is the product along its path; the tree grows by its best
-    next sibling or first child, which is optimal because values fall with rank and depth.
+    accuracy[j][r]: probability that the rank-r token of depth j + 1 is the target's, given that the
+    path before it is. A node's value is the product along its path; the tree grows by its best next
+    sibling or first child, which is optimal because values fall with rank and depth. Raises
+    UserError where fewer nodes are possible.
     """
     require(num_nodes >= 1, "number of nodes", "be >= 1", num_nodes)
     # a higher rank can measure better by chance; the tree may not skip a sibling for it

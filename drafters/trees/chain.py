@@ -13,14 +13,18 @@ from target.sampling import warp
 
 @dataclass(frozen=True)
 class Chain:
+    """A chain of `depth` tokens, which `stop` may end earlier, row by row."""
+
     depth: int
     stop: StopRule | None = None
 
     def grow(self, drafter: Steps, state: DraftState) -> TokenTree:
-        """`depth` tokens, each drawn from the drafter's law (its best one at T=0), fewer
-        where `stop` ends a row."""
+        """Draft `depth` tokens, each drawn from the drafter's distribution, or its best one at T=0.
+
+        A row has fewer where `stop` ends it.
+        """
         greedy, rule = state.sampling.temperature == 0, self.stop
-        tokens, laws = [], []
+        tokens, drawn_from = [], []
         stops = Stops(state.lengths)
         score = None  # of the token fed last
         logits, fed = drafter.start(state, Budget(self.depth, rule)), 0
@@ -29,13 +33,13 @@ class Chain:
             if greedy:
                 chosen = logits.argmax(-1)
             else:
-                laws.append(warp(logits, state.sampling))
-                chosen = state.random.choice(laws[-1], state.lengths + (depth - 1), "draft")
+                drawn_from.append(warp(logits, state.sampling))
+                chosen = state.random.choice(drawn_from[-1], state.lengths + (depth - 1), "draft")
             tokens.append(chosen)
             seen = None
             if rule is not None:
-                law = logits.float().softmax(-1) if greedy else laws[-1]
-                seen = law.amax(-1), law.gather(-1, chosen.unsqueeze(-1))[..., 0]
+                probs = logits.float().softmax(-1) if greedy else drawn_from[-1]
+                seen = probs.amax(-1), probs.gather(-1, chosen.unsqueeze(-1))[..., 0]
                 if not rule.judges_last and stops.all(rule(Signals(*seen, score), depth)):
                     break
             if depth < self.depth:
@@ -50,7 +54,7 @@ class Chain:
         drafted = len(tokens)
         return TokenTree.chain(
             torch.stack(tokens, 1),
-            torch.stack(laws, 1) if laws else None,
+            torch.stack(drawn_from, 1) if drawn_from else None,
             stops.lengths.clamp(max=drafted),
             draft_forwards=1 + fed,
             draft_tokens=drafter.start_width + fed,
@@ -58,7 +62,7 @@ class Chain:
 
 
 class Stops:
-    """Which rows of a round a stop rule has ended, and after how many tokens; `like` [B]."""
+    """The rows that a stop rule has ended, and after how many tokens; `like`: any [B] tensor."""
 
     def __init__(self, like: torch.Tensor):
         self.stopped = torch.zeros_like(like, dtype=torch.bool)
@@ -66,7 +70,8 @@ class Stops:
         self.depth = 0
 
     def all(self, now: torch.Tensor) -> bool:
-        """Take in what the rule says at the next depth; whether no row goes on."""
+        """Record the rule's decision `now` [B] bool at the next depth; return whether all rows
+        ended."""
         self.depth += 1
         ends = now & ~self.stopped
         self.lengths = torch.where(ends, self.depth, self.lengths)

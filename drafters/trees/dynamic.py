@@ -19,8 +19,8 @@ class DynamicTree(TreeSpec):
     """EAGLE-2 (Li et al. 2024, arXiv:2406.16858, Sec. 4): expand by confidence, then re-rank.
 
     The `top_k` best nodes of each level are expanded to their `top_k` best children, and of all
-    candidates the `num_nodes` with the highest cumulative probability remain. Depends on the prefix
-    alone, so it is verified as a deterministic tree.
+    candidates the `num_nodes` with the highest cumulative probability remain. The tree depends on
+    the prefix alone, so it is verified as a deterministic tree.
     """
 
     name: ClassVar[str] = "dynamic"
@@ -80,14 +80,16 @@ class DynamicTree(TreeSpec):
             created += k * k
         candidates = torch.cat(all_scores, 1)
         # a child never scores above its parent and is created later: a stable sort keeps the parent
-        kept = candidates.sort(descending=True, stable=True).indices[:, : self.num_nodes]
-        kept = kept.sort().values
+        best_nodes = candidates.sort(descending=True, stable=True).indices[:, : self.num_nodes]
+        best_nodes = best_nodes.sort().values
         place = torch.full_like(candidates, -1, dtype=torch.long)
-        place[rows, kept] = torch.arange(self.num_nodes, device=kept.device).expand(batch, -1)
-        old_parents = torch.cat(all_parents, 1)[rows, kept]
+        place[rows, best_nodes] = torch.arange(self.num_nodes, device=place.device).expand(
+            batch, -1
+        )
+        old_parents = torch.cat(all_parents, 1)[rows, best_nodes]
         new = torch.where(old_parents >= 0, place[rows, old_parents.clamp(min=0)], -1)
         return TokenTree(
-            torch.cat(all_tokens, 1)[rows, kept],
+            torch.cat(all_tokens, 1)[rows, best_nodes],
             new,
             None,
             torch.full_like(state.lengths, self.num_nodes),

@@ -1,4 +1,4 @@
-"""What `eval.tree` may name: a shape, or what builds one for a drafter."""
+"""Values of `eval.tree`: a shape, or a builder of one for a drafter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Accuracy = Sequence[Sequence[float]]  # [depth][rank]: how often that token is t
 
 @dataclass(frozen=True)
 class TreeSpec(ABC):
-    """`siblings`: how the children of a node come about at temperatures above 0, where there is a
-    choice; `needs_accuracy`: it is built from the accuracies of a drafter's ranks."""
+    """A tree that `eval.tree` names.
+
+    `siblings`: how the children of a node are chosen at temperatures above 0, where there is a
+    choice; `needs_accuracy`: whether it is built from the accuracies of a drafter's ranks.
+    """
 
     name: ClassVar[str]
     siblings: str = field(default=TOP, init=False)
@@ -24,7 +27,9 @@ class TreeSpec(ABC):
 
     @abstractmethod
     def deepest(self, K: int) -> int:
-        """The longest path there may be beside chains of K tokens; UserError if it cannot be."""
+        """The longest path possible beside chains of K tokens; UserError for settings out of
+        range."""
 
     @abstractmethod
-    def shape(self, accuracy: Accuracy | None, K: int) -> Shape: ...
+    def shape(self, accuracy: Accuracy | None, K: int) -> Shape:
+        """The shape for a drafter with these accuracies; UserError where they are missing."""

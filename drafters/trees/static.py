@@ -25,9 +25,10 @@ class StaticTree(TreeSpec):
     """A fixed tree of rank paths: (0, 2) is the third most likely child of the most likely one.
 
     Paths are unique and prefix-closed, and where rank r is present so are all lower ranks of the
-    same parent. Kept level by level, so that a node's index is its place among the nodes.
-    `title`: what reports call it. At temperatures above 0 children are the most likely tokens too,
-    or drawn from the drafter's law `without_replacement`.
+    same parent. They are stored level by level, so that a node's index is its place among the
+    nodes. `title`: the name in reports. At temperatures above 0 children are the most likely tokens
+    too, or drawn from the drafter's distribution `without_replacement`. Raises UserError where the
+    paths form no tree.
     """
 
     paths: tuple[Ranks, ...]
@@ -85,7 +86,7 @@ class StaticTree(TreeSpec):
         )
         batch = len(state.lengths)
         tokens = torch.zeros(batch, self.num_nodes, dtype=torch.long, device=state.ids.device)
-        laws: list[torch.Tensor] = []
+        drawn_from: list[torch.Tensor] = []
         logits = drafter.start(state, Budget.of(self)).unsqueeze(1)
         expanded: list[tuple[int, ...]] = [()]  # the nodes that `logits` belong to, one level
         fed: dict[tuple[int, ...], int] = {(): -1}  # path -> its number among the nodes fed
@@ -98,9 +99,9 @@ class StaticTree(TreeSpec):
             for place, parent in enumerate(expanded):
                 children = families[parent]
                 if sampled:
-                    law = warp(logits[:, place], state.sampling)
-                    laws += [law] * len(children)
-                    drawn = _without_replacement(law, state, depth, children)
+                    probs = warp(logits[:, place], state.sampling)
+                    drawn_from += [probs] * len(children)
+                    drawn = _without_replacement(probs, state, depth, children)
                 else:
                     drawn = logits[:, place].topk(len(children), -1).indices
                 tokens[:, children] = drawn
@@ -117,7 +118,7 @@ class StaticTree(TreeSpec):
         return TokenTree(
             tokens,
             parents.expand(batch, -1),
-            torch.stack(laws, 1) if laws else None,
+            torch.stack(drawn_from, 1) if drawn_from else None,
             torch.full_like(state.lengths, self.num_nodes),
             siblings=self.siblings if sampled else TOP,
             draft_forwards=forwards,
@@ -126,11 +127,13 @@ class StaticTree(TreeSpec):
 
 
 def _without_replacement(
-    law: torch.Tensor, state: DraftState, depth: int, children: list[int]
+    probs: torch.Tensor, state: DraftState, depth: int, children: list[int]
 ) -> torch.Tensor:
-    """[B, len(children)] distinct tokens; where the law's mass runs out, token 0 with no mass left,
-    which the verifier passes over."""
-    left, drawn = law.clone(), []
+    """Draw distinct tokens [B, len(children)] from probs [B, V].
+
+    Where no probability is left, token 0 is drawn, which the verifier passes over.
+    """
+    left, drawn = probs.clone(), []
     for node in children:
         total = left.sum(-1, keepdim=True)
         alive = total > 0
@@ -164,10 +167,12 @@ class FileTree(StaticTree):
 
 
 def read_paths(paths: Sequence[Sequence[object]]) -> tuple[Ranks, ...]:
+    """Rank paths as tuples; UserError where a rank is no whole number."""
     return tuple(tuple(map(_rank, path)) for path in paths)
 
 
 def static_tree(paths: Sequence[Sequence[object]], title: str = "static") -> StaticTree:
+    """The tree of these rank paths."""
     return StaticTree(read_paths(paths), title)
 
 

@@ -17,12 +17,13 @@ TREES: dict[str, type[TreeSpec]] = {
 
 
 def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
+    """The tree that `text` names; UserError, with `key`, where it names none."""
     if text.endswith(".json") and text.partition(":")[0] not in TREES:
         raise UserError(f"{key}={text}: a JSON file of rank paths is named as static:{text}")
     return parse(key, text, TREES)
 
 
 def parse_shape(text: str, key: str = "eval.tree") -> Shape:
-    """Of a tree that has one whatever the drafter is."""
+    """The shape that `text` names, of a tree that is the same for every drafter."""
     known = {name: one for name, one in TREES.items() if not one.needs_accuracy}
     return parse(key, text, known).shape(None, 1)

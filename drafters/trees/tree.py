@@ -10,9 +10,9 @@ from functools import cached_property
 
 import torch
 
-# How the children of a node came about. top: the most likely tokens; without_replacement: drawn in
-# the order of their indices, the law of each being that of the parent's position, the earlier
-# siblings not yet taken out; iid: drawn independently of each other.
+# How the children of a node were chosen. top: the most likely tokens; without_replacement: drawn in
+# the order of their indices, with the distribution at the parent's position as that of each, the
+# earlier siblings not yet removed; iid: drawn independently of each other.
 TOP, WITHOUT_REPLACEMENT, IID = "top", "without_replacement", "iid"
 CHAIN = "chain"  # no node has a sibling
 
@@ -23,18 +23,18 @@ class TokenTree:
 
     tokens: [B, N] int64, parents before children;
     parents: [B, N] int64, index of each node's parent, -1 for children of the last committed token;
-    laws: [B, N, V] float, the exact distribution each token was drawn from, or None when the
-        choice was deterministic (its law is a point mass, whatever the drafter's softmax said);
+    probs: [B, N, V] float, the exact distribution that each token was drawn from, or None when the
+        choice was deterministic (then it is a point mass, whatever the drafter's softmax is);
     lengths: [B] int64, how many leading nodes a row really drafted (a stop rule may end it early);
-    is_chain: node i follows node i - 1 in every row (known to whoever built it);
-    siblings: how the children of a node came about, which decides how they may be verified; of a
-        chain it says nothing;
-    draft_forwards, draft_tokens: what the round cost the drafter.
+    is_chain: node i follows node i - 1 in every row;
+    siblings: how the children of a node were chosen, which decides how they may be verified; it
+        means nothing for a chain;
+    draft_forwards, draft_tokens: forward passes of the drafter in this round, and tokens fed.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
-    laws: torch.Tensor | None
+    probs: torch.Tensor | None
     lengths: torch.Tensor
     is_chain: bool = False
     siblings: str = TOP
@@ -45,36 +45,39 @@ class TokenTree:
     def chain(
         cls,
         tokens: torch.Tensor,
-        laws: torch.Tensor | None,
+        probs: torch.Tensor | None,
         lengths: torch.Tensor,
         draft_forwards: int = 0,
         draft_tokens: int = 0,
     ) -> TokenTree:
+        """The tree with one path: tokens [B, N], probs [B, N, V] or None, lengths [B]."""
         nodes = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
         return cls(
-            tokens, nodes, laws, lengths, is_chain=True, draft_forwards=draft_forwards,
+            tokens, nodes, probs, lengths, is_chain=True, draft_forwards=draft_forwards,
             draft_tokens=draft_tokens,
         )  # fmt: skip
 
     @property
     def form(self) -> str:
-        """What a verifier must be able to judge."""
+        """The form of drafts that a verifier must be able to judge."""
         return CHAIN if self.is_chain else self.siblings
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """[B, N, N] bool: entry (i, j) is true when node i may attend to node j (itself or above
-        it)."""
+        """Attention mask [B, N, N] bool: node i attends to node j, itself or above it."""
         return ancestors(self.parents)
 
     @cached_property
     def depths(self) -> torch.Tensor:
-        """[B, N] int64: 1 for children of the last committed token."""
+        """Depth of each node, [B, N] int64: 1 for children of the last committed token."""
         return self.ancestors.sum(-1)
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """parents [B, N], before their children -> [B, N, N] bool, a node itself included."""
+    """Ancestors [B, N, N] bool of each node, itself included.
+
+    `parents`: [B, N] int64, each before its children.
+    """
     batch, size = parents.shape
     allowed = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     rows = torch.arange(batch, device=parents.device)

@@ -1,7 +1,7 @@
 """A bank of draft rollouts: every policy of draft length measured on the same drafts and coins.
 
-From places of the target's text one chain of `K` tokens is drafted, with the law, the acceptance
-head's score and the accepting coin of every token. A policy is then a place to cut each chain, so a
+From positions of the target's text one chain of `K` tokens is drafted, with the probability, the
+acceptance head's score and the coin of every token. A policy then cuts each chain somewhere, so a
 grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresholds; common random
 numbers make their differences small). Places are drawn as rounds of `REFERENCE_K` tokens start in
 that text (`eval.offline`): decoding begins more of them where it fails. Other policies start theirs
@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState, Signals
 from drafters.trees.chain import Stops
 from drafters.trees.tree import TokenTree
@@ -38,11 +38,13 @@ STARTS = 8  # rounds per prompt
 
 @dataclass
 class Rollouts:
-    """P prompts with S rollouts of K tokens each, in the order of the text. confidence,
-    probability, score [P, S, K] float: `Signals` of each token, `score` that of the token itself,
-    NaN for the last one and without a head; ratio: its chance of acceptance, p/q at most 1;
-    uniform: its coin; ends: whether it is an EOS; room [P, S]: tokens the answer still takes;
-    rounds [P]: that the rollouts of a prompt stand for."""
+    """P prompts with S rollouts of K tokens each, in the order of the text.
+
+    `confidence`, `probability`, `score` [P, S, K] float: `Signals` of each token, with the score of
+    the token itself, NaN for the last one and without a head; `ratio`: probability of acceptance,
+    p/q at most 1; `uniform`: its coin; `ends`: whether it is an EOS; `room` [P, S]: tokens until
+    the end of the answer; `rounds` [P]: number of rounds that the rollouts of a prompt represent.
+    """
 
     traces: list[Trace]
     confidence: torch.Tensor
@@ -56,17 +58,22 @@ class Rollouts:
 
     @property
     def K(self) -> int:
+        """Tokens of each rollout."""
         return self.ratio.shape[-1]
 
     @property
     def scored(self) -> bool:
+        """Whether tokens have the score of an acceptance head."""
         return self.K > 1 and not bool(self.score[..., 0].isnan().any())
 
     def counters(self, budget: Budget) -> list[PromptCounters]:
-        """Of each prompt under this policy: its rollouts as rounds, one after the other, weighted
-        so that they stand for all rounds of its text."""
+        """Counters of each prompt under this policy.
+
+        Its rollouts count as rounds, one after the other, weighted so that they represent all
+        rounds of its text. Raises UserError where the policy drafts more than K tokens.
+        """
         if budget.max_tokens > self.K:
-            raise UserError(f"rollouts hold {self.K} tokens, a policy asks for {budget.max_tokens}")
+            raise UserError(f"rollouts hold {self.K} tokens, a policy needs {budget.max_tokens}")
         rule, num_prompts = budget.stop, len(self.traces)
         if rule is not None:
             rule.begin(num_prompts, self.ratio.device)
@@ -79,16 +86,17 @@ class Rollouts:
             cut = _cut(lengths, accepted, self.ends[:, turn], self.room[:, turn])
             judged = rule is not None and rule.judges_last
             rounds.append(cut | {"judging": (lengths < budget.max_tokens) & judged})
-        sums = {name: sum(one[name].double() for one in rounds) for name in rounds[0]}
+        none = torch.zeros(num_prompts, dtype=torch.double, device=self.ratio.device)
+        sums = {name: sum((one[name].double() for one in rounds), none) for name in rounds[0]}
         return [self._prompt(row, sums, budget) for row in range(num_prompts)]
 
     def accepted(self, turn: int) -> torch.Tensor:
-        """[P] tokens before the first rejection, of all K."""
+        """Number of tokens, [P], before the first rejection among all K."""
         passed = self.uniform[:, turn] < self.ratio[:, turn]
         return passed.long().cumprod(-1).sum(-1)
 
     def _lengths(self, budget: Budget, turn: int) -> torch.Tensor:
-        """[P] where the policy cuts each chain."""
+        """Length, [P], at which the policy cuts each chain."""
         rule, stops = budget.stop, Stops(self.room[:, turn])
         if rule is None:
             return stops.lengths.clamp(max=budget.max_tokens)
@@ -101,7 +109,7 @@ class Rollouts:
                 break
         return stops.lengths.clamp(max=budget.max_tokens)
 
-    def _prompt(self, row: int, sums: dict[str, Any], budget: Budget) -> PromptCounters:
+    def _prompt(self, row: int, sums: dict[str, torch.Tensor], budget: Budget) -> PromptCounters:
         trace = self.traces[row]
         weight = self.rounds[row] / self.ratio.shape[1]
         one = PromptCounters(trace.prompt_hash, trace.domain, budget.max_tokens)
@@ -116,19 +124,19 @@ def _cut(
 ) -> dict[str, torch.Tensor]:
     """One round of each prompt, cut as `eval.engine` cuts it; [P] each, `ends` [P, K]."""
     first_end = torch.where(ends.any(-1), ends.long().argmax(-1) + 1, ends.shape[-1] + 2)
-    kept = torch.minimum(torch.minimum(accepted + 1, first_end), room)
+    emitted = torch.minimum(torch.minimum(accepted + 1, first_end), room)
     return {
         "submitted": lengths,
-        "emitted": kept,
-        "accepted": torch.minimum(accepted, kept),
-        "rejections": (accepted < lengths) & (accepted < kept),
+        "emitted": emitted,
+        "accepted": torch.minimum(accepted, emitted),
+        "rejections": (accepted < lengths) & (accepted < emitted),
     }
 
 
 @torch.inference_mode()
 def draw(
     target: Target,
-    drafter: Any,
+    drafter: TrainedDrafter,
     traces: Sequence[Trace],
     sampling: Sampling,
     K: int,
@@ -138,9 +146,11 @@ def draw(
     batch_size: int = 32,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Rollouts:
-    """Rollouts from `starts` places of every trace whose response has a place to begin a round; of
-    `sampling`, whatever the text was sampled with. `on_tokens` is called after each batch with the
-    number of tokens drafted."""
+    """Draft rollouts from `starts` positions of every trace whose response has one.
+
+    They use `sampling`, whatever the text was sampled with. `on_tokens` is called after each batch
+    with the number of drafted tokens. Raises UserError where no trace has two tokens.
+    """
     usable = [trace for trace in traces if len(trace.response_ids) > 1]
     if not usable:
         raise UserError("rollouts need at least one target trace of two tokens")
@@ -170,13 +180,16 @@ def draw(
 
 
 def _visits(
-    target: Target, drafter: Any, traces: Sequence[Trace], sampling: Sampling, K: int
+    target: Target, drafter: TrainedDrafter, traces: Sequence[Trace], sampling: Sampling, K: int
 ) -> list[np.ndarray]:
-    """[response] of each trace: rounds that start at each token; one at each place where the text
-    was sampled otherwise, which then says nothing about rejections."""
+    """Expected rounds that start at each response token, for each trace.
+
+    One at each token where the text was sampled with other settings, because it then has no
+    information on rejections.
+    """
     found = [np.minimum(np.arange(len(t.response_ids)), 1.0) for t in traces]
     own = [i for i, t in enumerate(traces) if Sampling(t.temperature, t.top_k, t.top_p) == sampling]
-    if own and hasattr(drafter, "states"):
+    if own:
         texts = [traces[i] for i in own]
         offline = OfflineEvaluator(target, texts, sampling, Budget(K), engine_counters=False)
         order = {id(trace): n for n, trace in enumerate(t for g in offline.groups for t in g)}
@@ -187,8 +200,10 @@ def _visits(
 
 
 def _places(visits: np.ndarray, count: int, shift: float) -> np.ndarray:
-    """`count` indices in order, each as often as its visits say (systematic sampling; `shift` in
-    [0, 1) is the only random number)."""
+    """Draw `count` indices in order, in proportion to the visits, by systematic sampling.
+
+    `shift`, in [0, 1), is the only random number.
+    """
     total = visits.cumsum()
     wanted = (np.arange(count) + shift) / count * total[-1]
     return np.minimum(np.searchsorted(total, wanted, side="right"), len(visits) - 1)
@@ -196,13 +211,13 @@ def _places(visits: np.ndarray, count: int, shift: float) -> np.ndarray:
 
 def _group(
     target: Target,
-    drafter: Any,
+    drafter: TrainedDrafter,
     texts: list[list[int]],
     keys: list[int],
     sampling: Sampling,
     K: int,
 ) -> dict[str, torch.Tensor]:
-    """One rollout behind each text, [B, K] each."""
+    """Draft one rollout after each text; values are [B, K]."""
     device, longest = target.device, max(map(len, texts))
     ids = torch.zeros(len(texts), longest + 2 * K + 2, dtype=torch.long)
     for row, text in enumerate(texts):
@@ -215,7 +230,7 @@ def _group(
     rows = torch.arange(len(texts), device=device)
     prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})
     drafter.prefill(rows, ids[:, : longest - 1], lengths - 1, prompt)
-    recorder = Recorder(getattr(drafter, "acceptance", None) is not None)
+    recorder = Recorder(drafter.acceptance is not None)
     state = DraftState(ids, lengths, longest, sampling, random, outputs)
     tree = drafter.propose(state, Budget(K, recorder))
     found = _judged(target, ids, lengths, tree, sampling)
@@ -235,7 +250,7 @@ def _group(
 def _judged(
     target: Target, ids: torch.Tensor, lengths: torch.Tensor, tree: TokenTree, sampling: Sampling
 ) -> dict[str, torch.Tensor]:
-    """The chance that the target accepts each drafted token, [B, K]."""
+    """Probability, [B, K], that the target accepts each drafted token."""
     K = tree.tokens.shape[1]
     at = lengths.unsqueeze(1) + torch.arange(K, device=ids.device)
     whole = ids.scatter(1, at, tree.tokens)[:, : int(lengths.max()) + K]
@@ -245,12 +260,12 @@ def _judged(
     p = warp(logits[rows, at - 1][..., : target.vocab_size], sampling)
     drafted = tree.tokens.unsqueeze(-1)
     accept = p.gather(-1, drafted)[..., 0]
-    if tree.laws is not None:  # else drafted for sure
-        accept = accept / tree.laws.gather(-1, drafted)[..., 0]
+    if tree.probs is not None:  # else drafted for sure
+        accept = accept / tree.probs.gather(-1, drafted)[..., 0]
     return {"ratio": accept.clamp(max=1.0)}
 
 
-# --- what follows from counters ------------------------------------------------------------------
+# --- numbers from counters ----------------------------------------------------------------------
 
 
 def at_cost(counters: Iterable[PromptCounters], cost_ratio: float) -> list[PromptCounters]:

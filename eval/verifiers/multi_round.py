@@ -39,9 +39,9 @@ class MultiRound(Verifier):
         if sampling.temperature == 0:
             return follow_best(tree, target_logits)
         p = warp(target_logits, sampling)
-        assert tree.laws is not None
+        assert tree.probs is not None
         walk = Walk(tree)
-        laws = torch.nn.functional.pad(tree.laws, (0, p.shape[-1] - tree.laws.shape[-1]))
+        laws = torch.nn.functional.pad(tree.probs, (0, p.shape[-1] - tree.probs.shape[-1]))
         rows = torch.arange(len(p), device=p.device)
         for depth in range(walk.depth + 1):
             residual = at(p, walk.node + 1).clone()

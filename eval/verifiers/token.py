@@ -69,10 +69,10 @@ def _chain(
     width = p.shape[-1]
     drafted = tree.tokens.unsqueeze(-1)
     p_drafted = p[:, :depth].gather(-1, drafted).squeeze(-1)
-    if tree.laws is None:
+    if tree.probs is None:
         q = torch.zeros_like(p[:, :depth]).scatter_(-1, drafted, 1.0)
     else:
-        q = torch.nn.functional.pad(tree.laws, (0, width - tree.laws.shape[-1]))
+        q = torch.nn.functional.pad(tree.probs, (0, width - tree.probs.shape[-1]))
     q_drafted = q.gather(-1, drafted).squeeze(-1)
     checked = submitted if live is None else submitted & live.unsqueeze(1)
     if bool(((q_drafted <= 0) & checked).any()):

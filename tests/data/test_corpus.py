@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from data import corpus, toy
-from data.corpus import Source, TokenFile, read_blocks, tokenised
+from data.corpus import TokenFile, read_blocks, tokenised
+from data.raw_text import Source
 from tests.commands import pipe, write_jsonl
 from tests.tiny import EOS
 from trainer.config import RunFault, UserError

@@ -24,13 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from data.batches import Batch, collate
-from data.features import (
-    FeaturesPlan,
-    FeaturesStore,
-    bytes_per_token,
-    features_folder,
-    write_features,
-)
+from data.features import FeaturesStore, write_features
+from data.features_layout import FeaturesPlan, bytes_per_token, features_folder
 from target.model import Target, TargetOutputs
 from tests.data.test_traces import cut, flip, make
 from tests.tiny import prompts_of, save_tiny, tiny_model

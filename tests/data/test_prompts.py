@@ -18,14 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from data.prompts import (
     Prompt,
-    fixed_response_ids,
     load_prompts,
     refuse_overlap,
-    render,
     split_by_hash,
     user_turns,
-    with_answers,
 )
+from data.render import fixed_response_ids, render, with_answers
 from tests.commands import pipe
 from trainer.config import UserError
 

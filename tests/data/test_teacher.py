@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import kept
+from data import cached_logits
 from data.batches import Batches, collate
-from data.features import FeaturesPlan, write_features
+from data.features import write_features
+from data.features_layout import FeaturesPlan
 from data.teacher import Teacher
 from target.model import TargetRequest
-from tests.data.test_kept import TRACES
+from tests.data.test_cached_logits import TRACES
 
 STATES = TargetRequest(("final_norm",), logits=False)
 LOGITS = TargetRequest()
@@ -71,7 +72,7 @@ def test_states_are_not_answered_from_kept_logits(target, batch):
 
 
 def test_logits_that_do_not_fit_are_computed_at_every_step(target, forwards, batch, monkeypatch):
-    monkeypatch.setattr(kept.KeptLogits.fits, "__defaults__", (10,))
+    monkeypatch.setattr(cached_logits.CachedLogits.fits, "__defaults__", (10,))
     teacher = teacher_of(target)
     for _ in range(2):
         teacher.outputs(batch, LOGITS)

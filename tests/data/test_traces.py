@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from data import traces as traces_module
-from data.traces import Trace, TraceIdentity, TraceStore, check_budget, estimate_bytes, trace_key
+from data.budget import check_budget, estimate_bytes
+from data.traces import Trace, TraceIdentity, TraceStore, trace_key
 from trainer.config import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]

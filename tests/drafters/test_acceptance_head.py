@@ -12,9 +12,10 @@ from drafters.acceptance_head import (
     WEIGHTS,
     AcceptanceHead,
     AcceptanceSettings,
-    adaptive,
+    DraftLength,
     adaptive_note,
     calibrate,
+    draft_length,
 )
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
@@ -197,14 +198,11 @@ def test_a_drafter_that_shows_no_states_gets_no_head(target):
 def test_an_engine_without_a_head_gets_the_matching_threshold(target):
     drafter = judged(drafter_of("causal_lm", target))
     head = drafter.acceptance
-    assert adaptive(None, 4) == {"num_assistant_tokens": 4, "acceptance": None}
-    assert adaptive(head, 4) == {"num_assistant_tokens": 4, "acceptance": head}
+    assert draft_length(None, 4) == draft_length(head, 4) == DraftLength(4)
     assert adaptive_note(head) == adaptive_note(None) == ""
     head.settings.tuned = {
         "1": {"head": ["head:0.5", 9], "matching_confidence": 0.3},
         "0": {"head": ["head:0.7", 12], "matching_confidence": 0.42},
     }
-    assert adaptive(head, 4) == {
-        "num_assistant_tokens": 12, "confidence_threshold": 0.42, "acceptance": head,
-    }  # fmt: skip
+    assert draft_length(head, 4) == DraftLength(12, 0.42)
     assert "up to 12 tokens, fewer after one less likely than 0.42" in adaptive_note(head)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.round import Budget, DraftState, StopRule
+from drafters.round import Budget, Drafter, DraftState, StopRule
 from target.model import Target
 from target.sampling import KeyedRandom, Sampling, row_key, warp
 from tests.tiny import (
@@ -223,10 +222,10 @@ def test_stated_laws_are_the_warped_law_each_token_was_drawn_from(rows, tiny_tar
     for row, text in enumerate(texts):
         ids = torch.tensor([text + tree.tokens[row].tolist()])
         law = warp(drafter.draft_logits(ids)[0, len(text) - 1 : -1], sampling)
-        torch.testing.assert_close(tree.laws[row], law, rtol=1e-3, atol=1e-5)
-    assert bool((tree.laws.gather(-1, tree.tokens.unsqueeze(-1)) > 0).all())
+        torch.testing.assert_close(tree.probs[row], law, rtol=1e-3, atol=1e-5)
+    assert bool((tree.probs.gather(-1, tree.tokens.unsqueeze(-1)) > 0).all())
     greedy = started(drafter, texts).propose(state_of(texts), Budget(4))
-    assert greedy.laws is None
+    assert greedy.probs is None
 
 
 @torch.inference_mode()
@@ -269,7 +268,7 @@ def test_padding_of_the_head_is_never_drafted(temperature, tmp_path):
     assert bool((raw.argmax(-1) >= VOCAB_SIZE).any())  # it would win
     tree = started(drafter, texts).propose(state_of(texts, Sampling(temperature)), Budget(4))
     assert int(tree.tokens.max()) < VOCAB_SIZE
-    assert temperature == 0 or tree.laws.shape[-1] == VOCAB_SIZE
+    assert temperature == 0 or tree.probs.shape[-1] == VOCAB_SIZE
     assert drafter.draft_logits(torch.tensor(texts)).shape[-1] == VOCAB_SIZE
 
 

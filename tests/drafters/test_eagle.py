@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.base import Drafter
 from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
@@ -22,7 +21,7 @@ from drafters.layers import (
     layer_config,
     start_from,
 )
-from drafters.round import Budget
+from drafters.round import Budget, Drafter
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.table import parse_shape
 from drafters.trees.tree import WITHOUT_REPLACEMENT
@@ -405,7 +404,7 @@ def test_nodes_of_a_static_tree_are_the_ranks_of_their_path(kind, target):
     texts, outputs, state = committed(drafter, target)
     for shape in (BUSHY, parse_shape("eagle")):
         tree = drafter.propose(state, Budget(shape.depth, tree=shape))
-        assert tree.laws is None
+        assert tree.probs is None
         assert not tree.is_chain
         assert tree.draft_forwards == shape.depth
         fed = {path[:-1] for path in shape.paths if len(path) > 1}
@@ -425,13 +424,13 @@ def test_sampled_children_are_drawn_from_the_law_of_their_path(target):
     state.sampling = Sampling(0.7)
     shape = dataclasses.replace(BUSHY, siblings=WITHOUT_REPLACEMENT)
     tree = drafter.propose(state, Budget.of(shape))
-    assert tree.laws.shape == (2, BUSHY.num_nodes, VOCAB_SIZE)
+    assert tree.probs.shape == (2, BUSHY.num_nodes, VOCAB_SIZE)
     for row in range(2):
         paths = paths_of(tree, row)
         assert len(set(paths.values())) == BUSHY.num_nodes + 1  # siblings differ
         for node in range(BUSHY.num_nodes):
             law = law_after(drafter, texts, outputs, row, paths[int(tree.parents[row, node])])
-            close(tree.laws[row, node], warp(law, state.sampling), 1e-4)
+            close(tree.probs[row, node], warp(law, state.sampling), 1e-4)
 
 
 @torch.inference_mode()

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import LlamaModel
 
-from drafters.base import Drafter
 from drafters.hydra import HydraDrafter, HydraSettings, prefix_config
-from drafters.round import Budget
+from drafters.round import Budget, Drafter
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target, TargetOutputs
 from tests.heads import (

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters.base import Drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from drafters.round import Budget
+from drafters.round import Budget, Drafter
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target
 from tests.heads import (

@@ -36,7 +36,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ({"verifier": "multi_round"}, "cannot judge .* a chain"),
         (
             {"verifier": "multi_round", "tree": "eagle"},
-            r"cannot judge what is drafted \(eval\.tree=eagle, top\): name token or typical",
+            r"cannot judge these drafts \(eval\.tree=eagle, top\): name token or typical",
         ),
         (
             {"tree": SAMPLED},

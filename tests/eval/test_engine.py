@@ -295,7 +295,9 @@ def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
     def broken(self, tree, logits, sampling, random, first, live=None):
         p = warp(logits, sampling)
         drafted = tree.tokens.unsqueeze(-1)
-        ratio = (p[:, :-1].gather(-1, drafted) / tree.laws.gather(-1, drafted))[..., 0].clamp(max=1)
+        ratio = (p[:, :-1].gather(-1, drafted) / tree.probs.gather(-1, drafted))[..., 0].clamp(
+            max=1
+        )
         flips = [random.flip(ratio[:, i], first + i, "accept") for i in range(ratio.shape[1])]
         accepted = torch.stack(flips, 1).long().cumprod(1).sum(1)
         law = p[torch.arange(len(p)), accepted]  # resampled from p

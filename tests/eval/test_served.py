@@ -327,7 +327,7 @@ def test_a_prompt_counts_as_in_our_own_decoding(measured):
 def test_rounds_that_do_not_make_up_the_answer_are_a_fault(measured, change):
     bench, _, told = measured
     changed = dataclasses.replace(told, rounds=[change(log) for log in told.rounds])
-    with pytest.raises(RunFault, match="do not make up its answer"):
+    with pytest.raises(RunFault, match="do not add up to its answer"):
         prompt_counters(changed, 0, bench.traces[0], K)
 
 
@@ -365,7 +365,7 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
         answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
         found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row
         assert found["lossless"] == lossless
-        assert ("does not sample the target's law" in (found.get("note") or "")) != lossless
+        assert ("does not sample the target's distribution" in (found.get("note") or "")) != lossless
     answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
     assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row[
         "lossless"

@@ -680,7 +680,7 @@ def test_a_corpus_shorter_than_one_context_is_known_before_anything_is_generated
     short = write_jsonl(tmp_path / "short.jsonl", [{"text": "a few words"}])
     words = words_of(tmp_path, tiny_folder("llama"), f"method.corpus={{{short}: 1}}")
     assert train.main(words) == 2
-    says = f"DataError: corpus {short} has 12 tokens, method.context=32 asks for one row of so many"
+    says = f"DataError: corpus {short} has 12 tokens, method.context=32 needs at least that many"
     assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("cache/traces/*/*.parquet"))

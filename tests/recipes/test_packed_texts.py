@@ -10,9 +10,10 @@ import torch
 
 import train
 from data.batches import collate, preview
-from data.features import FeaturesPlan, write_features
+from data.cached_logits import CachedLogits
+from data.features import write_features
+from data.features_layout import FeaturesPlan
 from data.generate import GenerationPlan, generate_traces
-from data.kept import KeptLogits
 from data.packing import PackedTraces
 from data.prompts import Prompt
 from tests.commands import command, read_jsonl
@@ -128,7 +129,7 @@ def test_stored_states_and_kept_logits_lie_where_the_texts_do(target, traces, tm
     layers = recipe.target_request(batch, 0).layers
     store = write_features(target, traces, FeaturesPlan(layers, "fp32"), tmp_path, batch_size=4)
     assert_same_terms(recipe, batch, one_a_row(batch), store.outputs)
-    kept = KeptLogits(target, traces, ["target"])
+    kept = CachedLogits(target, traces, ["target"])
     assert_same_terms(make("distillspec", target, []), batch, one_a_row(batch), kept.outputs)
 
 

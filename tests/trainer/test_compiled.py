@@ -40,7 +40,7 @@ def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
 ):
     monkeypatch.setattr("phases.train.dev_evaluation", lambda *given, **options: None)
     # live at every step, or nothing of the target is compiled
-    monkeypatch.setattr("data.kept.KeptLogits.fits", lambda self: False)
+    monkeypatch.setattr("data.cached_logits.CachedLogits.fits", lambda self: False)
     target = tiny_folder("gemma3")
     plain = losses(tmp_path, target, recipe, "null")
     torch._dynamo.reset()

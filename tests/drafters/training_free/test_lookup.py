@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.base import Drafter
-from drafters.round import Budget, DraftState
+from drafters.round import Budget, Drafter, DraftState
 from drafters.training_free.lookup import PromptLookup
 from target.sampling import Sampling
 
@@ -58,7 +57,7 @@ def test_proposes_per_row_whatever_lies_behind_the_committed_tokens():
     state = DraftState(ids, lengths, 8, Sampling(1.0), random=None)
     tree = drafter.propose(state, Budget(4))
     assert tree.is_chain
-    assert tree.laws is None  # deterministic: a point mass
+    assert tree.probs is None  # deterministic: a point mass
     assert tree.lengths.tolist() == [3 + 1, 0, 1]
     assert tree.tokens[0].tolist() == [4, 9, 1, 2]
     assert int(tree.tokens[2, 0]) == 6

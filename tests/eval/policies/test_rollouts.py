@@ -185,7 +185,7 @@ def test_time_in_place_of_rounds_gives_the_modelled_speedup():
 
 
 def test_a_policy_deeper_than_the_rollouts_is_refused():
-    with pytest.raises(UserError, match="rollouts hold 6 tokens, a policy asks for 7"):
+    with pytest.raises(UserError, match="rollouts hold 6 tokens, a policy needs 7"):
         simulated().counters(Budget(7))
 
 

@@ -151,7 +151,9 @@ def test_control_resampling_from_p_after_a_rejection_is_seen(monkeypatch):
         p = warp(logits, sampling)
         index = torch.arange(tree.tokens.shape[1])
         drafted = tree.tokens.unsqueeze(-1)
-        ratio = (p[:, :-1].gather(-1, drafted) / tree.laws.gather(-1, drafted))[..., 0].clamp(max=1)
+        ratio = (p[:, :-1].gather(-1, drafted) / tree.probs.gather(-1, drafted))[..., 0].clamp(
+            max=1
+        )
         flips = [random.flip(ratio[:, i], first + i, "accept") for i in index]
         accepted = torch.stack(flips, 1).long().cumprod(1).sum(1)
         law = p[torch.arange(len(p)), accepted]
@@ -180,7 +182,7 @@ def test_control_softmax_law_of_argmax_drafts_is_seen(monkeypatch):
         # the inner drafter sampled from a point mass; say the softmax instead
         table = dirichlet_table([V, V], 200)
         before = torch.cat([state.ids.gather(1, state.lengths[:, None] - 1), tree.tokens], 1)
-        return dataclasses.replace(tree, laws=table[before[:, :-1]])
+        return dataclasses.replace(tree, probs=table[before[:, :-1]])
 
     found = error(
         monkeypatch, change=lambda d: _Changed(d, lie), draft_sampling=Sampling(1.0, top_k=1)
@@ -190,7 +192,7 @@ def test_control_softmax_law_of_argmax_drafts_is_seen(monkeypatch):
 
 def test_control_discarding_a_token_for_its_own_probability_is_seen(monkeypatch):
     def choosy(tree, state):
-        own = tree.laws.gather(-1, tree.tokens.unsqueeze(-1))[..., 0]
+        own = tree.probs.gather(-1, tree.tokens.unsqueeze(-1))[..., 0]
         lengths = (own >= 0.3).long().cumprod(1).sum(1)
         return dataclasses.replace(tree, lengths=lengths)
 

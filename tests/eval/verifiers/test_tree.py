@@ -175,7 +175,7 @@ def test_control_sampled_children_taken_as_deterministic_are_exact_too():
     """Drawing from the target is exact for every tree that does not look at the draw."""
 
     def follow(tree, *rest):
-        tree.laws = None
+        tree.probs = None
         return Token()(tree, *rest)
 
     assert error(sampled(SMALL), verify=follow) < 1e-12
@@ -187,7 +187,7 @@ def test_control_deterministic_children_taken_as_sampled_are_seen():
     def lie(tree, logits, sampling, random, first):
         parents = tree.parents[0].tolist()
         tokens = [1 if p < 0 else int(tree.tokens[0, p]) for p in parents]
-        tree.laws = own[torch.tensor(tokens)][None]
+        tree.probs = own[torch.tensor(tokens)][None]
         return MultiRound()(tree, logits, sampling, random, first)
 
     assert error(Budget(2, tree=STATIC), verify=lie) > 0.01

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.batches import Batches, collate
-from data.kept import KeptLogits
+from data.cached_logits import CachedLogits
 from target.model import Target
 from tests.data.test_batches import make
 from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
@@ -29,7 +29,7 @@ TRACES = [small(i) for i in range(6)]
 
 def test_kept_logits_are_the_live_ones_at_supervised_positions(target):
     batches = Batches(TRACES, {"target": 0.5, "fixed": 0.5}, 4, seed=0, per="example")
-    kept = KeptLogits(target, TRACES, ("target", "fixed"))
+    kept = CachedLogits(target, TRACES, ("target", "fixed"))
     for index in range(6):
         batch = batches.at(index)
         ours = kept.outputs(batch).logits
@@ -41,15 +41,15 @@ def test_kept_logits_are_the_live_ones_at_supervised_positions(target):
 def test_the_same_numbers_whatever_was_asked_first(target):
     """A resumed run must see the bits of the straight one."""
     batches = Batches(TRACES, {"target": 1.0}, 2, seed=0)
-    one, other = (KeptLogits(target, TRACES, ("target",)) for _ in range(2))
+    one, other = (CachedLogits(target, TRACES, ("target",)) for _ in range(2))
     first = [one.outputs(batches.at(i)).logits for i in range(4)]
     late = other.outputs(batches.at(3)).logits
     assert torch.equal(first[3], late)
 
 
 def test_unknown_text_is_left_to_the_live_target(target):
-    kept = KeptLogits(target, TRACES, ("target",))
+    kept = CachedLogits(target, TRACES, ("target",))
     assert kept.outputs(collate([[7, 8]], [[9, 10]], ["draft"])) is None
-    assert KeptLogits(target, TRACES, ("draft",)).fits() is False
+    assert CachedLogits(target, TRACES, ("draft",)).fits() is False
     assert kept.fits() is True
     assert kept.fits(limit_bytes=10) is False

@@ -1,4 +1,4 @@
-"""The target's logits on stored text, kept in memory: rows that come again cost no second forward.
+"""The target's logits on stored text, in memory: a row that comes again costs no second forward.
 
 Full logits are never written to disk. They are computed once, in an order that depends on the
 traces alone, so that a resumed run sees the same numbers to the last bit; where they would not fit
@@ -19,25 +19,25 @@ LIMIT_BYTES = 4 << 30
 GROUP = 32
 
 
-class KeptLogits:
+class CachedLogits:
     """Answers like `Target.outputs(...).logits` for batches whose rows are all stored text."""
 
     def __init__(self, target: Target, traces: Sequence[Trace], sources: Iterable[str]):
-        """`sources`: of the responses that will be asked for, "target" and "fixed"."""
+        """`sources`: of the responses that batches will hold, "target" and "fixed"."""
         self.target = target
         fields = {"target": "response_ids", "fixed": "fixed_ids"}
         wanted = [fields[source] for source in sorted(sources) if source in fields]
         rows = {(tuple(t.prompt_ids), tuple(getattr(t, f))) for t in traces for f in wanted}
         self.rows = sorted(rows, key=lambda row: (len(row[0]) + len(row[1]), row))
-        self.kept: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
 
     def fits(self, limit_bytes: int = LIMIT_BYTES) -> bool:
-        """Whether the logits at response positions take no more than that."""
+        """Whether the logits at response positions take at most `limit_bytes`."""
         width = self.target.vocab_size * self.target.model.dtype.itemsize
         return 0 < sum(len(response) for _, response in self.rows) * width <= limit_bytes
 
     def _fill(self) -> None:
-        """One parallel pass over all rows; only what scores a response token is kept."""
+        """Compute the logits that score a response token, by one parallel pass over all rows."""
         for i in range(0, len(self.rows), GROUP):
             group = self.rows[i : i + GROUP]
             ids = torch.zeros(len(group), max(len(p) + len(r) for p, r in group), dtype=torch.long)
@@ -48,14 +48,14 @@ class KeptLogits:
             for j, (prompt, response) in enumerate(group):
                 first = len(prompt) - 1
                 own = logits[j, first : first + len(response), : self.target.vocab_size]
-                self.kept[group[j]] = own.clone()
+                self._logits[group[j]] = own.clone()
 
     def outputs(self, batch: Batch) -> TargetOutputs | None:
-        """Logits [B, L, V], zero where nothing is supervised; None if one is not stored text."""
-        if not self.kept:
+        """Logits [B, L, V], zero where nothing is supervised; None if a row is no stored text."""
+        if not self._logits:
             self._fill()
         keys = [(tuple(p), tuple(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-        if not all(key in self.kept for key in keys):
+        if not all(key in self._logits for key in keys):
             return None
         logits = torch.zeros(
             *batch.input_ids.shape,
@@ -65,5 +65,5 @@ class KeptLogits:
         )
         for (prompt, response), (row, begin) in zip(keys, batch.starts(), strict=True):
             first = begin + len(prompt) - 1
-            logits[row, first : first + len(response)] = self.kept[prompt, response]
+            logits[row, first : first + len(response)] = self._logits[prompt, response]
         return TargetOutputs(logits=logits)

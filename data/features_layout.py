@@ -1,0 +1,161 @@
+"""The layout of a features store: which rows lie in which shard, and what a store is identified by.
+
+Rows are the distinct (prompt, response) of the traces, longest first: a batch that is too large for
+the memory shows at once. Which row lies where follows from the traces and the plan alone, so that
+another number of processes may go on with a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import torch
+
+from data.traces import Trace
+from target.model import LayerId, Target
+from trainer.config import UserError, require
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class Identity(TypedDict):
+    """What a store was made with, in its manifest and in the header of each shard."""
+
+    target: Mapping[str, object]  # its fingerprint
+    layers: list[LayerId]
+    after_final_norm: list[bool]  # of each layer
+    hidden_size: int
+    dtype: str  # a key of DTYPES
+    tokens_per_shard: int
+    traces: str  # hash of the keys of all rows
+    rows: int
+    tokens: int
+    schema: int
+
+
+class ShardEntry(TypedDict):
+    """A shard in the manifest and in its own header."""
+
+    file: str
+    rows: int
+    tokens: int
+    sha256: str  # of the tensor "sha256"
+
+
+@dataclass(frozen=True)
+class FeaturesPlan:
+    """What is stored, and in how large files.
+
+    `dtype`: fp32, bf16, or fp8: e4m3 with a float32 scale per token and layer, off by at most 2^-4
+    of each number, or 2^-10 of the scale where that is more. A process holds `tokens_per_shard`
+    tokens in memory and loses no more than those when it is killed.
+    """
+
+    layers: tuple[LayerId, ...]
+    dtype: str = "bf16"
+    tokens_per_shard: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.layers, key=lambda x: x if isinstance(x, int) else 1 << 30)
+        object.__setattr__(self, "layers", tuple(ordered))
+        require(bool(ordered), "data.features layers", "name at least one", ordered)
+        known, size = ", ".join(DTYPES), self.tokens_per_shard
+        require(self.dtype in DTYPES, "data.features_dtype", f"be one of {known}", self.dtype)
+        require(size >= 1, "data.features tokens_per_shard", "be >= 1", size)
+
+
+def bytes_per_token(layers: Sequence[LayerId], hidden_size: int, dtype: str) -> int:
+    """Bytes on disk per token, scales included; a row adds 32 bytes, a shard about 2 kB."""
+    return len(layers) * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "fp8"))
+
+
+def row_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
+    """The key of a row, by which its states are looked up."""
+    return hashlib.sha256(array("q", [len(prompt), *prompt, *response]).tobytes()).digest()
+
+
+def num_tokens_of(trace: Trace) -> int:
+    """Tokens of prompt and response."""
+    return len(trace.prompt_ids) + len(trace.response_ids)
+
+
+class Shard(NamedTuple):
+    """A shard as it is planned, before it is written."""
+
+    file: str
+    rows: list[tuple[bytes, Trace]]  # key, and a trace that has it
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens_of(trace) for _, trace in self.rows)
+
+    def layout(self, identity: Identity) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor in the file."""
+        shape = (self.num_tokens, identity["hidden_size"])
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "sha256": (torch.uint8, (len(self.rows), 32))
+        }
+        for layer in identity["layers"]:
+            tensors[f"hidden.{layer}"] = DTYPES[identity["dtype"]], shape
+            if identity["dtype"] == "fp8":
+                tensors[f"scale.{layer}"] = torch.float32, (self.num_tokens, 1)
+        return tensors
+
+
+def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[Shard]:
+    """The shards of a store: each distinct row once, longest first.
+
+    Only a row that is too long by itself exceeds the size. Raises UserError where no trace has a
+    token.
+    """
+    distinct = {row_key(t.prompt_ids, t.response_ids): t for t in traces if num_tokens_of(t)}
+    if not distinct:
+        raise UserError("data.features: no trace has a token: nothing to store; check data.prompts")
+    shards: list[Shard] = []
+    room = 0
+    for key, trace in sorted(distinct.items(), key=lambda row: (-num_tokens_of(row[1]), row[0])):
+        if not shards or num_tokens_of(trace) > room:
+            shards.append(Shard(f"shard-{len(shards):05d}.safetensors", []))
+            room = tokens_per_shard
+        shards[-1].rows.append((key, trace))
+        room -= num_tokens_of(trace)
+    return shards
+
+
+def layout_of(
+    fingerprint: Mapping[str, object],
+    hidden_size: int,
+    traces: Sequence[Trace],
+    plan: FeaturesPlan,
+) -> tuple[Identity, list[Shard]]:
+    """The identity of a store, which decides its content, and its shards."""
+    shards = shards_of(traces, plan.tokens_per_shard)
+    keys = sorted(key for shard in shards for key, _ in shard.rows)
+    identity: Identity = {
+        "target": fingerprint,
+        "layers": list(plan.layers),
+        "after_final_norm": [layer == "final_norm" for layer in plan.layers],
+        "hidden_size": hidden_size,
+        "dtype": plan.dtype,
+        "tokens_per_shard": plan.tokens_per_shard,
+        "traces": hashlib.sha256(b"".join(keys)).hexdigest()[:32],
+        "rows": len(keys),
+        "tokens": sum(shard.num_tokens for shard in shards),
+        "schema": 1,
+    }
+    return json.loads(json.dumps(identity)), shards  # so that tuples compare as they are stored
+
+
+def features_folder(
+    target: Target, traces: Sequence[Trace], plan: FeaturesPlan, cache_dir: str | Path
+) -> Path:
+    """Folder of the store of these states, the same for all runs that need them."""
+    identity = layout_of(target.fingerprint, target.hidden_size, traces, plan)[0]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(cache_dir) / "features" / digest

@@ -1,0 +1,144 @@
+"""Prompts to token ids: the chat template of the target, and the answers of earlier turns."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from data.prompts import Message, Prompt, Turn, user_turns
+from data.tables import one_line
+from trainer.config import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def with_answers(turn: Turn, answers: Sequence[str]) -> Turn:
+    """A turn of `user_turns` with the target's answers put after its earlier user messages.
+
+    `answers`: one per user message but the last. Raises ValueError for another number.
+    """
+    if isinstance(turn, str):
+        if answers:
+            raise ValueError(f"plain text has no earlier turn, got {len(answers)} answers")
+        return turn
+    if sum(message["role"] == "user" for message in turn) != len(answers) + 1:
+        raise ValueError(f"need one answer per user message but the last, got {len(answers)}")
+    remaining = iter(answers)
+    woven: list[Message] = []
+    for message in turn:
+        if woven and woven[-1]["role"] == "user":
+            woven.append({"role": "assistant", "content": next(remaining)})
+        woven.append(dict(message))
+    return woven
+
+
+def render(
+    turn: Turn,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids that the target is shown before it answers.
+
+    With a chat template: the conversation (plain text is one user message) up to the start of the
+    answer; `system_prompt` goes first unless the conversation brings its own. Without one: plain
+    text as the tokenizer encodes it; a conversation and options of a template raise UserError.
+    """
+    options = chat_template_kwargs or {}
+    if not tokenizer.chat_template:
+        return _render_plain(turn, tokenizer, system_prompt, options)
+    messages = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
+    system = system_prompt if messages[0]["role"] != "system" else None
+    return _render_chat(messages, tokenizer, system, options)
+
+
+def _render_plain(
+    turn: Turn,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
+    options: Mapping[str, object],
+) -> list[int]:
+    remedy = "use an instruction-tuned target"
+    if not isinstance(turn, str):
+        raise UserError(
+            "the target has no chat template but the prompts are conversations;"
+            f" remedy: {remedy}, or a column of plain text (data.prompts_column)"
+        )
+    for key, value in (("system_prompt", system_prompt), ("chat_template_kwargs", options)):
+        if value:
+            rule = "must be empty for a target without a chat template"
+            raise UserError(f"data.{key} {rule}, got {value!r}; remedy: remove it, or {remedy}")
+    ids = tokenizer(turn).input_ids
+    # a text that spells its BOS out, from a tokenizer that adds one
+    bos = tokenizer.bos_token_id
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
+def _render_chat(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
+    options: Mapping[str, Any],
+) -> list[int]:
+    import jinja2
+
+    _check_template_options(tokenizer, options)
+    if system_prompt:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    options = {**options, "add_generation_prompt": True}
+    try:
+        if system_prompt:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            if system_prompt.strip() not in text:
+                rule = "the target's chat template drops the system message"
+                raise UserError(f"{rule}; remedy: remove data.system_prompt")
+        # return_dict: transformers 5 returns a dictionary by default. The template writes the
+        # special tokens itself and none are added after it, so there is no second BOS.
+        ids: Any = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=False, **options
+        )
+        return ids
+    except jinja2.TemplateError as error:
+        roles = " ".join(message["role"] for message in messages)
+        raise UserError(
+            f"the target's chat template refuses the conversation [{roles}] ({one_line(error)});"
+            " remedy: prompts or data.system_prompt that it accepts"
+        ) from error
+
+
+def _check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    if not options:
+        return
+    parameters = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    ours = {"messages", *parameters} - {"tools", "documents"}
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    for key in options:
+        rule = None
+        if key in ours:
+            rule = "is set by this program"
+        # Jinja ignores a variable that the template does not read: a misspelt one would do nothing
+        elif not re.search(rf"\b{re.escape(key)}\b", template):
+            rule = "is not read by the target's chat template"
+        if rule:
+            raise UserError(f"data.chat_template_kwargs: {key!r} {rule}; remove or correct it")
+
+
+def fixed_response_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """The source's own answer as token ids, EOS at the end; None where the prompt has none.
+
+    None also for several turns: there the answer belongs to a context that the target never wrote.
+    Raises UserError where the tokenizer has no EOS token.
+    """
+    if prompt.response is None or sum(1 for _ in user_turns(prompt)) > 1:
+        return None
+    eos: Any = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(
+            "the target's tokenizer has no EOS token, in which fixed responses must end;"
+            " remedy: set its eos_token"
+        )
+    ids = tokenizer(prompt.response, add_special_tokens=False).input_ids
+    return [*ids, eos]
