@@ -122,7 +122,7 @@ class Target:
         with in_place(layer, *others), whole:
             yield
 
-    @property
+    @cached_property  # a tokenizer of 150,000 tokens takes half a second to list them
     def vocab_size(self) -> int:
         """The true vocabulary: ids the tokenizer knows; wider logits are padding."""
         return min(vocabulary_size(self.tokenizer), self.logits_width)
