@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from recipes.common.config import Config
+from target.gguf import is_gguf
 from target.model import Target
 from trainer.checks import require_folder
 from trainer.config import (
@@ -94,6 +95,12 @@ def check_model_pair(config: Config) -> None:
         raise UserError(
             f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
             "a checkpoint that is quantised, or leave it at own"
+        )
+    if is_gguf(config.model.target) and (engine != "own" or config.data.engine == "vllm"):
+        raise UserError(
+            f"model.target={config.model.target} is dequantised by transformers, and vLLM would "
+            "verify with other numbers: save it as a folder first (target.save_pretrained), or "
+            "leave eval.engine at own and data.engine at hf"
         )
     # the toy's drafter serves the toy's target only
     toy = type(config.model)()

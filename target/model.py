@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from target.devices import decoder_of, device_of, in_place, is_elsewhere, is_plain, spread
+from target.gguf import is_gguf, load_gguf
 from target.sharded import Sharded
 from trainer.checks import require_files
 from trainer.chunked import OutputHead
@@ -121,7 +122,7 @@ class Target:
         with in_place(layer, *others), whole:
             yield
 
-    @property
+    @cached_property  # a tokenizer of 150,000 tokens takes half a second to list them
     def vocab_size(self) -> int:
         """The true vocabulary: ids the tokenizer knows; wider logits are padding."""
         return min(vocabulary_size(self.tokenizer), self.logits_width)
@@ -297,6 +298,17 @@ def load_causal_lm(
     chosen: Any = dtype
     if dtype == "auto" and torch.device(device).type == "cpu":
         chosen = "float32"
+    if is_gguf(name):
+        if spread:
+            raise UserError(
+                f"{key}={name} is dequantised on one device: leave out model.device_map and "
+                "model.quantization"
+            )
+        on_gpu = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        model, tokenizer = load_gguf(
+            Path(name), key, torch.float32 if chosen == "float32" else on_gpu
+        )
+        return model.to(device).eval(), tokenizer
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     if trust_remote_code:
         print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
@@ -352,12 +364,15 @@ def weights_hash(name: str, model: Any) -> str:
     """Of the weight files. Files over 64 MiB are sampled (size, header, 64 spread blocks), a Hub
     model is known by its commit."""
     folder = Path(name)
-    if not folder.is_dir():
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if is_gguf(name):  # whatever it is called
+        files = [folder]
+    elif not folder.is_dir():
         return str(getattr(model.config, "_commit_hash", None) or _sha(name))
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
+        digest.update(f"{'' if is_gguf(name) else path.name}:{size}".encode())
         with path.open("rb") as file:
             if size <= FULL_HASH_BYTES:
                 digest.update(file.read())
@@ -378,7 +393,10 @@ def fingerprint(name: str, model: Any, tokenizer: Any, eos: tuple[int, ...]) -> 
     return {
         "weights": weights_hash(name, model),
         "config": _sha(config),
-        "quantization": str(getattr(model.config, "quantization_config", None)),
+        "quantization": str(
+            getattr(model.config, "quantized_from", None)
+            or getattr(model.config, "quantization_config", None)
+        ),
         "tokenizer": tokenizer_hash(tokenizer),
         "chat_template": _sha(getattr(tokenizer, "chat_template", None)),
         "eos_ids": list(eos),

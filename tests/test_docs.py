@@ -23,7 +23,7 @@ from phases import run
 from phases.help import composed
 from recipes import base
 from recipes.common.config import Config, compose
-from scripts import compare, evaluate, export, generate, push_to_hub, request_log
+from scripts import compare, evaluate, export, generate, get_smollm2, push_to_hub, request_log
 from tests.commands import ROOT
 from tests.shrunk import shrunk, words_of
 from trainer.config import known_keys, parse_overrides, sections
@@ -121,6 +121,8 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
         elif entry == "scripts.evaluate":
             evaluate.resolve(words)
             run.check_words(words, evaluate.READS, entry)
+        elif entry == "scripts.get_smollm2":
+            get_smollm2.parse(words)
         elif entry == "scripts.compare":
             compare.parse(words)
         else:

@@ -224,3 +224,12 @@ def test_vocabulary_check_sees_swapped_ids(tmp_path):
     smaller = min(vocabulary["a"], vocabulary["b"])
     with pytest.raises(UserError, match=rf"2 ids differently, first id {smaller} \('b' and 'a'\)"):
         check_same_vocabulary(tiny_tokenizer(), swapped, "draft")
+
+
+def test_the_tokenizer_is_asked_once_for_its_vocabulary(tiny_target, monkeypatch):
+    target = Target.load(tiny_target("llama").name)
+    asked = []
+    listed = target.tokenizer.get_vocab
+    monkeypatch.setattr(target.tokenizer, "get_vocab", lambda: asked.append(1) or listed())
+    assert [target.vocab_size for _ in range(3)] == [100] * 3
+    assert len(asked) <= 1

