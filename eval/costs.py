@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import parameters_read
@@ -49,7 +50,7 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
 
 
 @torch.inference_mode()
-def step_seconds(model: torch.nn.Module, tokens: int = 1, context: int = 64) -> float:
+def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = 64) -> float:
     """Median seconds of one cached forward of `tokens` tokens at batch 1."""
     cached = CachedModel(model)
     device = cached.device

@@ -168,7 +168,7 @@ def test_a_missing_environment_is_one_line_with_the_remedy(tmp_path, monkeypatch
         vllm.engine_python()
     assert "\n" not in str(error.value)
     monkeypatch.setenv(vllm.PYTHON_VARIABLE, str(tmp_path))  # a folder
-    with pytest.raises(UserError, match="is no program"):
+    with pytest.raises(UserError, match="is not a program"):
         vllm.engine_python()
     monkeypatch.setenv(vllm.PYTHON_VARIABLE, sys.executable)
     assert str(vllm.engine_python()) == sys.executable
