@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
                 dev = split_dev(traces, config.run.seed)[1]
                 about = recipe.about()
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
-            this.target.meet()
+            this.target.sync()
         if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
             report.show(finished, config.run_dir)
             return report.failed_export(finished)

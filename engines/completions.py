@@ -1,9 +1,9 @@
-"""Continuations from servers: OpenAI-compatible ones that answer with token ids.
+"""Continuations from OpenAI-compatible servers that answer with token ids.
 
 vLLM does from 0.11 on, SGLang since July 2026. Prompts are sent as token ids and answers come back
-as such (`return_token_ids`), so that nothing is tokenised twice and the boundary of prompt and
-response is exact. What a server would take from the model's generation_config.json is said in every
-request: a repetition penalty there would change the law.
+as token ids (`return_token_ids`), so that nothing is tokenised twice and the boundary of prompt and
+response is exact. Every request sets what a server would read from the model's
+generation_config.json: a repetition penalty there would change the distribution.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import queue
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from engines.distribution_check import Window
+from engines.distribution_check import UncheckedRows
 from engines.web import urlopen
 from target.decode import Continuation, Request
 from target.model import Target
@@ -31,24 +31,36 @@ TIMEOUT_S = 600
 PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-KEPT = "finished rows are kept, the same command goes on"
+RESUME = "finished rows are saved, run the same command again to resume"
 
 
 class ServerError(RunFault):
-    """What went wrong at a server; `transient`: worth another try."""
+    """A request to a server that failed; `transient`: another try may succeed."""
 
     def __init__(self, address: str, said: str, transient: bool):
         super().__init__(f"{address} failed ({said})")
         self.transient = transient
 
 
-def ask(address: str, content: dict[str, Any] | None = None) -> Any:
-    """One exchange of JSON. The key of the service, if the environment holds one, is sent along and
-    never shown. Raises ServerError, or UserError for an address that is none."""
+class _Answered(NamedTuple):
+    """What one of the requests of `complete` came to."""
+
+    root: str
+    request: Request
+    number: int  # in the order of asking
+    row: Continuation | ServerError
+
+
+def ask(address: str, content: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Send JSON and return the JSON of the answer; None sends a GET request. The key of the service
+    is sent if the environment holds one, and never printed. Raises ServerError, or UserError where
+    `address` is not an address."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE, "").strip():
         if not (key.isascii() and key.isprintable()):  # http.client would show it in its error
-            raise UserError(f"{KEY_VARIABLE} holds a character that no header can carry; set it")
+            raise UserError(
+                f"{KEY_VARIABLE} holds a character that no HTTP header can hold: set it again"
+            )
         headers["Authorization"] = f"Bearer {key}"
     data = None if content is None else json.dumps(content).encode()
     try:
@@ -64,15 +76,20 @@ def ask(address: str, content: dict[str, Any] | None = None) -> Any:
         raise ServerError(address, f"{error or type(error).__name__}", True) from error
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON: a page of a router that starts up
+    except (ValueError, RecursionError) as error:  # not JSON: a page of a router that is starting
         raise ServerError(address, f"{error or type(error).__name__}", True) from error
 
 
 def served_model(root: str) -> str:
+    """The name of the model that a server serves. Raises ServerError."""
     answer = ask(f"{root}/v1/models")
     try:
         return str(answer["data"][0]["id"])
-    except (KeyError, IndexError, TypeError) as error:  # a router whose servers are not there yet
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+    ) as error:  # a router whose servers have not started yet
         raise ServerError(root, "its /v1/models names no model", True) from error
 
 
@@ -86,10 +103,10 @@ def continuation(
     vocab_size: int,
     stop_strings: Sequence[str] = (),
 ) -> Continuation:
-    """The server's answer, of 1 to `max_new_tokens` token ids below `vocab_size`, its EOS included.
-    Raises ServerError, for any other answer too."""
+    """The server's answer: 1 to `max_new_tokens` token ids below `vocab_size`, the EOS included.
+    Raises ServerError, also for any other answer."""
     sampling = request.sampling
-    content: dict[str, Any] = {
+    content: dict[str, object] = {
         "model": model, "prompt": request.prompt_ids, "max_tokens": max_new_tokens,
         "temperature": sampling.temperature, "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -106,20 +123,22 @@ def continuation(
         choice = {}
     reason, tokens = choice.get("finish_reason"), choice.get("token_ids")
     if reason in ("abort", "error"):  # of vLLM, as when it is shut down
-        raise ServerError(root, f"it broke an answer off, {reason}", True)
+        raise ServerError(root, f"it ended an answer early: {reason}", True)
     if not isinstance(tokens, list) or not tokens:
         said = "no token ids in the answer: vLLM 0.11 and a recent SGLang give them"
         raise ServerError(root, said, False)
     if odd := [str(t) for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
-        said = f"{odd[0][:40]!r} in an answer is no token id of the target, 0 to {vocab_size - 1}"
+        said = (
+            f"{odd[0][:40]!r} in an answer is not a token id of the target, 0 to {vocab_size - 1}"
+        )
         raise ServerError(root, said, False)
     if len(tokens) > max_new_tokens:
-        said = f"an answer of {len(tokens)} tokens, {max_new_tokens} were asked for"
+        said = f"an answer of {len(tokens)} tokens, {max_new_tokens} were requested"
         raise ServerError(root, said, False)
     if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
         raise ServerError(root, "an answer to a prompt other than the one sent", False)
     if reason not in (None, "stop", "length"):
-        said = f"an answer that ended by {str(reason)[:40]!r}, neither by stop nor by length"
+        said = f"an answer whose finish_reason is {str(reason)[:40]!r}, neither stop nor length"
         raise ServerError(root, said, False)
     ends = [i for i, token in enumerate(tokens) if token in eos_ids]
     if ends:
@@ -129,8 +148,8 @@ def continuation(
     if stop_strings and reason != "length":
         return Continuation(request, tokens, "stop")
     said = (
-        f"an answer of {len(tokens)} tokens without EOS, {max_new_tokens} were asked for: give the "
-        "server more room (--max-model-len)"
+        f"an answer of {len(tokens)} tokens without EOS, {max_new_tokens} were requested: allow "
+        "the server longer texts (--max-model-len)"
     )
     raise ServerError(root, said, False)
 
@@ -144,13 +163,13 @@ def complete(
     concurrency: int,
     stop_strings: Sequence[str] = (),
 ) -> Iterator[Continuation]:
-    """Yield continuations once they are seen to be the target's (`engines.distribution_check`),
-    not in order; `requests` is emptied, and may be appended to meanwhile.
+    """Yield continuations, not in order, once they are validated as the target's
+    (`engines.distribution_check`). `requests` is emptied; the caller may append to it meanwhile.
 
-    `concurrency` requests are under way at each server. One that fails is sent again, to whichever
-    server is free. A server that gives an odd answer or another model's is named and left out, and
-    its unchecked rows are asked of the others. RunFault where no server answers for PATIENCE_S or
-    none is left; UserError where no server ever was the target's.
+    Each server has `concurrency` requests under way. A request that fails is sent again to any free
+    server. A server that gives an invalid answer, or those of another model, is named and not used
+    any more; its unchecked rows are requested from the others. Raises RunFault where no server
+    answers for PATIENCE_S or none remains, UserError where no server ever served the target.
     """
     roots = [address.rstrip("/").removesuffix("/v1") for address in addresses]
     # a place is held for the pause after a failure, so that a dead server slows no other down
@@ -158,16 +177,17 @@ def complete(
     for root in roots * concurrency:
         places.put(root)
     names: dict[str, str] = {}
-    windows = {root: Window(target) for root in roots}  # of the servers not left out
+    windows = {root: UncheckedRows(target) for root in roots}  # of the servers in use
     todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # what `answer` returns, or an exception
+    # what `answer` returns, or its exception
+    done: queue.SimpleQueue[_Answered | Exception | None] = queue.SimpleQueue()
     stopped, answered, order = threading.Event(), [time.monotonic()], itertools.count()
 
-    def answer(request: Request) -> tuple[str, Request, int, Continuation | ServerError] | None:
+    def answer(request: Request) -> _Answered | None:
         for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
             while (root := places.get()) not in windows:
                 if root is None:
-                    return None  # nobody waits any more
+                    return None  # the run has ended
             number = next(order)
             try:
                 if root not in names:
@@ -177,11 +197,11 @@ def complete(
                     eos_ids=target.eos_ids, vocab_size=target.vocab_size, stop_strings=stop_strings,
                 )  # fmt: skip
                 answered[0] = time.monotonic()
-                return root, request, number, row
+                return _Answered(root, request, number, row)
             except ServerError as error:
                 late = time.monotonic() - answered[0] > PATIENCE_S
                 if late or not error.transient or stopped.wait(delay):
-                    return root, request, number, error
+                    return _Answered(root, request, number, error)
             finally:
                 places.put(root)
         raise AssertionError
@@ -190,33 +210,36 @@ def complete(
         while (request := todo.get()) is not None:
             try:
                 done.put(answer(request))
-            except Exception as error:  # else its request would be waited for, for ever
+            except Exception as error:  # else the run would wait for it for ever
                 done.put(error)
 
     released = False
 
     def settle(root: str) -> Iterator[Continuation]:
-        """The rows that wait, once they are checked; else the server is left out."""
+        """The rows of a server that pass the check; else the server is not used any more."""
         nonlocal released
         if not (said := windows[root].check()):
-            rows = windows[root].take()
+            rows = windows[root].release()
             released = released or bool(rows)
             yield from rows
             return
         said = (
             f"data.engine: the answers of {root} are not those of {target.name} ({said}): serve "
-            "this very model, with its own tokenizer and without penalties"
+            "this model, with its own tokenizer and without penalties"
         )
-        leave(root, said, RunFault if released else UserError)
+        drop(root, said, RunFault if released else UserError)
 
-    def leave(root: str, said: str, kind: type[Exception] = RunFault) -> None:
-        again = [row.request for row in windows.pop(root).take()]
+    def drop(root: str, said: str, kind: type[Exception] = RunFault) -> None:
+        again = [row.request for row in windows.pop(root).release()]
         requests.extend(again)
         if not windows:
-            raise kind(f"{said}; {KEPT}" if kind is RunFault else said)
-        print(f"{said}; it is left out, {len(again)} of its rows are asked again", flush=True)
+            raise kind(f"{said}; {RESUME}" if kind is RunFault else said)
+        print(
+            f"{said}; it is not used any more, {len(again)} of its rows are requested again",
+            flush=True,
+        )
 
-    # daemons: a process that is told to end does not wait for their answers
+    # daemons: a process that ends does not wait for their answers
     threads = [threading.Thread(target=work, daemon=True) for _ in range(len(roots) * concurrency)]
     for thread in threads:
         thread.start()
@@ -228,14 +251,14 @@ def complete(
                 return
             due = []
             for root, one in windows.items():
-                # with nothing else to ask, a conversation may wait for what is held; a server's
-                # first check has all the rows that it can have
+                # without other requests, a conversation may wait for the unchecked rows; a server's
+                # first check has as many rows as possible
                 spare = not flying or (bool(one.passed) and held >= flying)
                 if one.rows and (one.due() or (spare and not requests)):
                     due.append(root)
             for root in due:
                 yield from settle(root)
-            if due:  # that may have brought requests
+            if due:  # the caller may have appended requests
                 continue
             while requests and flying < len(threads):
                 todo.put(requests.pop())
@@ -244,20 +267,21 @@ def complete(
             flying -= 1
             if isinstance(found, Exception):
                 raise found
+            assert found is not None, "None ends a thread after the loop"
             root, request, number, row = found
             if root not in windows:
-                requests.append(request)  # what it answered counts no more
+                requests.append(request)  # this server's answers are not used any more
             elif isinstance(row, Continuation):
                 windows[root].add(number, row)
             else:
                 requests.append(request)
-                # before the fault is told, what is finished: of all servers where none answers
+                # finished rows first, then the fault: those of all servers where none answers
                 for other in list(windows) if row.transient else [root]:
                     yield from settle(other)
                 if row.transient:
-                    raise RunFault(f"{row}; {KEPT}")
+                    raise RunFault(f"{row}; {RESUME}")
                 if root in windows:
-                    leave(root, str(row))
+                    drop(root, str(row))
     finally:
         stopped.set()
         for _ in threads:

@@ -1,7 +1,8 @@
-"""Whether a server answers as the target does: the target's own forward over some of the answers.
+"""Validates that a server's answers have the target's distribution, by the target's own forward.
 
-Another model behind the address, from the start or since a restart in the middle of a run, would
-train a drafter for that one. So the rows of a server wait in a window until a check covers them.
+If another model were behind the address, from the start or since a restart in the middle of a run,
+the drafter would be trained for that model. The rows of a server therefore wait in a window until a
+check covers them.
 """
 
 from __future__ import annotations
@@ -19,78 +20,80 @@ from target.padding import right_padded
 from target.sampling import LEAST, warp
 
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
-# A greedy token differs where the target's own is so much more likely, in nats. Nearer ones are
-# swapped by the server's precision, at every turn of a loop that a greedy answer may end in.
+# A greedy token differs where the target's own is more likely by this much, in nats. Closer ones
+# may be swapped by the server's precision, again and again in the loop that a greedy answer may
+# end in.
 TIE = 0.25
-# A mean over its limit counts where a good server, of whose greedy tokens PRECISION differ, gives
-# it by chance less than once in 50,000 checks (Chernoff's bound, the best of TILTS). That takes 3
-# greedy tokens of 3, 5 of 12 or 12 of 96: a few short answers cost no good server its place.
+# A mean over its limit counts if a correct server, PRECISION of whose greedy tokens differ, would
+# give it by chance less than once in 50,000 checks (Chernoff's bound, the best of TILTS). That is 3
+# greedy tokens of 3, 5 of 12 or 12 of 96, so that a few short answers do not exclude it.
 PRECISION = 0.02
-EVIDENCE = math.log(50_000)
+LIMIT = math.log(50_000)
 TILTS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
-CHECKED = 8  # rows of a check; of the first answers of a server, all
+CHECKED = 8  # rows of a check; the first check of a server covers all its rows
 ENOUGH = 64  # tokens of a check, if the window has them
 # A check is one forward of the target over CHECKED rows: 1 row in 32, and no token is decoded.
 WINDOW = 32 * CHECKED
-HOLD_S = 60.0  # a slow server's rows are checked earlier: what waits is lost when a run is killed
+HOLD_S = 60.0  # then a slow server's rows are checked: unchecked ones are lost if a run is killed
 
 
-class Seen(NamedTuple):
-    """One row: the sum over its tokens of what is limited, and for each of TILTS the nats against
-    a good server, which add up over rows."""
+class Evidence(NamedTuple):
+    """What one row says about its server: over its tokens, the sum of the number that is limited,
+    and for each of TILTS the nats against a correct server, [8] float. Both add up over rows."""
 
     greedy: bool
-    count: int
+    num_tokens: int
     total: float
     nats: torch.Tensor
 
 
-class Window:
+class UncheckedRows:
     """The rows of one server that no check has covered yet.
 
-    They are judged in the order in which they were asked for, and the last of them always: a server
-    that answered these as the target does had no other model before, unless for a while."""
+    They are judged in the order of their requests, and the last of them always: a server whose last
+    answers are the target's served no other model before, except for a time in between."""
 
     def __init__(self, target: Target):
         self.target = target
         self.rows: list[tuple[int, Continuation]] = []
-        self.passed: list[Seen] = []  # so that many short windows add up
+        self.passed: list[Evidence] = []  # of earlier windows, so that short ones add up
         self.began = 0.0
 
     def add(self, number: int, row: Continuation) -> None:
-        """`number`: its place in the order of asking."""
+        """Add a row. `number`: its place in the order of the requests."""
         if not self.rows:
             self.began = time.monotonic()
         self.rows.append((number, row))
 
     def due(self) -> bool:
-        """Whether there are rows enough for a check, or some have waited for long."""
+        """Whether there are enough rows for a check, or some have waited for HOLD_S."""
         enough = sum(len(row.response_ids) for _, row in self.rows) >= ENOUGH
         full = len(self.rows) >= (WINDOW if self.passed else CHECKED) and enough
         return full or (bool(self.passed) and time.monotonic() - self.began > HOLD_S)
 
     def check(self) -> str | None:
-        """In what the rows differ from the target's law. A suspicion that the sample raises is
-        confirmed on the whole window."""
+        """How the rows differ from the target's distribution, in words; None where they do not. A
+        sample is checked first; if it differs, the whole window decides."""
         rows = [row for _, row in sorted(self.rows, key=lambda one: one[0])]
         sample = sampled(rows)
-        seen = measured(self.target, sample)
-        said = judged([*self.passed, *seen])
-        if said and len(sample) < len(rows):
-            seen = measured(self.target, rows)
-            said = judged([*self.passed, *seen])
-        if not said:
-            self.passed = [*self.passed, *seen][-CHECKED:]
-        return said
+        evidence = measured(self.target, sample)
+        difference = judged([*self.passed, *evidence])
+        if difference and len(sample) < len(rows):
+            evidence = measured(self.target, rows)
+            difference = judged([*self.passed, *evidence])
+        if not difference:
+            self.passed = [*self.passed, *evidence][-CHECKED:]
+        return difference
 
-    def take(self) -> list[Continuation]:
-        """All rows; the window is empty then."""
+    def release(self) -> list[Continuation]:
+        """Remove all rows and return them."""
         rows, self.rows = [row for _, row in self.rows], []
         return rows
 
 
 def sampled(rows: Sequence[Continuation]) -> Sequence[Continuation]:
-    """CHECKED of them: the last half next to each other, with ENOUGH tokens, the others spread."""
+    """CHECKED of the rows: half of them the last ones, more until they have ENOUGH tokens, the
+    others spread over the rest."""
     if len(rows) <= CHECKED:
         return rows
     last = CHECKED // 2
@@ -101,32 +104,34 @@ def sampled(rows: Sequence[Continuation]) -> Sequence[Continuation]:
 
 
 def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
-    """In what the answers differ from the target's law. Greedy tokens must be its own, drawn ones
-    as likely as its entropy says (a difference of numbers is allowed for: the server computes in
-    another order, maybe in another precision)."""
+    """How the answers differ from the target's distribution, in words; None where they do not.
+
+    Greedy tokens must be the target's own, and drawn ones as likely as its entropy says. Small
+    differences are allowed: the server computes in another order, perhaps in another precision."""
     return judged(measured(target, rows))
 
 
-def judged(rows: Sequence[Seen]) -> str | None:
-    """What is over its limit since any one of the rows: a server may change in between."""
+def judged(rows: Sequence[Evidence]) -> str | None:
+    """The number that is over its limit since any one of the rows, in words; None without one. A
+    server may change its model between two rows."""
     for greedy, limit, what in (
         (True, UNLIKE, "of the greedy tokens differ"),
         (False, SURPRISE, "nats beyond the entropy is what drawn tokens cost"),
     ):
         count, total, nats = 0, 0.0, torch.zeros(len(TILTS))
-        for row in reversed([row for row in rows if row.greedy == greedy and row.count]):
-            count, total, nats = count + row.count, total + row.total, nats + row.nats
+        for row in reversed([row for row in rows if row.greedy == greedy and row.num_tokens]):
+            count, total, nats = count + row.num_tokens, total + row.total, nats + row.nats
             mean = total / count
-            # written so that NaN, of a target that is broken, is like no server
-            if not (mean <= limit or bool((nats <= EVIDENCE).all())):
+            # NaN, of a broken target, fails both comparisons
+            if not (mean <= limit or bool((nats <= LIMIT).all())):
                 return f"{mean:.2f} {what}"
     return None
 
 
 @torch.inference_mode()
-def measured(target: Target, rows: Sequence[Continuation]) -> list[Seen]:
-    """Each row, from one forward of the target for CHECKED of them."""
-    found = list[Seen]()
+def measured(target: Target, rows: Sequence[Continuation]) -> list[Evidence]:
+    """The evidence of each row, from one forward of the target for every CHECKED rows."""
+    found = list[Evidence]()
     for begin in range(0, len(rows), CHECKED):
         group = rows[begin : begin + CHECKED]
         ids, positions = right_padded([[*r.request.prompt_ids, *r.response_ids] for r in group])
@@ -144,20 +149,22 @@ def measured(target: Target, rows: Sequence[Continuation]) -> list[Seen]:
     return found
 
 
-def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Seen:
-    """logits [n, V], tokens [n]"""
+def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Evidence:
+    """The evidence of greedy tokens [n] int64, of target logits [n, V] float."""
     behind = logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]
     count, differing = len(tokens), int((~(behind <= TIE)).sum())
     tilts = torch.tensor(TILTS)
     nats = tilts * differing - count * (1 - PRECISION + PRECISION * tilts.exp()).log()
-    return Seen(True, count, differing, nats)
+    return Evidence(True, count, differing, nats)
 
 
-def _drawn(law: torch.Tensor, tokens: torch.Tensor) -> Seen:
-    """law [n, V], tokens [n]; how far a token's cost strays by chance is read off the law itself.
-    Some tokens at a time: a whole vocabulary for each of thousands is much memory."""
+def _drawn(probs: torch.Tensor, tokens: torch.Tensor) -> Evidence:
+    """The evidence of drawn tokens [n] int64, of target probabilities [n, V] float.
+
+    How much -log p of a token varies by chance follows from the distribution itself. Some tokens
+    are computed at a time: a whole vocabulary for each of thousands takes much memory."""
     total, nats = 0.0, torch.zeros(len(TILTS))
-    for p, ids in zip(law.split(64), tokens.split(64), strict=True):
+    for p, ids in zip(probs.split(64), tokens.split(64), strict=True):
         cost = -p.clamp(min=LEAST).log()
         beyond = cost - (p * cost).sum(-1, keepdim=True)
         found = beyond.gather(-1, ids[:, None])[:, 0]
@@ -165,4 +172,4 @@ def _drawn(law: torch.Tensor, tokens: torch.Tensor) -> Seen:
         for i, tilt in enumerate(TILTS):
             chance = (p * (tilt * beyond).exp()).sum(-1).log()
             nats[i] += float((tilt * found - chance).sum())
-    return Seen(False, len(tokens), total, nats)
+    return Evidence(False, len(tokens), total, nats)

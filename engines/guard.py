@@ -1,9 +1,9 @@
-"""Runs a command in a process group of its own, and stops all of it when it is no longer wanted:
+"""Runs a command in a process group of its own, and stops the whole group with its parent:
 
     python guard.py <command> ...
 
-The parent holds our standard input; when that closes, however the parent ended, the group is
-stopped. Needs nothing but Python.
+The parent holds the standard input of this process; when it closes, however the parent ended, the
+group is stopped. This file needs only Python's standard library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The file that the request proxy writes and `recipe=osd` follows: one JSON line an exchange.
+"""The file that the request proxy writes and `recipe=osd` reads: one JSON line for each exchange.
 
-A line is appended whole or not at all. A line is deleted by overwriting it with blanks where it
-stands, so that all others stay where they are: whoever follows the file by an offset goes on, and
-skips blank lines. The file therefore never gets shorter; once nobody follows it, it can be removed.
+A line is appended completely or not at all. A line is deleted by overwriting it with blanks, so
+that all others keep their offsets: a reader that follows the file by an offset continues, and skips
+blank lines. The file therefore never becomes shorter; it can be removed when no reader follows it.
 Only its owner may read it.
 """
 
@@ -12,9 +12,9 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from trainer.checks import is_file
 from trainer.config import UserError
@@ -23,28 +23,31 @@ PRIVATE = 0o600
 
 
 def prepare(path: Path) -> None:
-    """Make the file, and folders that are missing above it, for its owner alone."""
-    is_file("script.log", path)  # or nothing yet
+    """Create the file and missing folders above it, readable by their owner alone. UserError where
+    that is not possible."""
+    is_file("script.log", path)  # False: there is no file yet
     try:
         for folder in reversed([one for one in path.parents if not one.exists()]):
             folder.mkdir(mode=0o700, exist_ok=True)
         handle = _open(path)
         try:
-            os.fchmod(handle, PRIVATE)  # it may be older than this rule
+            os.fchmod(handle, PRIVATE)  # an earlier version may have made it
         finally:
             os.close(handle)
     except OSError as error:
         raise UserError(f"script.log={path} cannot be written ({error.strerror})") from error
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """OSError where it cannot be written: then nothing of it stays."""
+def append(path: Path, row: Mapping[str, object]) -> None:
+    """Append a line. OSError where it cannot be written; the file is then as before."""
     line = json.dumps(row).encode() + b"\n"
     handle = _open(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # another proxy may write here too
         end = os.fstat(handle).st_size
-        if end and os.pread(handle, 1, end - 1) != b"\n":  # a machine went down in the middle
+        if (
+            end and os.pread(handle, 1, end - 1) != b"\n"
+        ):  # the machine stopped while a line was written
             line = b"\n" + line
         try:
             while line:
@@ -57,11 +60,10 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def delete_before(path: Path, moment: float) -> int:
-    """Delete what was logged before `moment`, in seconds since 1970; returns the number of lines.
+    """Delete the lines logged before `moment`, in seconds since 1970; returns their number.
 
-    `response.created` says when a line was logged. The lines stand in that order: one that does not
-    say it is as old as the next that does, after the last of these as old as the file's last
-    change."""
+    `response.created` is the time of a line, and lines are in the order of time. A line without it
+    counts as the next line that has it, and after the last of these as the file's last change."""
     with path.open("r+b") as file:
         end = 0
         for offset, line in _lines(file):
@@ -77,7 +79,7 @@ def delete_before(path: Path, moment: float) -> int:
 
 
 def delete_with(path: Path, text: str) -> int:
-    """Delete every exchange that holds `text` in its request or its answer; returns how many."""
+    """Delete every exchange with `text` in its request or its answer; returns their number."""
     with path.open("r+b") as file:
         return _blank(file, ((at, line) for at, line in _lines(file) if _holds(line, text)))
 
@@ -87,7 +89,7 @@ def _open(path: Path) -> int:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Where each whole line that is not blank begins, and the line."""
+    """Each complete line that is not blank, as (offset, line)."""
     offset = file.seek(0)
     for line in file:
         if line.strip() and line.endswith(b"\n"):
@@ -96,6 +98,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _blank(file: BinaryIO, lines: Iterable[tuple[int, bytes]]) -> int:
+    """Overwrite lines with blanks; returns their number."""
     count = 0
     for offset, line in lines:
         os.pwrite(file.fileno(), b" " * (len(line) - 1), offset)
@@ -105,6 +108,7 @@ def _blank(file: BinaryIO, lines: Iterable[tuple[int, bytes]]) -> int:
 
 
 def _logged_at(line: bytes) -> float | None:
+    """The time of a line in seconds since 1970; None where it has none."""
     try:
         created = json.loads(line)["response"]["created"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -113,9 +117,9 @@ def _logged_at(line: bytes) -> float | None:
 
 
 def _holds(line: bytes, text: str) -> bool:
-    """Also in a line that is no JSON, such as one whose deletion broke off."""
+    """Whether a line holds `text`; it may be no JSON, if its deletion was interrupted."""
     try:
-        found: list[Any] = [json.loads(line)]
+        found: list[object] = [json.loads(line)]
     except (ValueError, RecursionError):
         found = [line.decode(errors="replace")]
     while found:

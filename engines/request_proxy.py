@@ -1,13 +1,13 @@
-"""Stands before an OpenAI-compatible server and writes down what it answers.
+"""A proxy before an OpenAI-compatible server, which logs requests and answers.
 
-Everything passes through unchanged but for one key: completions are asked for their token ids
-(`return_token_ids`, which vLLM knows), so that nothing has to be tokenised again. Answers are
-passed on as they come and written down once they are whole; failed ones are not. Headers of clients
-are passed on and never written down.
+It passes everything on unchanged but for one key: completions are asked for their token ids
+(`return_token_ids`, which vLLM supports), so that nothing has to be tokenised again. Answers are
+passed on as they come and logged once they are complete; failed ones are not logged. Headers of
+clients are passed on and never logged.
 
-Whoever reaches the proxy adds to what a drafter is trained on. It therefore listens on this machine
-alone unless told otherwise, and refuses what a web page can send: a request from another origin, or
-under a host name that somebody else may have pointed here.
+Every client of the proxy adds to the training text of a drafter. The proxy therefore listens on
+this machine alone by default, and refuses what a web page can send: a request from another origin,
+or under a host name that somebody else may have pointed here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from engines import request_file
@@ -35,17 +35,15 @@ from trainer.checks import require_address
 from trainer.config import UserError
 
 LOGGED = ("/completions", "/chat/completions")
-BROKEN_OFF = ("abort", "error")  # why vLLM ended an answer early, as when it is shut down
-UNUSABLE = (ValueError, TypeError, AttributeError, RecursionError)  # what strange answers raise
+INCOMPLETE = ("abort", "error")  # finish_reason of an answer that vLLM ended early
+UNUSABLE = (ValueError, TypeError, AttributeError, RecursionError)  # what malformed answers raise
 # of one connection only (RFC 9110, section 7.6.1)
 HOP_BY_HOP = ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
               "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")  # fmt: skip
 DECODED = ("gzip", "deflate", "br", "zstd")  # what aiohttp unpacks
 HEADER_S = 60  # from one request to the whole head of the next
 BODY_S = 60
-LINGER_S = (
-    2  # to read on where a request was refused before its end: else its client sees no answer
-)
+LINGER_S = 2  # to read the rest of a request that was refused: else its client sees no answer
 CONNECT_S, SILENT_S = 30, 600  # of the server
 ENDING_S = 2  # for answers under way when the proxy is ended, twice at most
 SWEEP_S, DAY_S = 3600, 86400
@@ -57,11 +55,13 @@ _log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_inf
 
 
 class RequestProxy:
-    """`async with RequestProxy(...)`: it answers in between. `server`: its address without /v1;
-    `port`: 0 for any, `self.port` says which; `token_ids`: ask for them (a server that refuses keys
-    it does not know needs False: its text is then tokenised again by whoever reads the log);
-    `allowed_hosts`: names besides localhost and its own address by which clients may call it;
-    `keep_days`: what was logged earlier is deleted."""
+    """The proxy runs inside `async with RequestProxy(...)`.
+
+    `server`: the server's address without /v1; `port`: 0 for any, then `self.port` is the one used;
+    `token_ids`: request them (False for a server that refuses unknown keys: the reader of the log
+    then tokenises the text again); `allowed_hosts`: names besides localhost and its own address by
+    which clients may call it; `max_body_mb`: of a request; `keep_days`: older lines are deleted.
+    Raises UserError where the port or the log cannot be opened."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RequestProxy:
         self.host, self.token_ids = host, token_ids
         self.allowed_hosts = {name.lower() for name in ("localhost", *allowed_hosts)}
         self.max_body_mb, self.keep_days = max_body_mb, keep_days
-        self.lost = 0  # answers in a row that could not be written down
+        self.lost = 0  # answers in a row that could not be logged
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> RequestProxy:
@@ -142,12 +142,12 @@ class RequestProxy:
         except OSError as error:
             _say(f"old lines of {self.log} cannot be deleted ({error.strerror})")
 
-    def _keep(self, asked: dict[str, Any], content: bytes) -> None:
-        """In one go, without waiting for anything: a client that has its answer may leave, which
-        cancels whatever waits."""
+    def _log_answer(self, asked: Mapping[str, object], content: bytes) -> None:
+        """Log an exchange, without `await`: a client that has its answer may close the connection,
+        which cancels a task that awaits."""
         try:
             answer = joined(content.split(b"\n")) if asked.get("stream") else _parsed(content)
-            if answer is None or _broken_off(answer):
+            if answer is None or _incomplete(answer):
                 return
             answer["created"] = int(time.time())  # `keep_days` counts from here
             request_file.append(self.log, {"request": asked, "response": answer})
@@ -174,13 +174,13 @@ class RequestProxy:
         try:
             body = await asyncio.wait_for(request.read(), BODY_S)
         except asyncio.TimeoutError:
-            return _refuse(408, f"the body has not come within {BODY_S} s")
+            return _refuse(408, f"the body did not arrive within {BODY_S} s")
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"the body is larger than script.max_body_mb={self.max_body_mb}")
-        except (web.RequestPayloadError, ConnectionError):  # or its client has left
+        except (web.RequestPayloadError, ConnectionError):  # or its client has disconnected
             return _refuse(400, "the body is malformed")
         asked, body = self._asked(request, body)
-        # an answer is read here too, which packing would only make harder
+        # not compressed: the answer is read here too
         headers = _passed(request.headers, "host", "content-length", "expect", "accept-encoding")
         headers["Accept-Encoding"] = "identity"
         try:
@@ -195,8 +195,10 @@ class RequestProxy:
         async with answer:
             return await self._pass_on(request, answer, asked)
 
-    def _asked(self, request: web.Request, body: bytes) -> tuple[dict[str, Any] | None, bytes]:
-        """What is asked for, None where that is no completion; and the body to pass on."""
+    def _asked(
+        self, request: web.Request, body: bytes
+    ) -> tuple[Mapping[str, object] | None, bytes]:
+        """The request for a completion, None for any other one, and the body to pass on."""
         asked = _parsed(body) if request.path.endswith(LOGGED) else None
         if asked is None or not self.token_ids:
             return asked, body
@@ -206,8 +208,8 @@ class RequestProxy:
             return None, body
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Of what is no request to this proxy, or comes from a web page."""
-        if not request.raw_path.startswith("/"):  # what follows the server's address is its path
+        """The answer to a request that is malformed, for another host or of a web page, or None."""
+        if not request.raw_path.startswith("/"):  # it is appended to the server's address
             return _refuse(400, "the target of a request must begin with /")
         given = request.headers.get("Host", "")
         try:
@@ -221,12 +223,18 @@ class RequestProxy:
             )  # fmt: skip
         for origin in request.headers.getall("Origin", ()):
             if origin.partition("://")[2].lower() != given.lower():
-                return _refuse(403, f"web pages of another origin may not ask here ({origin})")
+                return _refuse(
+                    403, f"requests of web pages of another origin are refused ({origin})"
+                )
         return None
 
     async def _pass_on(
-        self, request: web.Request, answer: aiohttp.ClientResponse, asked: dict[str, Any] | None
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        asked: Mapping[str, object] | None,
     ) -> web.StreamResponse:
+        """Pass the server's answer on as it comes, and log it if it is a completion."""
         logged = asked is not None and answer.status == 200
         # without a length the client sees the end only after the line is written
         headers = _passed(answer.headers, *(["content-length"] if logged else ()))
@@ -240,12 +248,12 @@ class RequestProxy:
                 await response.write(chunk)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:  # of the server or the client
             if request.transport is not None and not request.transport.is_closing():
-                _say(f"{self.upstream} broke off an answer ({error or type(error).__name__})")
-            request.protocol.force_close()  # its client must not take it for whole
+                _say(f"{self.upstream} ended an answer early ({error or type(error).__name__})")
+            request.protocol.force_close()  # its client must not take it for complete
             return response
-        finally:  # also where the client leaves at the last word
+        finally:  # also where the client disconnects at the end
             if asked is not None and content:
-                self._keep(asked, bytes(content))
+                self._log_answer(asked, bytes(content))
         await response.write_eof()
         return response
 
@@ -259,7 +267,7 @@ def _refuse(status: int, reason: str) -> web.Response:
 
 
 def _is_own(request: web.Request, name: str) -> bool:
-    """Whether that is the very address that the client has reached."""
+    """Whether `name` is the address that the client has connected to."""
     try:
         own = request.protocol.sockname
         return own is not None and ipaddress.ip_address(name) == ipaddress.ip_address(own[0])
@@ -267,8 +275,9 @@ def _is_own(request: web.Request, name: str) -> bool:
         return False
 
 
-def _passed(headers: Any, *without: str) -> CIMultiDict[str]:
-    """Without those of the connection, and of a packing that is already undone."""
+def _passed(headers: CIMultiDictProxy[str], *without: str) -> CIMultiDict[str]:
+    """The headers to pass on: not those of the connection, of a compression that is already undone,
+    or in `without`."""
     dropped = {*HOP_BY_HOP, *without}
     for value in headers.getall("Connection", ()):
         dropped |= {name.strip().lower() for name in value.split(",")}
@@ -278,20 +287,21 @@ def _passed(headers: Any, *without: str) -> CIMultiDict[str]:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
+    """A JSON table; None for anything else."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # of a request: the server will say so
+    except (ValueError, RecursionError):  # of a request: the server reports it
         return None
     return found if isinstance(found, dict) else None
 
 
-def _broken_off(answer: dict[str, Any]) -> bool:
-    return any(one.get("finish_reason") in BROKEN_OFF for one in answer.get("choices") or ())
+def _incomplete(answer: Mapping[str, Any]) -> bool:
+    return any(one.get("finish_reason") in INCOMPLETE for one in answer.get("choices") or ())
 
 
-def joined(lines: list[bytes]) -> dict[str, Any] | None:
-    """The answer that a stream of server-sent events adds up to; None where it broke off."""
-    found: dict[str, Any] = {}
+def joined(lines: Iterable[bytes]) -> dict[str, object] | None:
+    """The answer that a stream of server-sent events adds up to; None where it is not complete."""
+    found: dict[str, object] = {}
     choices: dict[int, dict[str, Any]] = {}
     for line in lines:
         chunk = _parsed(line[5:]) if line.startswith(b"data:") else None

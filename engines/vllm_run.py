@@ -1,9 +1,9 @@
 """vLLM run with each drafter in turn: its tokens and its own counters.
 
-`serve` runs vLLM in an environment of its own (`bash scripts/engine_env.sh`): one process, the
-drafters one after the other. vLLM logs every round of every prompt, so one batch gives the rounds
-of each prompt; they must add up to its counters for the whole set. `scrape` reads the counters of a
-server that runs already.
+`serve` runs vLLM in an environment of its own (`bash scripts/engine_env.sh`), in one process, with
+one drafter after the other. vLLM logs every round of every prompt, so one batch gives the rounds of
+each prompt; they must add up to its counters for the whole set. `scrape` reads the counters of a
+running server.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.vllm_server import engine_python, environment, model_options
+from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
 from engines.web import urlopen
 from target.model import Target
 from target.sampling import Sampling
@@ -34,8 +34,8 @@ METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d+
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """As vLLM counts, past the end of answers too: rounds that drafted, their drafted and accepted
-    tokens, and for each position how many rounds accepted so far."""
+    """vLLM's counters, which include tokens past the end of answers: rounds that drafted, their
+    drafted and accepted tokens, and for each position the rounds that accepted up to it."""
 
     drafts: int
     drafted: int
@@ -43,14 +43,18 @@ class EngineCounters:
     accepted_per_position: list[int]
 
     @classmethod
-    def named(cls, values: Mapping[str, Any]) -> EngineCounters:
-        """From vLLM's names without prefix and suffix."""
-        whole = [int(values[name]) for name in ("drafts", "draft_tokens", "accepted_tokens")]
-        return cls(whole[0], whole[1], whole[2], list(values["accepted_tokens_per_pos"]))
+    def named(cls, values: CounterValues) -> EngineCounters:
+        """The counters, given under vLLM's names without prefix and suffix."""
+        return cls(
+            int(values["drafts"]),
+            int(values["draft_tokens"]),
+            int(values["accepted_tokens"]),
+            list(values["accepted_tokens_per_pos"]),
+        )
 
     def __sub__(self, earlier: EngineCounters) -> EngineCounters:
         if self.drafts < earlier.drafts:
-            raise RunFault("vLLM's counters ran backwards: the server was started again meanwhile")
+            raise RunFault("vLLM's counters decreased: the server was started again meanwhile")
         pairs = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
         by_position = [now - then for now, then in pairs]
         drafts, drafted = self.drafts - earlier.drafts, self.drafted - earlier.drafted
@@ -58,32 +62,39 @@ class EngineCounters:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """vLLM's mean acceptance length, not cut at the end of answers."""
+        """vLLM's mean acceptance length, not cut at the end of answers; None without a round."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
 
 @dataclass(frozen=True)
 class Speculation:
     """A drafter for vLLM. `method`: draft_model, medusa, eagle or eagle3; `folder`: exported for
-    vLLM; `sampled`: above temperature 0 it samples what it drafts, as in our own decoding. vLLM's
-    own default is False: the most likely tokens at any temperature, of which fewer are accepted."""
+    vLLM; `sampled`: above temperature 0 the drafter samples, as in draftsmith's decoding. vLLM's own
+    default is False: the most likely tokens at any temperature, of which fewer are accepted."""
 
     method: str
     folder: str | Path
     K: int
     sampled: bool = True
 
-    def config(self, sampling: Sampling) -> dict[str, Any]:
+    def config(self, sampling: Sampling) -> dict[str, object]:
+        """vLLM's `speculative_config`."""
         folder = str(Path(self.folder).resolve())
-        config = {"method": self.method, "model": folder, "num_speculative_tokens": self.K}
+        config: dict[str, object] = {
+            "method": self.method,
+            "model": folder,
+            "num_speculative_tokens": self.K,
+        }
         sampled = self.sampled and sampling.temperature > 0
-        return config | ({"draft_sample_method": "probabilistic"} if sampled else {})
+        if sampled:
+            config["draft_sample_method"] = "probabilistic"
+        return config
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """tokens: by prompt, with the ending EOS; rounds: by prompt, [drafted, accepted] each. Plain
-    decoding has no drafter, no rounds and no counters."""
+    """The result of a job. tokens: by prompt, the ending EOS included; rounds: by prompt, [drafted,
+    accepted] each. Plain decoding has no drafter, no rounds and no counters."""
 
     tokens: list[list[int]]
     drafter: Speculation | None
@@ -104,15 +115,16 @@ def serve(
 ) -> dict[str, EngineRun]:
     """vLLM's answers to the same prompts with each drafter; None is plain decoding.
 
-    The target is loaded by its name in its own dtype; EOS are its `eos_ids` and no others."""
+    vLLM loads the target by its name in its own dtype; only its `eos_ids` end an answer. Raises
+    UserError without an environment for vLLM, RunFault where it fails or miscounts."""
     python = engine_python()
     K = max([job.K for job in jobs.values() if job], default=0)
     longest = max(len(ids) for ids in prompts) + max_new_tokens + 2 * K + 2
-    own = dataclasses.asdict(sampling) | {
+    own: dict[str, object] = dataclasses.asdict(sampling) | {
         "max_tokens": max_new_tokens, "stop_token_ids": list(target.eos_ids), "ignore_eos": True,
         "detokenize": False,
     }  # fmt: skip
-    request = {
+    request: WorkerRequest = {
         "engine": {
             **model_options(target),
             "max_model_len": min(target.context, longest),
@@ -128,7 +140,7 @@ def serve(
     return {name: _checked(name, job, answer["jobs"][name], engine) for name, job in jobs.items()}
 
 
-def _run(python: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _run(python: Path, request: WorkerRequest) -> WorkerAnswer:
     with tempfile.TemporaryDirectory() as scratch:
         asked, answered, log = (Path(scratch) / n for n in ("asked.json", "answered.json", "log"))
         asked.write_text(json.dumps(request))
@@ -144,7 +156,8 @@ def _run(python: Path, request: dict[str, Any]) -> dict[str, Any]:
         return json.loads(answered.read_text())
 
 
-def _checked(name: str, job: Speculation | None, answer: dict[str, Any], engine: str) -> EngineRun:
+def _checked(name: str, job: Speculation | None, answer: JobAnswer, engine: str) -> EngineRun:
+    """The result of a job; RunFault where vLLM's rounds and counters differ."""
     if job is None:
         return EngineRun(answer["tokens"], None, [], None, engine)
     counters = EngineCounters.named(answer["counters"])
@@ -167,11 +180,15 @@ def from_metrics(text: str) -> EngineCounters:
         remedy = "start vLLM with --speculative-config and without --disable-log-stats"
         raise UserError(f"the metrics hold no counters of speculative decoding: {remedy}")
     positions = [totals[place] for place in sorted(filter(str.isdigit, totals), key=int)]
-    return EngineCounters.named({**totals, "accepted_tokens_per_pos": positions})
+    whole = dict(totals)
+    return EngineCounters(
+        whole["drafts"], whole["draft_tokens"], whole["accepted_tokens"], positions
+    )
 
 
 def scrape(url: str) -> EngineCounters:
-    """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start."""
+    """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start.
+    UserError where they cannot be read."""
     address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")

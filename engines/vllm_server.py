@@ -1,4 +1,4 @@
-"""vLLM in an environment of its own: where it is, and a server for as long as one is needed."""
+"""vLLM in an environment of its own: its interpreter, and a server that runs as long as needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,16 +34,17 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def engine_python() -> Path:
-    """The interpreter of the engine's environment, named by a variable or made by the script."""
+    """The interpreter of the engine's environment, named by a variable or made by the script.
+    UserError where there is none."""
     python = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
     if not (python.is_file() and os.access(python, os.X_OK)):
         remedy = f"run `bash scripts/engine_env.sh`, or name its Python in {PYTHON_VARIABLE}"
-        raise UserError(f"no environment with vLLM: {python} is no program; {remedy}")
-    return python.absolute()  # not resolved: its link is what makes it the environment's
+        raise UserError(f"no environment with vLLM: {python} is not a program: {remedy}")
+    return python.absolute()  # not resolved: the link selects the environment
 
 
-def model_options(target: Target) -> dict[str, Any]:
-    """How vLLM finds the target, and computes as it does here."""
+def model_options(target: Target) -> dict[str, object]:
+    """The options with which vLLM loads the target in the same dtype as here."""
     local = Path(target.name)
     return {
         "model": str(local.resolve()) if local.exists() else target.name,
@@ -53,18 +53,18 @@ def model_options(target: Target) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process with vLLM, whose parts ask each other on this machine."""
+    """The environment of a process with vLLM, whose parts call each other on this machine."""
     return DEFAULTS | dict(os.environ) | past_proxy(os.environ) | FORCED
 
 
 @contextlib.contextmanager
-def vllm_server(target: Target, options: Mapping[str, Any]) -> Iterator[str]:
-    """The address of a server of the target on this machine, which ends with the block, and with
-    this process. `options`: further arguments of vLLM, such as {"tensor_parallel_size": 4}.
+def vllm_server(target: Target, options: Mapping[str, object]) -> Iterator[str]:
+    """Run a server of the target on this machine; yields its address. It ends with the block and
+    with this process. `options`: further arguments of vLLM, such as {"tensor_parallel_size": 4}.
 
-    RunFault where it does not start, with its last words."""
+    Raises RunFault with the end of its log where it does not start."""
     python = engine_python()
-    settings: dict[str, Any] = model_options(target) | {
+    settings: dict[str, object] = model_options(target) | {
         "host": "127.0.0.1",  # for this machine alone: whoever reaches it may use it
         "port": free_port(),
         "generation_config": "vllm",  # no sampling defaults of the model's own
@@ -92,12 +92,13 @@ def vllm_server(target: Target, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def free_port() -> int:
+    """A TCP port that no program uses at this moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def command_line(options: Mapping[str, Any]) -> list[str]:
+def command_line(options: Mapping[str, object]) -> list[str]:
     """vLLM's arguments: {"max_model_len": 8, "enforce_eager": True} -> --max-model-len 8 ..."""
     words = list[str]()
     for name, value in options.items():
@@ -111,6 +112,7 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server is ready. RunFault where it ends or takes longer than START_S."""
     began = time.monotonic()
     while True:
         try:

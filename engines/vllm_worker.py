@@ -1,11 +1,9 @@
-"""Runs in the engine's environment and imports nothing of this project (`eval.served` starts it):
+"""Runs vLLM in the engine's environment (`engines.vllm_run` starts it):
 
     python vllm_worker.py request.json answer.json
 
-request: {"engine": arguments of vllm.LLM, "prompts": [[ids], ...], "sampling": [arguments of
-vllm.SamplingParams, one a prompt], "jobs": {name: speculative_config, or null for plain decoding}}.
-answer: {"version", "jobs": {name: {"tokens": [[ids], ...], "rounds": [[[drafted, accepted], ...],
-...] one list a prompt, "counters": {...}}}}, the counters being vLLM's own for the whole set.
+It reads a `WorkerRequest` and writes a `WorkerAnswer`, both as JSON. It imports nothing of this
+project.
 """
 
 from __future__ import annotations
@@ -13,15 +11,63 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "vllm:spec_decode_num_"
 
 
-def counters(llm: Any) -> dict[str, Any]:
-    """vLLM's counters so far by name, without its prefix; by position they are lists."""
-    found: dict[str, Any] = {}
+class WorkerRequest(TypedDict):
+    """What is to be run."""
+
+    engine: dict[str, object]  # arguments of vllm.LLM
+    prompts: list[list[int]]  # token ids
+    sampling: list[dict[str, object]]  # arguments of vllm.SamplingParams, one for each prompt
+    jobs: dict[str, dict[str, object] | None]  # speculative_config; None for plain decoding
+
+
+class CounterValues(TypedDict):
+    """vLLM's own counters of a job, for all its prompts, without their prefix."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_tokens_per_pos: list[int]
+
+
+class JobAnswer(TypedDict):
+    """What one job gave, by prompt."""
+
+    tokens: list[list[int]]
+    rounds: list[list[list[int]]]  # [drafted, accepted] of each round
+    counters: CounterValues  # empty for plain decoding
+
+
+class WorkerAnswer(TypedDict):
+    """What was run."""
+
+    version: str  # of vLLM
+    jobs: dict[str, JobAnswer]
+
+
+class _Metric(Protocol):
+    name: str
+    value: int
+
+
+class _Engine(Protocol):
+    """What `counters` uses of vllm.LLM, which is not installed where types are checked."""
+
+    def get_metrics(self) -> Iterable[_Metric]: ...
+
+
+def counters(llm: _Engine) -> dict[str, int | list[int]]:
+    """vLLM's counters so far by name, without their prefix; those by position are lists."""
+    found: dict[str, int | list[int]] = {}
     for metric in llm.get_metrics():
         if metric.name.startswith(PREFIX):
             values = getattr(metric, "values", None)
@@ -29,7 +75,8 @@ def counters(llm: Any) -> dict[str, Any]:
     return found
 
 
-def serve(request: dict[str, Any], speculative: dict[str, Any] | None) -> dict[str, Any]:
+def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> dict[str, object]:
+    """Run one job with an engine of its own; the `JobAnswer`."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     options = dict(request["engine"])
@@ -53,20 +100,28 @@ def serve(request: dict[str, Any], speculative: dict[str, Any] | None) -> dict[s
             "rounds": rounds,
             "counters": counters(llm),
         }
-    finally:  # an engine holds its share of the memory until it is told to let go
+    finally:  # an engine holds its memory until it is shut down
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
 
 
 def repair() -> None:
-    """vLLM's CPU build (0.32.0) divides logits by memory never written: its `expand` kernel, which
-    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the result.
-    What is sampled then is noise. This is what the kernel computes on a GPU."""
+    """Replace a kernel of vLLM's CPU build (0.32.0) by what it computes on a GPU.
+
+    The CPU build divides logits by memory that was never written: its `expand` kernel, which
+    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the result. The
+    sampled tokens are then noise."""
     import torch
     from vllm.v1.sample import rejection_sampler  # pyright: ignore[reportMissingImports]
 
-    def expand(values: Any, ends: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0):
+    def expand(
+        values: Tensor,
+        ends: Tensor,
+        num_tokens: int,
+        replace_from: float = 0,
+        replace_to: float = 0,
+    ) -> Tensor:
         values = torch.where(values == replace_from, replace_to, values).to(values.dtype)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
         return torch.repeat_interleave(values, counts, output_size=num_tokens)
@@ -75,10 +130,11 @@ def repair() -> None:
 
 
 def main(request_file: str, answer_file: str) -> None:
+    """Run all jobs of a request file."""
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
-    request = json.loads(Path(request_file).read_text())
+    request: WorkerRequest = json.loads(Path(request_file).read_text())
     version = vllm.__version__
     if current_platform.is_cpu() and any(one["temperature"] for one in request["sampling"]):
         repair()

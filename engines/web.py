@@ -1,8 +1,8 @@
-"""HTTP to servers: those on this machine without the environment's proxy, none of them redirected.
+"""HTTP to servers: this machine's own without the environment's proxy, and none with redirects.
 
-A proxy set for the outside world cannot reach this machine's own servers, and would be shown the
-prompts and the key. urllib follows a redirect with all headers, so the key would go to any host
-that a server names.
+A proxy for the outside world cannot reach this machine's own servers, and would see the prompts and
+the key. urllib follows a redirect with all headers, so the key would be sent to any host that a
+server names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, NoReturn
 
 from trainer.config import UserError
 
@@ -21,7 +21,14 @@ OWN = ("127.0.0.1", "localhost", "::1")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+    def http_error_302(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+    ) -> NoReturn:
         said = f"it redirects to {headers.get('Location')}, which is not followed: name that server"
         raise urllib.error.HTTPError(req.full_url, code, said, headers, fp)
 
@@ -33,19 +40,19 @@ def urlopen(
     timeout: float,
     data: bytes | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Any:
-    """The answer, as of urllib's. Raises UserError for what is no address, OSError or
-    http.client.HTTPException where the exchange fails."""
+) -> http.client.HTTPResponse:
+    """The server's answer; the caller closes it. Raises UserError where `address` is not an
+    address, OSError or http.client.HTTPException where the exchange fails."""
     try:
         parts = urllib.parse.urlsplit(address)
         if not parts.hostname or parts.port == 0:  # reading `port` checks it
-            raise ValueError("it names no host, or port 0")
+            raise ValueError("it has no host, or port 0")
         request = urllib.request.Request(address, data, dict(headers or {}))
         proxy = urllib.request.ProxyHandler({} if is_own(parts.hostname) else None)
         opener = urllib.request.build_opener(proxy, _NoRedirect)
         return opener.open(request, timeout=timeout)
     except (ValueError, http.client.InvalidURL) as error:
-        raise UserError(f"{address} is no address of a server ({error})") from error
+        raise UserError(f"{address} is not the address of a server ({error})") from error
 
 
 def is_own(host: str) -> bool:
@@ -59,8 +66,8 @@ def is_own(host: str) -> bool:
 
 
 def past_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a child process, too, asks this machine's servers without a proxy.
-    What the environment excludes already stays excluded."""
+    """The variables that make a child process, too, call this machine's servers without a proxy.
+    Hosts that the environment excludes stay excluded."""
     both = {}
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
         given = environment.get(name) or environment.get(other) or ""

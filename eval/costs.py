@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import parameters_read

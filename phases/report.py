@@ -46,10 +46,10 @@ from phases.run import Run, read_facts
 from phases.serve import check_engine, served_rows
 from target.model import Target
 from target.sampling import Sampling
-from trainer.checkpoint import FitResult
 from trainer.config import RunFault, UserError, require
 from trainer.files import write_atomic
 from trainer.progress import TokenProgress
+from trainer.store import FitResult
 from trainer.tracking import track_report
 
 

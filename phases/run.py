@@ -75,7 +75,7 @@ class Run:
 
     def barrier(self) -> None:
         """Processes wait for each other; until then they help each other with the target."""
-        self.target.meet()
+        self.target.sync()
         self.accelerator.wait_for_everyone()
 
 

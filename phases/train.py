@@ -306,7 +306,7 @@ class StageRun:
                     objective=objective, drafter=self.drafter, batches=batches, evaluate=evaluate,
                     outputs=outputs, config=self.settings, folder=self.folder,
                     seed=run.config.run.seed, accelerator=accelerator, tracker=tracker,
-                    context=context, lr_multiplier=stage.lr_multiplier, meet=target.meet,
+                    context=context, lr_multiplier=stage.lr_multiplier, sync=target.sync,
                     describe=lambda batch: redacted(preview(batch, target.tokenizer)),
                 ))  # fmt: skip
         finally:

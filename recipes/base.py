@@ -84,7 +84,7 @@ class Context:
 
 
 class Objective:
-    """What a stage trains on. One that asks the target by itself calls `target.meet()` before
+    """What a stage trains on. One that asks the target by itself calls `target.sync()` before
     processes wait for each other: before it gathers, and in `loss` before its drafter computes."""
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:

@@ -258,7 +258,7 @@ class TreeObjective(Objective):
         config, metrics = self.config, dict[str, Any]()
         texts = self.texts(batch)
         paths, rewards, found = self.paths(unwrapped(drafter), texts, batch.input_ids.device)
-        self.target.meet()  # each process scored as many trees as it has
+        self.target.sync()  # each process scored as many trees as it has
         advantage, flat = advantages(
             rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
         )

@@ -233,7 +233,7 @@ class OnlineObjective(Objective):
         self.replay.seed = context.seed
         self.last, log = rows, self.stream.log
         batch = self._collect(rows, index) if any(any(row.weights) for row in rows) else None
-        self.target.meet()
+        self.target.sync()
         gathered = gather_object([([row.plain() for row in rows], sums, self.stream.foreign)])
         for plain, of_rank, foreign in gathered:  # every process holds the same buffer and counts
             self.tally.add(of_rank)

@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
             generate.evaluation_traces(this, prompts, temperature)
         if this.accelerator.is_main_process:
             measure(this, drafter, prompts, folder, arguments)
-        this.target.meet()
+        this.target.sync()
     except Exception as error:
         return run.fail(error, arguments)
     return 0

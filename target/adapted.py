@@ -1,8 +1,8 @@
-"""LoRA on a target that stays as it is.
+"""LoRA on a target that itself does not change.
 
-The adapter sits in a second tree of modules around the very weights of the target: no weight exists
-twice, and the target never sees the adapter. Frozen teacher, other rows of a report and adapted
-target live side by side, and nothing has to be switched on or off.
+The adapter lies in a second tree of modules around the same weights: no weight exists twice, and
+the target does not contain the adapter. Frozen teacher, other rows of a report and adapted target
+exist at the same time, and nothing has to be switched on or off.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from peft import (
     LoraConfig,
+    LoraModel,
+    PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
     load_peft_weights,
     set_peft_model_state_dict,
 )
+from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from target.devices import decoder_of
@@ -34,7 +38,9 @@ from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
 
-NAME = "default"  # peft's own, of an adapter that is alone
+NAME = "default"  # peft's own name of a single adapter
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass
@@ -54,24 +60,25 @@ class LoraSettings:
 
 
 def check_lora(target: Target, settings: LoraSettings) -> None:
+    """UserError where this target cannot carry an adapter."""
     model = target.model
     spread = target.sharded is not None or hasattr(model, "hf_device_map")
     if spread or getattr(model, "is_quantized", False):
         raise UserError(
-            "recipe=medusa2 trains inside of the target, which must be whole on one device and not "
+            "recipe=medusa2 trains inside the target, which must be whole on one device and not "
             "quantised: leave out model.device_map and model.quantization"
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if settings.lm_head and tied:
         raise UserError(
             "method.lora_lm_head must be false for this target: its embedding and its output "
-            "matrix are one, and an adapter would part them"
+            "matrix are tied, and an adapter would untie them"
         )
 
 
 class AdaptedTarget:
-    """`model`: the target's own class of model, adapter included. A deep copy has an adapter of its
-    own around the same weights."""
+    """A target with an adapter. `model`: of the target's own class, adapter included. A deep copy
+    has an adapter of its own around the same weights."""
 
     def __init__(self, target: Target, settings: LoraSettings):
         self.target, self.settings, self.checkpointing = target, settings, False
@@ -90,21 +97,27 @@ class AdaptedTarget:
         with warnings.catch_warnings():  # of how peft asks transformers, and of GPT-2's layout
             warnings.simplefilter("ignore")
             try:
-                self.peft: Any = get_peft_model(model, config).eval()
+                adapted = get_peft_model(model, config).eval()
             except ValueError as error:
                 reason = " ".join(str(error).split())
-                what = f"peft adapts no {type(model).__name__} with these method.lora_* ({reason})"
+                what = (
+                    f"peft cannot adapt {type(model).__name__} with these method.lora_* ({reason})"
+                )
                 raise UserError(what) from error
+        assert isinstance(adapted, PeftModel)
+        self.peft = adapted
 
     @property
-    def model(self) -> Any:
-        return self.peft.get_base_model()
+    def model(self) -> PreTrainedModel:
+        model = self.peft.get_base_model()
+        assert isinstance(model, PreTrainedModel)
+        return model
 
     def modules(self) -> dict[str, nn.ModuleDict]:
-        """All that trains, by the layer it adapts, and the dropout in between."""
+        """The trained matrices A and B and their dropout, by the name of the adapted layer."""
         found = {}
         for name, module in self.model.named_modules():
-            if hasattr(module, "lora_A"):
+            if isinstance(module, LoraLayer):
                 parts = {
                     "A": module.lora_A[NAME],
                     "B": module.lora_B[NAME],
@@ -114,9 +127,9 @@ class AdaptedTarget:
         return found
 
     def states(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, L] -> final-normed states [B, L, H], with gradient."""
+        """ids, position_ids: [B, L] int64 -> final-normed states [B, L, H], with gradient."""
         run = decoder_of(self.model)
-        # a layer recomputes only where it takes itself for training; its own dropouts stay off
+        # a layer recomputes only if it is in training mode; its own dropouts stay off
         recomputed = decoder_layers(self.model) if self.checkpointing else ()
         for layer in recomputed:
             layer.training = torch.is_grad_enabled()
@@ -127,31 +140,34 @@ class AdaptedTarget:
                 layer.training = False
 
     def checkpoint(self) -> None:
-        """Keep the layers' inputs only, and compute the rest again for the gradient."""
+        """Store only the layers' inputs and compute the rest again in the backward pass."""
         self.checkpointing = True
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def head(self) -> OutputHead:
-        """From those states to logits of the true vocabulary."""
+        """The output head from final-normed states to logits of the true vocabulary."""
         plain = self.target.head
         if not self.settings.lm_head:
             return plain
         layer = self.model.get_output_embeddings()
-        change = layer.lora_B[NAME].weight @ layer.lora_A[NAME].weight
+        assert isinstance(layer, LoraLayer)
+        change = layer.lora_B[NAME].get_parameter("weight") @ layer.lora_A[NAME].get_parameter(
+            "weight"
+        )
         return dataclasses.replace(plain, weight=plain.weight + layer.scaling[NAME] * change)
 
     @property
     def changes(self) -> bool:
-        """Whether the adapter does anything yet."""
-        return any(bool(one["B"].weight.any()) for one in self.modules().values())  # type: ignore[operator, union-attr]
+        """Whether the adapter changes any output yet: whether any B is not zero."""
+        return any(bool(one["B"].get_parameter("weight").any()) for one in self.modules().values())
 
     def as_target(self) -> Target:
-        """As it is now, for evaluation; text and states of it are never taken for the target's."""
+        """The adapted model as a target, for evaluation; it has a fingerprint of its own."""
         digest = hashlib.sha256(json.dumps(dataclasses.asdict(self.settings)).encode())
         for name, parts in self.modules().items():
             digest.update(name.encode())
             for tensor in parts.parameters():
-                # a copy: a storage that numpy has seen can never be let go by FSDP2
+                # a copy: FSDP2 cannot free a storage that numpy refers to
                 plain = tensor.detach().to("cpu", torch.float32, copy=True)
                 digest.update(plain.contiguous().numpy().tobytes())
         weights = f"{self.target.fingerprint['weights']}+{digest.hexdigest()[:16]}"
@@ -163,10 +179,15 @@ class AdaptedTarget:
         )
 
     def merged(self, folder: Path, ours: bool = False) -> Target:
-        """Written to `folder` as an ordinary model, the adapter added into its weights; on the CPU,
-        where it needs the memory of a second target while this runs. `ours`: see `whole_folder`."""
+        """Write an ordinary model with the adapter merged into its weights to `folder`.
+
+        It is made on the CPU, which needs memory for a second target meanwhile. `ours`: see
+        `whole_folder`. Raises RunFault where the folder cannot be written."""
         copied = _copied(self.peft, self.peft, lambda tensor: tensor.detach().to("cpu", copy=True))
-        model = copied.merge_and_unload()
+        tuner = copied.base_model
+        assert isinstance(tuner, LoraModel)
+        model = tuner.merge_and_unload()
+        assert isinstance(model, PreTrainedModel)
         try:
             with whole_folder(folder, ours) as partial:
                 model.save_pretrained(partial)
@@ -184,9 +205,11 @@ class AdaptedTarget:
     # --- peft's own format -----------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
+        """Write the adapter in peft's format."""
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
     def load(self, folder: Path) -> None:
+        """Restore the adapter that `save` wrote. UserError where its shape differs."""
         found = load_peft_weights(str(folder), device=str(self.target.device))
         own = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         if found.keys() != own.keys():
@@ -194,24 +217,24 @@ class AdaptedTarget:
             raise UserError(f"{folder} holds an adapter of another shape: {name!r} has no match")
         set_peft_model_state_dict(self.peft, found)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedTarget:
+    def __deepcopy__(self, memo: dict[int, object]) -> AdaptedTarget:
         made = memo[id(self)] = copy.copy(self)
         made.peft = _copied(self.peft, self.target.model, lambda tensor: tensor, memo)
         return made
 
 
 def _copied(
-    model: Any,
-    weights: Any,
+    model: M,
+    weights: nn.Module,
     place: Callable[[torch.Tensor], torch.Tensor],
-    memo: dict[int, Any] | None = None,
-) -> Any:
-    """A copy of the tree of modules `model`; `place` says what stands for each of the parameters
-    and buffers of `weights` in it. Tensors that are one stay one."""
+    memo: dict[int, object] | None = None,
+) -> M:
+    """A copy of the tree of modules `model`, in which `place(tensor)` replaces each parameter and
+    buffer of `weights`. Tied tensors stay tied."""
     memo = {} if memo is None else memo
     for tensor in (*weights.parameters(), *weights.buffers()):
-        kept = place(tensor)
-        if kept is not tensor and isinstance(tensor, nn.Parameter):
-            kept = nn.Parameter(kept, requires_grad=False)
-        memo[id(tensor)] = kept
+        placed = place(tensor)
+        if placed is not tensor and isinstance(tensor, nn.Parameter):
+            placed = nn.Parameter(placed, requires_grad=False)
+        memo[id(tensor)] = placed
     return copy.deepcopy(model, memo)

@@ -1,8 +1,8 @@
-"""A key-value cache with slots of the caller's choice, on unchanged transformers models.
+"""A key-value cache with slots that the caller chooses, on unchanged transformers models.
 
-Rows of a batch accept different numbers of tokens, so a cache that grows by concatenation does
-not serve. Here keys and values lie in preallocated buffers, every forward names the slot of each
-token, and an explicit mask says which slots a token may see. Rejected tokens need no rollback:
+Rows of a batch accept different numbers of tokens, so a cache that grows by concatenation cannot
+be used. Here keys and values lie in preallocated buffers, every forward gives the slot of each
+token, and an explicit mask gives the slots that a token may see. Rejected tokens need no rollback:
 their slots are masked until they are overwritten.
 """
 
@@ -12,23 +12,27 @@ import copy
 import inspect
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from target.devices import decoder_of, device_of
 from trainer.config import RunFault, UserError
 
-# Of logits. Rounding differs with the shape of a pass, in bfloat16 by some per cent, and one token
-# may reach another expert: of two the closer one counts. A wrong place or mask is far beyond.
+# Relative difference of logits. Rounding differs with the shape of a pass, in bfloat16 by some per
+# cent, and one token may be routed to another expert: of two tokens the closer one counts. A wrong
+# slot or mask makes far more.
 TOLERANCE = 0.1
-_SAME: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
+_SAME: dict[bool, weakref.WeakSet[PreTrainedModel]] = {
+    False: weakref.WeakSet(),
+    True: weakref.WeakSet(),
+}
 
 
 @dataclass
 class _Placement:
-    """Where the current call's tokens go; shared by all layers."""
+    """The slots of the current call's tokens; shared by all layers."""
 
     slots: torch.Tensor | None = None  # [R, T]
     first: int | None = None  # all rows write the consecutive slots first, first+1, ...
@@ -53,7 +57,7 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def take(self, other: _SlotLayer, rows: torch.Tensor) -> None:
-        """Copies of these rows of another one that has been written to."""
+        """Copy these rows of another layer that has been written to."""
         assert other.keys is not None
         assert other.values is not None
         rows = rows.to(other.keys.device)
@@ -93,9 +97,11 @@ class _SlotLayer(CacheLayerMixin):
 
 @dataclass
 class PlacedNodes:
-    """Where the tree nodes of one forward lie and what they may see. slots, positions [B, T];
-    first [B]: slots below it hold committed text, visible to all; ancestors [B, T, M]: of the M
-    nodes fed so far, in slots first, first + 1, ...; depths [B, M]: from 1."""
+    """The slots of the tree nodes of one forward, and the slots that they may see.
+
+    slots, positions: [B, T] int64; first: [B] int64, lower slots hold committed text and are
+    visible to all; ancestors: [B, T, M] bool, of the M nodes fed so far, in slots first, first + 1,
+    ...; depths: [B, M] int64, from 1."""
 
     slots: torch.Tensor
     positions: torch.Tensor
@@ -104,7 +110,7 @@ class PlacedNodes:
     depths: torch.Tensor
 
     def visible(self, used: int, window: int | None = None) -> torch.Tensor:
-        """[B, T, used] bool; with `window`, only keys whose position is less than that far back."""
+        """The visible slots, [B, T, used] bool; with `window`, only keys closer than that."""
         batch, count, size = self.ancestors.shape
         slots = torch.arange(used, device=self.first.device)
         allowed = (slots < self.first.unsqueeze(1)).unsqueeze(1).repeat(1, count, 1)
@@ -165,14 +171,14 @@ class CachedModel:
     """A causal LM with a slot cache: `forward` takes token ids and their positions (slot = position
     unless slots are given) for all rows of the batch or for some of them."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.model = model
         config = model.config.get_text_config()
         self.num_layers = config.num_hidden_layers
         self.eager = config._attn_implementation == "eager"
         if config._attn_implementation not in ("eager", "sdpa"):
             raise UserError(
-                f"attention implementation {config._attn_implementation!r} takes no explicit mask; "
+                f"attention implementation {config._attn_implementation!r} takes no explicit mask: "
                 "load the model with attn_implementation='sdpa'"
             )
         types = getattr(config, "layer_types", None) or ["full_attention"]
@@ -212,7 +218,7 @@ class CachedModel:
         return device_of(self.model)
 
     def begin(self, rows: int, capacity: int) -> None:
-        """Forget everything; make room for `rows` sequences of `capacity` slots."""
+        """Make an empty cache for `rows` sequences of `capacity` slots."""
         self.rows, self.capacity = rows, capacity
         self.placement = _Placement()
         self.cache = Cache(
@@ -230,8 +236,8 @@ class CachedModel:
                 layer.keys, layer.values = layer.keys[own], layer.values[own]  # type: ignore[union-attr, index]
 
     def repeated(self, rows: torch.Tensor) -> CachedModel:
-        """Another cache of the same model, over copies of these rows, each as often as it is named;
-        this one stays as it is."""
+        """Another cache of the same model with copies of these rows, [n] int64; a row may be named
+        several times. This cache does not change."""
         assert self.cache is not None
         other = copy.copy(self)
         other.begin(len(rows), self.capacity)
@@ -251,9 +257,11 @@ class CachedModel:
         logits_to_keep: int | torch.Tensor = 0,
         tree: PlacedNodes | None = None,
     ) -> torch.Tensor:
-        """ids, positions [R, T]; `used`: one past the largest slot visible; `rows` [R] or None for
-        all; `first`: given when every row writes slots first..first+T-1; `tree`: the tokens are
-        nodes of a tree, with slots of their own. Returns logits [R, T', V]."""
+        """Logits [R, T', V] of ids [R, T] int64 at positions [R, T] int64.
+
+        `used`: one past the largest visible slot; `rows`: [R] int64, None for all; `first`: given
+        where every row writes slots first..first+T-1; `tree`: the tokens are nodes of a tree, with
+        slots of their own."""
         assert self.cache is not None
         self._require_same(tree is not None)
         used = min(
@@ -274,14 +282,14 @@ class CachedModel:
 
     @torch.no_grad()
     def _require_same(self, tree: bool) -> None:
-        """UserError where the model scores tokens that come later, or a path of a tree, otherwise
-        than the same tokens in one pass: its state is no cache of keys and values, or it counts
-        slots instead of positions (ALiBi). Asked once for each model."""
+        """UserError where the model scores later tokens, or a path of a tree, otherwise than the
+        same tokens in one pass: its state is not a cache of keys and values, or it counts slots
+        instead of positions (ALiBi). Checked once for each model."""
         if self.model in _SAME[tree]:
             return
-        _SAME[tree].add(self.model)  # or the trial would ask
+        _SAME[tree].add(self.model)  # or the trial would check again
         siblings, device = 15 if tree else 1, self.device  # the last one: far from its position
-        rows = self.model.get_input_embeddings().weight.shape[0]
+        rows = self.model.get_input_embeddings().get_parameter("weight").shape[0]
         ids = (torch.arange(siblings + 3, device=device) % rows).unsqueeze(0)
         ancestors = torch.eye(siblings + 1, dtype=torch.bool, device=device).unsqueeze(0)
         ancestors[:, -1, -2] = True
@@ -302,20 +310,20 @@ class CachedModel:
             raise
         except Exception as error:  # of a model that takes no such cache, mask or positions
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            what = f"cannot be decoded with a cache of ours ({reason})"
+            what = f"cannot be decoded with this slot cache ({reason})"
         else:
             difference = _relative(found[0, -2:].float(), expected[0, -2:].float())
             if not difference > TOLERANCE:
                 return
-            which = "a path of a tree" if tree else "what comes later"
+            which = "a path of a tree" if tree else "later tokens"
             what = f"scores {which} otherwise than all in one pass, by {difference:.0%}"
             what += " (ALiBi?): measure chains, eval.tree=null" if tree else ""
         _SAME[tree].discard(self.model)
         raise UserError(f"{type(self.model).__name__} {what}")
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy what lies in the slots `source` [B, D] to the slots `destination` [B, D]: an
-        accepted path of a tree goes behind the committed text."""
+        """Copy keys and values from slots `source` to slots `destination`, each [B, D] int64: an
+        accepted path of a tree is appended to the committed text."""
         assert self.cache is not None
         for layer in self.cache.layers:
             for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
@@ -327,7 +335,10 @@ class CachedModel:
                 )
                 buffer.scatter_(2, put, buffer.gather(2, taken))
 
-    def _mask(self, positions: torch.Tensor, used: int, tree: PlacedNodes | None) -> Any:
+    def _mask(
+        self, positions: torch.Tensor, used: int, tree: PlacedNodes | None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive or bool masks [R, 1, T, S], by layer type where the model chooses by it."""
         slots = torch.arange(used, device=positions.device)
         query = positions.unsqueeze(-1)
         masks: dict[str, torch.Tensor] = {}
@@ -350,6 +361,6 @@ class CachedModel:
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The least of the rows' differences, in shares of what a row's logits differ by."""
+    """The least relative difference of the rows' logits, each without its mean."""
     found, expected = (x - x.mean(-1, keepdim=True) for x in (found, expected))
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).min())

@@ -1,7 +1,7 @@
 """Plain batched decoding on the slot cache: sorted by length, rows refilled as they finish.
 
-Serves the target (traces) and a drafter (on-policy text) alike. What is drawn depends only on the
-model, the prompt and the row's key, never on batch size, order or process count.
+It is used for the target (traces) and for a drafter (on-policy text). The tokens drawn depend only
+on the model, the prompt and the row's key, never on batch size, order or process count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from target.cache import CachedModel
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, warp
@@ -18,8 +19,8 @@ from target.sampling import Sampling, inverse_cdf, keyed_uniform, warp
 
 @dataclass
 class Request:
-    """One continuation to be generated. `key`: see target.sampling.row_key; `tag`: the caller's
-    own."""
+    """One continuation to be generated. `key`: see `target.sampling.row_key`; `tag`: anything that
+    the caller wants back with the continuation."""
 
     prompt_ids: list[int]
     key: int
@@ -29,6 +30,8 @@ class Request:
 
 @dataclass
 class Continuation:
+    """The answer to a request."""
+
     request: Request
     response_ids: list[int]  # the ending EOS included
     finish_reason: str  # eos | stop | length
@@ -36,7 +39,9 @@ class Continuation:
 
 
 @dataclass
-class _Row:
+class _Decoding:
+    """A continuation under way."""
+
     request: Request
     tokens: list[int] = field(default_factory=list)
     end: int | None = None  # length of the response once it has ended; look-ahead follows
@@ -51,17 +56,18 @@ def decode(
     eos_ids: tuple[int, ...],
     batch_size: int,
     lookahead: int = 0,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     stop_strings: tuple[str, ...] = (),
     vocab_size: int | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Continuation]:
     """Yield continuations as they finish (not in order).
 
-    `requests` may be a list the consumer appends to while iterating (later conversation turns);
-    a list is emptied on the way.
-    `lookahead` tokens are decoded past the end, EOS or not, as engines do inside a round.
-    `vocab_size`: ids at or above it (padding of a drafter's head) are never produced.
+    `requests` may be a list, to which the consumer may append while it iterates (later turns of a
+    conversation); the list is emptied.
+    `lookahead`: tokens to decode past the end of each answer, as engines do inside a round.
+    `tokenizer`: needed for `stop_strings`.
+    `vocab_size`: ids from this on (padding of a drafter's head) are never produced.
     `on_tokens` is called after each step with the number of tokens that it produced.
     """
     with torch.inference_mode():
@@ -82,26 +88,26 @@ def decode(
 class _Decoder:
     def __init__(
         self,
-        model,
-        requests,
-        max_new_tokens,
-        eos_ids,
-        batch_size,
-        lookahead,
-        tokenizer,
-        stop_strings,
-        vocab_size,
-        on_tokens,
+        model: CachedModel,
+        requests: Iterable[Request],
+        max_new_tokens: int,
+        eos_ids: tuple[int, ...],
+        batch_size: int,
+        lookahead: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_strings: tuple[str, ...],
+        vocab_size: int | None,
+        on_tokens: Callable[[int], None],
     ):
         self.on_tokens = on_tokens
         self.model, self.max_new_tokens, self.lookahead = model, max_new_tokens, lookahead
         self.eos, self.tokenizer, self.stop_strings = set(eos_ids), tokenizer, stop_strings
         self.vocab_size = vocab_size
-        # longest first: the batch then shrinks on short rows, and memory peaks at once, not late
+        # longest first: the batch then shrinks on short rows, and memory peaks early
         self.waiting = requests if isinstance(requests, list) else list(requests)
         self.waiting.sort(key=lambda r: len(r.prompt_ids))
         self.batch_size = batch_size
-        self.rows: list[_Row | None] = []
+        self.rows: list[_Decoding | None] = []
 
     def run(self) -> Iterator[Continuation]:
         device = self.model.device
@@ -145,20 +151,20 @@ class _Decoder:
         lengths = [len(r.prompt_ids) for r in taken]
         ids = torch.zeros(len(taken), max(lengths), dtype=torch.long)
         for i, request in enumerate(taken):
-            self.rows[free[i]] = _Row(request)
+            self.rows[free[i]] = _Decoding(request)
             ids[i, : lengths[i]] = torch.tensor(request.prompt_ids)
         rows = torch.tensor(free, device=device)
         ends = torch.tensor(lengths, device=device)
-        kept = sorted(set(lengths))
+        ends_at = sorted(set(lengths))
         logits = self.model.forward(
             ids.to(device),
             torch.arange(max(lengths), device=device).expand(len(taken), -1),
             used=max(lengths),
             rows=None if len(taken) == len(self.rows) else rows,
             first=0,
-            logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
+            logits_to_keep=torch.tensor([n - 1 for n in ends_at], device=device),
         )
-        column = torch.tensor([kept.index(n) for n in lengths], device=device)
+        column = torch.tensor([ends_at.index(n) for n in lengths], device=device)
         self.keys[rows] = torch.tensor([r.key for r in taken], device=device)
         self.temperature[rows, 0] = torch.tensor(
             [r.sampling.temperature for r in taken], device=device
@@ -228,6 +234,7 @@ class _Decoder:
     def _stopped(self, tokens: list[int]) -> bool:
         # a stop string spans at most its own length in tokens, plus one cut in the middle
         longest = max(map(len, self.stop_strings))
+        assert self.tokenizer is not None
         tail = self.tokenizer.decode(tokens[-(longest + 1) :], skip_special_tokens=False)
         before = self.tokenizer.decode(tokens[-(longest + 1) : -1], skip_special_tokens=False)
         return any(stop in tail and stop not in before for stop in self.stop_strings)

@@ -25,7 +25,7 @@ def is_gguf(name: str | Path) -> bool:
 
 
 def load_gguf(
-    file: Path, key: str, dtype: torch.dtype
+    file: Path, key: str, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer; `quantized_from` in the model's configuration says how it was stored.
     Raises UserError by the name of `key` for a file that is not there, an architecture that
@@ -64,7 +64,7 @@ def load_gguf(
         if name in vars(owner):
             delattr(owner, name)
     model.config.quantized_from = quantization(reader)
-    return model, tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def read(file: Path, key: str) -> GGUFReader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,10 +14,26 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
-from target.devices import decoder_of, device_of, in_place, is_elsewhere, is_plain, spread
+from target.devices import (
+    Device,
+    Loading,
+    decoder_of,
+    device_of,
+    in_place,
+    is_elsewhere,
+    is_plain,
+    spread,
+)
 from target.gguf import is_gguf, load_gguf
 from target.sharded import Sharded
 from trainer.checks import require_files
@@ -27,27 +43,27 @@ from trainer.config import UserError
 if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
 
+Index = torch.Tensor | slice | int
 LayerId = int | str  # output of decoder layer i counted from 0, or "final_norm"
 FULL_HASH_BYTES = 64 << 20
 
 
 @dataclass
 class ProjectedLogits:
-    """Logits that are made where they are looked at, of final-normed states [B, L, H]: those of all
-    positions of a long text would be most of the memory."""
+    """Logits of final-normed states [B, L, H], computed when they are indexed: those of all
+    positions of a long text would take most of the memory."""
 
     head: OutputHead
     states: torch.Tensor
 
-    def __getitem__(self, at: Any) -> torch.Tensor:
-        """`at`: rows [N] and indices [N], or another index of [B, L] -> [N, vocab_size]"""
+    def __getitem__(self, at: Index | tuple[Index, ...]) -> torch.Tensor:
+        """`at`: rows [N] and indices [N], or another index of [B, L] -> logits [N, vocab_size]."""
         return self.head.logits(self.states[at])
 
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What an objective needs of the target for a batch: hidden states of `layers`, and whether
-    logits."""
+    """What an objective needs of the target for a batch: hidden states of `layers`, and logits."""
 
     layers: tuple[LayerId, ...] = ()
     logits: bool = True
@@ -55,8 +71,8 @@ class TargetRequest:
 
 @dataclass
 class TargetOutputs:
-    """What a `TargetRequest` asked for. hidden[layer]: [B, L, H]; logits: [B, L, width], or what
-    gives them by row and index."""
+    """The answer to a `TargetRequest`. hidden[layer]: [B, L, H]; logits: [B, L, width], or computed
+    when they are indexed by row and position."""
 
     hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | ProjectedLogits | None = None
@@ -64,8 +80,10 @@ class TargetOutputs:
 
 @dataclass
 class Target:
-    model: Any
-    tokenizer: Any
+    """The frozen model with its tokenizer; `fingerprint` identifies both, see `fingerprint`."""
+
+    model: Any  # a PreTrainedModel, whose class and configuration decide what it has
+    tokenizer: Any  # a PreTrainedTokenizerBase
     name: str
     fingerprint: dict[str, Any]
     eos_ids: tuple[int, ...]
@@ -80,11 +98,12 @@ class Target:
         dtype: str = "auto",
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
-        device_map: str | dict[str, Any] | None = None,
-        max_memory: dict[Any, str] | None = None,
-        quantization: dict[str, Any] | None = None,
+        device_map: str | Mapping[str, object] | None = None,
+        max_memory: Mapping[Device, str] | None = None,
+        quantization: Mapping[str, object] | None = None,
     ) -> Target:
-        """`device`: where its inputs and outputs are, the others of a `device_map` aside."""
+        """Load a target from a folder or the Hub. `device`: of its inputs and outputs; a
+        `device_map` may use others too. Raises UserError where it cannot be loaded."""
         given = spread(device, device_map, max_memory or {}, quantization or {})
         model, tokenizer = load_causal_lm(
             name,
@@ -104,20 +123,21 @@ class Target:
             except (ValueError, NotImplementedError) as error:
                 raise UserError(
                     f"model.device_map=fsdp2 must be auto for {type(model).__name__}, which cannot "
-                    f"be shared out: {error}"
+                    f"be sharded: {error}"
                 ) from error
         elif device_map == "fsdp2":
-            print(f"model.device_map=fsdp2: one process, which holds {name} whole", flush=True)
+            print(f"model.device_map=fsdp2: one process holds {name} whole", flush=True)
         return cls(model, tokenizer, name, facts, eos, sharded)
 
-    def meet(self) -> None:
-        """Every process calls it before they wait for each other, see `target.sharded`."""
+    def sync(self) -> None:
+        """Wait for all processes of a sharded target, see `target.sharded`; every process calls it
+        before they wait for each other elsewhere."""
         if self.sharded is not None:
-            self.sharded.meet()
+            self.sharded.sync()
 
     @contextmanager
     def in_place(self, layer: torch.nn.Module, *others: torch.nn.Module | None) -> Iterator[None]:
-        """Inside, all parameters of a decoder layer, and of parts outside of them, can be read."""
+        """Inside the block, all parameters of a decoder layer and of `others` can be read."""
         whole = nullcontext() if self.sharded is None else self.sharded.whole(layer)
         with in_place(layer, *others), whole:
             yield
@@ -129,10 +149,12 @@ class Target:
 
     @property
     def logits_width(self) -> int:
+        """Rows of the output head, padding included."""
         return self.model.get_output_embeddings().weight.shape[0]
 
     @property
     def context(self) -> int:
+        """The most positions of a text."""
         config = self.model.config.get_text_config()
         return getattr(config, "max_position_embeddings", None) or 1 << 20
 
@@ -150,12 +172,12 @@ class Target:
 
     @cached_property
     def head(self) -> OutputHead:
-        """From final-normed states to logits of the true vocabulary."""
+        """The output head from final-normed states to logits of the true vocabulary."""
         return output_head(self.model, self.vocab_size)
 
     @property
     def embedding(self) -> torch.nn.Module:
-        """The module, not its weight: some models scale what they look up."""
+        """The embedding module, not its weight: some models scale the looked-up rows."""
         return self.model.get_input_embeddings()
 
     @torch.no_grad()
@@ -168,9 +190,10 @@ class Target:
         logits: bool = True,
         project_later: bool = False,
     ) -> TargetOutputs:
-        """One parallel pass over right-padded rows. input_ids [B, L]. Right padding needs no mask:
-        under causal attention nothing real looks at it. `project_later`: logits are made where they
-        are looked at."""
+        """One parallel pass over right-padded rows, without gradient.
+
+        input_ids, position_ids: [B, L] int64. Right padding needs no mask: under causal attention
+        no real token sees it. `project_later`: logits are computed when they are indexed."""
         if logits and project_later:
             every = tuple(dict.fromkeys((*layers, "final_norm")))
             found = self.outputs(input_ids, position_ids, layers=every, logits=False).hidden
@@ -188,7 +211,7 @@ class Target:
 
 
 def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, ...]:
-    """Distinct ids in range, or "final_norm"; anything else is refused."""
+    """`layers` as a tuple; UserError unless they are distinct and in range, or "final_norm"."""
     for layer in layers:
         if layer != "final_norm" and not (isinstance(layer, int) and 0 <= layer < num_layers):
             raise UserError(
@@ -199,7 +222,8 @@ def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, .
     return tuple(layers)
 
 
-def decoder_layers(model: Any) -> torch.nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers of a model in order. UserError where they are not found."""
     count = model.config.get_text_config().num_hidden_layers
     for module in decoder_of(model).modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -209,24 +233,30 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 @contextmanager
 def captured(
-    model: Any, layers: Sequence[LayerId], found: dict[LayerId, torch.Tensor]
+    model: PreTrainedModel, layers: Sequence[LayerId], found: dict[LayerId, torch.Tensor]
 ) -> Iterator[None]:
-    """Keep the outputs of these layers of the forward passes made inside, in `found`."""
+    """Inside the block, write the outputs [B, L, H] of these layers to `found` in each forward."""
 
-    def keep(layer: LayerId):
-        def hook(module, inputs, output):
-            if layer == "final_norm":
-                states = output.last_hidden_state
-            else:
-                states = output[0] if isinstance(output, tuple) else output
+    def normed(module: torch.nn.Module, inputs: object, output: BaseModelOutput) -> None:
+        assert output.last_hidden_state is not None
+        found["final_norm"] = output.last_hidden_state.to(device_of(model))
+
+    def output_of(layer: int) -> Callable[..., None]:
+        def hook(
+            module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]
+        ) -> None:
+            states = output[0] if isinstance(output, tuple) else output
             found[layer] = states.to(device_of(model))
 
         return hook
 
     handles = []
     for layer in layers:
-        module = decoder_layers(model)[layer] if isinstance(layer, int) else decoder_of(model)
-        handles.append(module.register_forward_hook(keep(layer)))
+        if isinstance(layer, int):
+            handle = decoder_layers(model)[layer].register_forward_hook(output_of(layer))
+        else:
+            handle = decoder_of(model).register_forward_hook(normed)
+        handles.append(handle)
     try:
         yield
     finally:
@@ -234,10 +264,12 @@ def captured(
             handle.remove()
 
 
-def output_head(model: Any, vocab_size: int) -> OutputHead:
-    """The model's own way from final-normed states to logits, checked on a few tokens."""
+def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
+    """The model's own map from final-normed states to logits, validated on a few tokens. UserError
+    where the head is quantised or computes more than a known transform."""
     config = model.config.get_text_config()
     projection = model.get_output_embeddings()
+    assert projection is not None, "a causal language model has an output head"
     cap = getattr(config, "final_logit_softcapping", None)
     # Cohere multiplies the logits, Granite divides them
     scale = getattr(config, "logit_scale", None) or 1 / (
@@ -270,10 +302,10 @@ def output_head(model: Any, vocab_size: int) -> OutputHead:
     with torch.no_grad(), captured(model, ("final_norm",), found):
         logits = model(input_ids=ids, use_cache=False).logits[..., :vocab_size].float()
     mine = head.logits(found["final_norm"]).float()
-    largest = float(logits.abs().max())  # not a number: said elsewhere, with a better remedy
+    largest = float(logits.abs().max())  # NaN is reported elsewhere, with a better remedy
     if largest >= 0 and not torch.allclose(mine, logits, rtol=1e-2, atol=1e-2 * largest):
         raise UserError(
-            f"{type(model).__name__} makes logits from its last state in a way unknown here: heads "
+            f"{type(model).__name__} computes logits from its last state in an unknown way: heads "
             "and distillation cannot be trained with it"
         )
     return head
@@ -287,43 +319,40 @@ def load_causal_lm(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    spread: dict[str, Any] | None = None,
-) -> tuple[Any, Any]:
-    """Model (eval mode) and tokenizer of a local folder or Hub id; one readable error otherwise.
+    spread: Loading | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (eval mode) and tokenizer of a local folder or Hub id. Raises UserError, by `key`.
 
     dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
     `spread`: see `target.devices.spread`.
     """
     require_files(key, name)
-    chosen: Any = dtype
     if dtype == "auto" and torch.device(device).type == "cpu":
-        chosen = "float32"
+        dtype = "float32"
     if is_gguf(name):
         if spread:
             raise UserError(
                 f"{key}={name} is dequantised on one device: leave out model.device_map and "
                 "model.quantization"
             )
-        on_gpu = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        model, tokenizer = load_gguf(
-            Path(name), key, torch.float32 if chosen == "float32" else on_gpu
-        )
-        return model.to(device).eval(), tokenizer
+        wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        return load_gguf(Path(name), key, wanted, device)
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    given: Loading = {} if spread is None else spread
     if trust_remote_code:
         print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
     try:
         config = AutoConfig.from_pretrained(name, **common)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
         if getattr(config, "quantization_config", None):  # cannot be moved once it is loaded
-            if (spread or {}).get("device_map") == "cpu":
+            if given.get("device_map") == "cpu":
                 raise UserError(
-                    f"model.device_map=fsdp2 shares out weights that are not quantised, those of "
-                    f"{name} are: take auto"
+                    f"model.device_map=fsdp2 shards weights that are not quantised, those of "
+                    f"{name} are: use auto"
                 )
-            spread = {"device_map": {"": str(device)}, **(spread or {})}
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=chosen, **common, **(spread or {})
+            given = {"device_map": {"": str(device)}, **given}
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, **common, **given
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
@@ -334,35 +363,38 @@ def load_causal_lm(
             f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
             f"({reason[:300]}){remedy}"
         ) from error
-    return (model if spread else model.to(device)).eval(), tokenizer
+    if not given:
+        model.to(device)  # type: ignore[arg-type] - transformers hides its arguments
+    return model.eval(), tokenizer
 
 
-def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends an answer: from the generation config, else the tokenizer."""
-    found = getattr(model.generation_config, "eos_token_id", None)
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end an answer, ascending: of the generation config, else of the tokenizer."""
+    found: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
-        found = tokenizer.eos_token_id
+        found = getattr(tokenizer, "eos_token_id", None)
     if found is None:
         return ()
     return tuple(sorted({found} if isinstance(found, int) else set(found)))
 
 
-def vocabulary_size(tokenizer: Any) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that the tokenizer has."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _sha(value: Any) -> str:
+def _sha(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Of the id-to-token map: two tokenizers with equal hash name the same ids the same way."""
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The hash of the id-to-token map; it is equal where two tokenizers have the same map."""
     return _sha(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
 
 
-def weights_hash(name: str, model: Any) -> str:
-    """Of the weight files. Files over 64 MiB are sampled (size, header, 64 spread blocks), a Hub
-    model is known by its commit."""
+def weights_hash(name: str, model: PreTrainedModel) -> str:
+    """The hash of the weight files in a folder; for a Hub model its commit. Of files over 64 MiB
+    the size and 64 blocks, spread over the file, are hashed."""
     folder = Path(name)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if is_gguf(name):  # whatever it is called
@@ -383,8 +415,11 @@ def weights_hash(name: str, model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint(name: str, model: Any, tokenizer: Any, eos: tuple[int, ...]) -> dict[str, Any]:
-    """Goes into everything derived from the target and is compared on load."""
+def fingerprint(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
+) -> dict[str, Any]:
+    """What identifies a target. It is stored with all that is derived from the target and compared
+    on load."""
     config = {
         k: v
         for k, v in model.config.to_dict().items()

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-LEAST = 1e-5  # probability of what a cut law lacks, as its cost is counted
+LEAST = 1e-5  # probability that a token excluded by top-k or top-p is counted with
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Applied to target and drafter alike; temperature 0 is greedy (one-hot law), top_k 0 is
-    off."""
+    """Applied to target and drafter alike; temperature 0 is greedy (a one-hot distribution),
+    top_k 0 is off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -21,8 +21,7 @@ class Sampling:
 
 
 def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """logits [..., V] -> probabilities [..., V], float32 or wider, in transformers' order of
-    warpers:
+    """logits [..., V] -> probabilities [..., V], float32 or float64, in transformers' order:
     temperature, top-k (ties with the k-th stay), top-p (smallest set reaching top_p)."""
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -71,7 +70,8 @@ def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor, stream: str) -> t
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Token whose cumulative interval holds `uniform` [B] in [0, 1). probs [B, V] >= 0."""
+    """The tokens [B] int64 whose cumulative interval holds `uniform` [B] in [0, 1); probs [B, V]
+    >= 0."""
     cumulative = probs.double().cumsum(-1)
     drawn = torch.searchsorted(
         cumulative, (uniform * cumulative[..., -1]).unsqueeze(-1), right=True
@@ -81,12 +81,14 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(drawn, last).squeeze(-1)
 
 
-def surprise(law: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """law [n, V], tokens [n] -> float64 [n] each: what a token costs beyond the law's entropy, in
-    nats, with mean 0 where the law drew it; and the variance of that. What the law lacks costs as
-    much as probability LEAST. A row at a time: there may be thousands, of a whole vocabulary."""
-    beyond, variance = law.new_zeros(2, len(law), dtype=torch.float64)
-    for i, row in enumerate(law):
+def surprise(probs: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log p of each token minus the entropy of its distribution, in nats, and its variance.
+
+    probs [n, V], tokens [n] int64 -> [n] float64 each. The mean is 0 for tokens drawn from `probs`.
+    A token of probability 0 counts as LEAST. Rows are computed one by one: there may be thousands,
+    each of a whole vocabulary."""
+    beyond, variance = probs.new_zeros(2, len(probs), dtype=torch.float64)
+    for i, row in enumerate(probs):
         p = row.double()
         cost = -p.clamp(min=LEAST).log()
         mean = p @ cost
@@ -105,9 +107,9 @@ class KeyedRandom:
         self.keys = keys  # [B] int64 of row_key
 
     def choice(self, probs: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
-        """probs [B, V], positions [B] -> ids [B] drawn from each row's law."""
+        """probs [B, V], positions [B] int64 -> ids [B] int64 drawn from each row's distribution."""
         return inverse_cdf(probs, keyed_uniform(self.keys, positions, stream))
 
     def flip(self, probability: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
-        """probability [B] in [0, 1] -> bool [B], true with that probability."""
+        """probability [B] in [0, 1] -> [B] bool, true with that probability."""
         return keyed_uniform(self.keys, positions, stream) < probability.double()

@@ -1,21 +1,24 @@
-"""What two vocabularies must agree on, and which of their ids name a token."""
+"""The ids of a vocabulary that name a token, and whether two vocabularies agree."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
 
 
-def real_ids(tokenizer: Any) -> torch.Tensor:
-    """[n] int64, ascending: the ids that name a token; the tokenizer's own gaps are left out."""
+def real_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The ids that name a token, [n] int64, ascending; gaps of the tokenizer are left out."""
     return torch.tensor(sorted(set(tokenizer.get_vocab().values())))
 
 
-def check_same_vocabulary(target_tokenizer: Any, draft_tokenizer: Any, drafter: str) -> None:
-    """Speculative decoding compares ids: the two id-to-token maps must be equal."""
+def check_same_vocabulary(
+    target_tokenizer: PreTrainedTokenizerBase,
+    draft_tokenizer: PreTrainedTokenizerBase,
+    drafter: str,
+) -> None:
+    """UserError unless the two id-to-token maps are equal: speculative decoding compares ids."""
     ours = {i: token for token, i in target_tokenizer.get_vocab().items()}
     theirs = {i: token for token, i in draft_tokenizer.get_vocab().items()}
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))

@@ -74,7 +74,7 @@ def refused(tmp_path, tiny_folder, capsys):
         ("run.stage=align", "run.stage must be one of control, distill, got 'align'"),
         ("method.divergence=kl", ["method.divergence must be one of fkl[", "fkl"]),
         ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
-        ("method.beta=0.3", "method.beta is no key any more: write method.divergence=jsd:<beta>"),
+        ("method.beta=0.3", "exist any more: write method.divergence=jsd:<beta>"),
         ("method.algorithm=kd", ["unknown method.algorithm 'kd'", "on_policy_gkd"]),
         ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),
         ("method.data_mix={target: 1.5, draft: -0.5}", ["method.data_mix", ">= 0", "-0.5"]),

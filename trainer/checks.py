@@ -1,7 +1,7 @@
-"""What makes a value wrong whatever its key is, and the errors that say so.
+"""The checks that hold for a value whatever its key is, and the two errors of a run.
 
-A section of the configuration checks its own keys where it stands (`trainer/config.py`); what
-holds for every number, text, address, file or folder that a user names is checked here.
+Each section of the configuration checks its own keys. Rules for every number, text, address, file
+or folder that a user names are here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -24,17 +23,18 @@ class RunFault(RuntimeError):
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
-    """Raise the uniform one-line complaint unless `condition` holds."""
+    """Raise UserError "<key> must <rule>, got <value>" unless `condition` holds."""
     if not condition:
         raise UserError(f"{key} must {rule}, got {excerpt(value)}")
 
 
 def require_one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    """UserError unless `value` is one of `allowed`."""
     require(value in allowed, key, f"be one of {', '.join(allowed)}", value)
 
 
 def require_counts(section: str, values: object, *names: str, most: float = math.inf) -> None:
-    """Keys of a section that must be >= 1, and at most `most`."""
+    """UserError unless each of these keys of a section is >= 1 and at most `most`."""
     for name in names:
         key, value = f"{section}.{name}", getattr(values, name)
         require(value >= 1, key, "be >= 1", value)
@@ -42,10 +42,10 @@ def require_counts(section: str, values: object, *names: str, most: float = math
 
 
 def excerpt(value: object, width: int = 200) -> str:
-    """`value` as part of one line, which a value of a thousand characters must not fill."""
+    """`repr(value)`, cut to `width` characters so that it fits into one line."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes out no number of more than 4300 digits
+    except ValueError:  # Python refuses to print a number of more than 4300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
@@ -59,9 +59,10 @@ SIDE_BY_SIDE = 10**6  # the most that is held in memory of what a key counts
 GREEDY_BELOW = 1e-5  # vLLM's own bound of a temperature that is as good as 0
 
 
-def check_values(key: str, value: Any) -> None:
-    """Refuse what no key can hold, in `value` and below it: numbers that float32 cannot represent
-    or nothing here counts to, text that is no UTF-8, mappings whose keys are no text."""
+def check_values(key: str, value: object) -> None:
+    """Refuse values that no key can hold, in `value` and below it. UserError for numbers that
+    float32 cannot represent, for counts that are too large, for text that is not UTF-8 and for
+    mappings whose keys are not text."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if type(name) is not int or key != "model.max_memory":  # the number of a GPU
@@ -94,18 +95,19 @@ def _encodes(text: str) -> bool:
     return True
 
 
-# --- what a value names --------------------------------------------------------------------------
+# --- addresses, folders and files ----------------------------------------------------------------
 
 
 def is_address(text: object) -> bool:
+    """Whether it begins as an HTTP address does."""
     return str(text).startswith(("http://", "https://"))
 
 
 def require_address(key: str, address: str) -> None:
-    """`address` of a server can be asked: what is wrong with it no further try would mend."""
+    """UserError unless `address` is one that a request can be sent to."""
     if "@" in address:  # not shown: a password may stand before it
         raise UserError(
-            f"{key} must hold no user name or password: name http://host:port alone, and put the "
+            f"{key} must hold no user name or password: give http://host:port alone, and put the "
             "key of the service into OPENAI_API_KEY"
         )
     try:
@@ -122,7 +124,7 @@ NAME_BYTES, PATH_BYTES = 255, 4096 - 512  # of one name; of a path, less what is
 
 
 def require_folder(key: str, folder: str | Path) -> None:
-    """`folder` is there or can be made: nothing else has its name or that of one above it."""
+    """UserError unless `folder` exists or can be created: no file has its path or a parent's."""
     place = Path(folder).absolute()
     name = os.fsencode(place)
     rule = f"be a path of at most {PATH_BYTES} bytes, {NAME_BYTES} between two slashes"
@@ -130,12 +132,14 @@ def require_folder(key: str, folder: str | Path) -> None:
     require(short and b"\0" not in name, key, f"{rule}, without NUL characters", str(folder))
     there = next(p for p in (place, *place.parents) if os.path.lexists(p))
     if not there.is_dir():
-        raise UserError(f"{key}={folder} cannot be a folder, {there} is a file: name another place")
+        raise UserError(
+            f"{key}={folder} cannot be a folder, {there} is a file: choose another path"
+        )
 
 
 def is_file(what: str, path: str | Path) -> bool:
-    """False where there is nothing of that name. UserError where `path` is something that cannot be
-    read to its end and again, such as a folder, a pipe or a device. `what` names it in the line."""
+    """Whether a regular file exists at `path`. UserError where `path` is something else, such as a
+    folder, a pipe or a device; `what` names it in the message."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -151,7 +155,7 @@ def is_file(what: str, path: str | Path) -> bool:
 
 
 def require_files(key: str, name: str | Path) -> None:
-    """Where `name` is a folder: no file in it is a pipe or a device, which never ends."""
+    """UserError where `name` is a folder with a pipe or a device in it: reading would not end."""
     for path in Path(name).iterdir() if os.path.isdir(name) else ():
         if not path.is_dir():
             is_file(f"{key}: the file", path)

@@ -1,19 +1,18 @@
-"""Output head and divergence in one pass over chunks of positions: no logits of all of them.
+"""Output head and divergence in chunks of positions: the full logits are never materialised.
 
-Logits [N, V] and what a softmax needs beside them are most of the memory of distillation. Here a
-chunk is differentiated at once, folded into the gradients of states and head, and dropped. Values
-and gradients are those of the divergence on everything together.
+Logits [N, V] and the other tensors of a softmax take most of the memory of distillation. Here each
+chunk is differentiated at once, added to the gradients of states and head, and freed. Values and
+gradients are those of the divergence on all positions together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn import functional as F
 
 from trainer.config import require
@@ -77,22 +76,22 @@ def chunked_divergence(
     *,
     chunk_positions: int | None = None,
 ) -> ChunkedLoss:
-    """`divergence` of head.logits(states), chunk by chunk; same errors.
+    """`divergence` of head.logits(states), chunk by chunk, with the same errors.
 
     states: [N, d] float; labels: [N] int64 target ids; weights: [N] float, no gradient, default 1.
     teacher(span) gives the target's logits [n, V] of states[span]; it is called without gradient,
-    once a chunk, for tvd_pp twice (its moments are those of all positions). Only ce_hard does
-    without; then all of p lies on the label.
+    once a chunk, for tvd_pp twice (its moments are those of all positions). Only ce_hard needs no
+    teacher; all of p is then on the label.
 
     With head.kept, p is restricted to these ids and renormalised for the divergence. A position
     whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
 
-    The gradients exist, at full size, when this returns; backward only scales them, in place, so it
-    can run once. Costs a few host syncs a chunk.
+    The gradients are complete when this returns; backward only scales them, in place, so it can run
+    once. Costs a few host syncs a chunk.
     """
     name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
-    # Cast once for all chunks what autocast would cast in each.
+    # Casts once, for all chunks, the weights that autocast would cast in each.
     dtype, device = head.weight.dtype, head.weight.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -108,7 +107,7 @@ def chunked_divergence(
     weights = torch.ones_like(labels) if weights is None else weights.detach()
     weights = weights.to(torch.promote_types(dtype, torch.float32))
     job = _Job(divergence, plain, teacher, labels, weights, spans)
-    outputs: Any = _Chunked.apply(states, head.weight, head.bias, job, torch.is_grad_enabled())
+    outputs = _Chunked.apply(states, head.weight, head.bias, job, torch.is_grad_enabled())
     return ChunkedLoss(*outputs)
 
 
@@ -136,7 +135,7 @@ class _Job:
     def select(
         self, draft: Tensor, target: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Where the divergence counts, [n] bool, and there: draft, target [m, W], labels [m]."""
+        """The positions that count, [n] bool, and of these: draft, target [m, W], labels [m]."""
         kept = self.head.kept
         if kept is None:
             return torch.ones_like(labels, dtype=torch.bool), draft, target, labels
@@ -152,7 +151,12 @@ class _Job:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, with_grad: bool
+        ctx: BackwardCFunction,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        job: _Job,
+        with_grad: bool,
     ) -> tuple[Tensor, ...]:
         gradients = [
             torch.zeros_like(x) if with_grad and x is not None and x.requires_grad else None
@@ -168,13 +172,15 @@ class _Chunked(torch.autograd.Function):
             if by_logits is not None:
                 _fold(job, by_logits, states, span, *gradients)
             del by_logits  # before the next chunk needs the room
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients)  # type: ignore[arg-type] - None is allowed
         ctx.mark_non_differentiable(values, shared, match, counted)
         return (values * job.weights).sum(), values, shared, match, counted
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override] - once_differentiable hides the name of ctx
+        ctx: BackwardCFunction, factor: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         # In place, or a second [W, d] would live beside the first. autograd notices a second call.
         return *(None if g is None else g.mul_(factor) for g in ctx.saved_tensors), None, None
 
@@ -211,6 +217,7 @@ def _one_chunk(
 
 
 def _spread(values: Tensor, counted: Tensor) -> Tensor:
+    """values [m] at the positions that count, zero at the others: [n]."""
     return values.new_zeros(len(counted)).masked_scatter(counted, values.detach())
 
 
@@ -225,7 +232,7 @@ def _overlap(draft: Tensor, target: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tensor | None) -> None:
-    """Add what one chunk gives to the gradients by states, weight and bias, in place."""
+    """Add the gradients of one chunk to those by states, weight and bias, in place."""
     rows, width = states[span].to(by_logits.dtype), by_logits.shape[1]  # without padding rows
     by_states, by_weight, by_bias = into
     if by_states is not None:

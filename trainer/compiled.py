@@ -1,15 +1,14 @@
-"""torch.compile for what a step spends its time in: the layers of drafter and live target.
+"""torch.compile for the layers of drafter and live target, where a step spends its time.
 
-Layers rather than whole networks: one compilation serves all layers of a kind, hooks that capture
-states and wrappers that share out weights stay outside, and what surrounds a layer (loss functions
-handed in, caches, masks) would break the graph anyway.
+Layers are compiled rather than whole networks: one compilation serves all layers of a kind, hooks
+that capture states and wrappers that shard weights stay outside, and the code around a layer (loss
+functions, caches, masks) would break the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +17,10 @@ from trainer.config import UserError
 
 
 @contextmanager
-def compiled(backend: Any, module: Any) -> Iterator[None]:
-    """Inside, every layer in an outermost `nn.ModuleList` of `module` computes through a backend of
-    torch.compile; of modules that name `compiled_methods`, these. None: nothing does."""
+def compiled(backend: str | Callable[..., object] | None, module: nn.Module) -> Iterator[None]:
+    """Inside the block, every layer in an outermost `nn.ModuleList` of `module` is compiled with a
+    backend of torch.compile, and so are the methods that a module lists in `compiled_methods`.
+    None compiles nothing. UserError where the backend fails on this machine."""
     if backend is None:
         yield
         return
@@ -43,8 +43,8 @@ def compiled(backend: Any, module: Any) -> Iterator[None]:
             del owner.__dict__[name]
 
 
-def _parts(module: Any) -> Iterator[tuple[Any, str]]:
-    """(owner, method)"""
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """What is compiled, as (owner, name of the method)."""
     yield from ((module, name) for name in getattr(module, "compiled_methods", ()))
     for child in module.children():
         if isinstance(child, nn.ModuleList):

@@ -1,9 +1,10 @@
-"""The one schema of every command, its defaults, and the errors a user can make.
+"""The configuration of a command: its defaults, a recipe's YAML and the command line in one.
 
-Order: the defaults below, then the recipe's YAML and a preset's, then `section.key=value` from the
-command line. OmegaConf is used only here; everybody else receives plain dataclasses. `method.*` is
-typed by the recipe's own `Config`, `data.*` and `eval.*` by dataclasses of those rooms. The caller
-hands them in, so that this room knows no method and no key of another room.
+A later layer replaces an earlier one: the defaults of the sections, then the recipe's YAML and a
+preset's, then `section.key=value` from the command line. OmegaConf is used only here; all other
+code receives plain dataclasses. `method.*` is typed by the recipe's own `Config`, `data.*` and
+`eval.*` by dataclasses of those rooms. The caller passes them in, so that this room names no method
+and no key of another room.
 """
 
 from __future__ import annotations
@@ -13,186 +14,33 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import (
-    SEEDS,
-    SIDE_BY_SIDE,
-    UserError,
-    check_values,
-    excerpt,
-    require,
-    require_counts,
-    require_one_of,
-)
 from trainer.checks import RunFault as RunFault  # errors are imported from here everywhere
+from trainer.checks import UserError, check_values, excerpt, require
 from trainer.checks import is_address as is_address
 from trainer.redaction import MARK, redacted
+from trainer.sections import DEVICE_MAPS as DEVICE_MAPS
+from trainer.sections import FREE_SETTINGS as FREE_SETTINGS
+from trainer.sections import ModelConfig, RunConfig, Section, TrainerConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCHEMA = 2  # of the configuration; raised when a key or a default gets another meaning
-# of trainer.*, see `Section.FREE`
-FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")
-
-
-class Section:
-    """A section of the configuration. `FREE`: keys that change no number a run computes, so that
-    they may change between its parts; `MOVED`: keys of earlier versions, which the command line
-    refuses, and what to write in their place."""
-
-    FREE: ClassVar[tuple[str, ...]] = ()
-    MOVED: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
-        """What a file of an earlier version says, in the keys and values of this one."""
-        return stored
-
-
-@dataclass
-class RunConfig(Section):
-    FREE: ClassVar[tuple[str, ...]] = ("dir", "stage")
-    # folder of the run; null: runs/<recipe>-<hash of what the configuration says>
-    dir: str | None = None
-    # of the training: which prompts, what is drawn as their responses, fresh weights, the order of
-    # the text, dropout
-    seed: int = 0
-    stage: str | None = None  # train up to this stage of the recipe and stop, without a report
-
-    def __post_init__(self) -> None:
-        require(0 <= self.seed < SEEDS, "run.seed", f"lie in 0..{SEEDS - 1}", self.seed)
-
-
-DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
-
-
-@dataclass
-class ModelConfig(Section):
-    target: str = "assets/toy/target"  # folder or Hub id of the model that is to be served faster
-    target_revision: str | None = None  # commit, branch or tag of the target on the Hub
-    # folder or Hub id of the drafter that training starts from; null: the recipe builds a fresh one
-    drafter: str | None = None
-    drafter_revision: str | None = None  # commit, branch or tag of the drafter on the Hub
-    # of the target; auto: float32 on a CPU, the checkpoint's own dtype elsewhere
-    dtype: str = "auto"
-    # where the target's layers lie; null: all on the device of the process; auto, balanced,
-    # sequential or {module: device}: over the devices of one process, as transformers does it;
-    # fsdp2: shared out over all processes
-    device_map: Any = None
-    # most memory by device, for model.device_map=auto, such as {0: 20GiB, cpu: 64GiB}
-    max_memory: dict[Any, str] = field(default_factory=dict)
-    # quantises the target while it is loaded; takes what a checkpoint's quantization_config holds,
-    # such as {quant_method: bitsandbytes, load_in_8bit: true}
-    quantization: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False  # run Python code that comes with a model
-
-    def __post_init__(self) -> None:
-        require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        if not isinstance(self.device_map, dict | None):
-            require_one_of("model.device_map", self.device_map, (*DEVICE_MAPS, "fsdp2"))
-        if self.max_memory and self.device_map not in DEVICE_MAPS:
-            raise UserError(
-                f"model.max_memory={self.max_memory} is for model.device_map=auto, got "
-                f"{self.device_map}"
-            )
-        if self.quantization and "quant_method" not in self.quantization:
-            raise UserError(
-                f"model.quantization must name its quant_method, got {self.quantization}: for "
-                "example {quant_method: bitsandbytes, load_in_8bit: true}"
-            )
-        if self.quantization and self.device_map == "fsdp2":
-            raise UserError(
-                "model.device_map=fsdp2 shares out weights that are not quantised: leave out "
-                "model.quantization"
-            )
-
-
-@dataclass
-class TrainerConfig(Section):
-    FREE: ClassVar[tuple[str, ...]] = FREE_SETTINGS
-    max_steps: int = 300  # optimiser steps of a stage
-    batch_size: int = 32  # sequences per process per micro-step
-    # length of a row that holds several whole texts, which do not see each other; 0: one text a row
-    pack_tokens: int = 0
-    gradient_accumulation_steps: int = 1  # micro-steps per optimiser step
-    lr: float = 1e-3  # highest learning rate of AdamW
-    # shape of the learning rate over the steps; hold_cosine holds it first, then lets it fall
-    lr_schedule: str = "hold_cosine"
-    lr_warmup_steps: int = 0  # steps over which the learning rate rises from 0
-    lr_hold_share: float = 0.5  # share of trainer.max_steps that hold_cosine holds the rate for
-    lr_min_ratio: float = 0.1  # last learning rate over the highest one
-    weight_decay: float = 0.0  # of AdamW
-    adam_beta1: float = 0.9  # of AdamW
-    adam_beta2: float = 0.999  # of AdamW
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
-    # rank of adapters that are trained on model.drafter and merged at the end; 0: train its weights
-    lora_rank: int = 0
-    lora_alpha: float = 32.0  # scale of the adapters, divided by their rank
-    precision: str = "fp32"  # in which the drafter computes; its weights stay in float32
-    gradient_checkpointing: bool = False  # compute layers again in the backward pass: less memory
-    compile: str | None = None  # backend of torch.compile, such as inductor; null: do not compile
-    resume: str = "auto"  # continue from the newest checkpoint of the run folder, or never do so
-    eval_every: int = 100  # steps between evaluations on held-out training text
-    save_every: int = 100  # steps between checkpoints
-    log_every: int = 10  # steps between rows of metrics.jsonl
-    # newest checkpoints that stay on disk beside the best one; if the newest is damaged, the run
-    # resumes from the one before it
-    keep_checkpoints: int = 2
-    wandb: str = "off"  # log to Weights & Biases
-    wandb_project: str = "draftsmith"  # project there
-
-    def __post_init__(self) -> None:
-        require_one_of(
-            "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
-        )
-        require_one_of("trainer.precision", self.precision, ("fp32", "bf16"))
-        if self.compile is not None:
-            from torch.compiler import list_backends  # takes a second
-
-            names = list_backends(exclude_tags=())
-            if self.compile not in names:  # which there are depends on the installation
-                raise UserError(
-                    f"trainer.compile must be a backend of torch.compile, got {self.compile!r}; "
-                    f"available: {', '.join(names)}"
-                )
-        require_one_of("trainer.resume", self.resume, ("auto", "never"))
-        require_one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
-        counts = ("max_steps", "gradient_accumulation_steps", "eval_every", "save_every",
-                  "log_every", "keep_checkpoints")  # fmt: skip
-        require_counts("trainer", self, *counts)
-        require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
-        require(0 < self.lr < math.inf, "trainer.lr", "be > 0 and finite", self.lr)
-        require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
-        for key in ("adam_beta1", "adam_beta2"):
-            require(
-                0 <= getattr(self, key) < 1, f"trainer.{key}", "lie in [0, 1)", getattr(self, key)
-            )
-        rule = f"lie in 0..{self.max_steps} (trainer.max_steps)"
-        require(0 <= self.lr_warmup_steps <= self.max_steps, "trainer.lr_warmup_steps", rule,
-                self.lr_warmup_steps)  # fmt: skip
-        for key in ("lr_hold_share", "lr_min_ratio"):
-            require(
-                0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
-            )
-        rule = f"lie in 0..{SIDE_BY_SIDE} (0: off)"
-        for key in ("pack_tokens", "lora_rank"):
-            value = getattr(self, key)
-            require(0 <= value <= SIDE_BY_SIDE, f"trainer.{key}", rule, value)
-        require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
-        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
 
 
 @dataclass
 class Config:
-    """The resolved configuration of one command. `method` is the recipe's own dataclass; sections
-    of other rooms are fields of a subclass."""
+    """The resolved configuration of one command. `method` is the recipe's own dataclass; a subclass
+    adds the sections of other rooms."""
 
     recipe: str
     method: Any
@@ -206,25 +54,25 @@ class Config:
         for section, values in dataclasses.asdict(self).items():
             check_values(section, values)
 
-    def to_dict(self) -> dict[str, Any]:
-        """To be stored, shown and compared: without its secrets."""
+    def to_dict(self) -> dict[str, object]:
+        """The configuration without its secrets, to be stored, printed and compared."""
         return redacted(dataclasses.asdict(self))
 
-    def settings(self) -> dict[str, Any]:
-        """All that can change a number: not where the run lies, how often it saves, or what a
-        secret is."""
-        kept = json_value(self.to_dict())
+    def settings(self) -> dict[str, object]:
+        """The settings that can change a number: without the run folder, how often it saves, and
+        secrets."""
+        found = json_value(self.to_dict())
         for key in ("dry_run", "script"):
-            kept.pop(key)
+            found.pop(key)
         for name, section in sections(type(self)).items():
             for key in section.FREE:
-                kept[name].pop(key)
-        return kept
+                found[name].pop(key)
+        return found
 
-    def identity(self) -> dict[str, Any]:
-        """The settings that differ from the schema's defaults, and the schema's number: a key that
-        is added with a default changes no identity."""
-        found: dict[str, Any] = {"schema": SCHEMA}
+    def identity(self) -> dict[str, object]:
+        """The settings that differ from the schema's defaults, and the schema's number: a new key
+        with a default changes no identity."""
+        found: dict[str, object] = {"schema": SCHEMA}
         for section, values in self.settings().items():
             if isinstance(values, dict):
                 defaults = json_value(dataclasses.asdict(type(getattr(self, section))()))
@@ -233,29 +81,33 @@ class Config:
         return found
 
     def hash(self) -> str:
-        kept = self.identity()
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:10]
+        """The first ten hexadecimal digits of the SHA-256 of `identity()`."""
+        text = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     @property
     def run_dir(self) -> Path:
+        """`run.dir`, or a folder below `runs/` that the identity names."""
         return Path(self.run.dir) if self.run.dir else Path("runs") / f"{self.recipe}-{self.hash()}"
 
 
-def json_value(value: Any) -> Any:
-    """As JSON has it: tuples as lists, keys as text."""
-    return json.loads(json.dumps(value))
+def json_value(table: Mapping[str, object]) -> dict[str, Any]:
+    """`table` as JSON reads it back: tuples as lists, keys as text."""
+    return json.loads(json.dumps(table))
 
 
 def suggest(word: str, known: list[str]) -> str:
+    """The end of a message that names the closest of the known words, or nothing."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 C = TypeVar("C", bound=Config)
+S = TypeVar("S", bound="DataclassInstance")
 
 
 def sections(kind: type[Config]) -> dict[str, type[Section]]:
-    """The sections of a configuration by name, without `method`."""
+    """The dataclass of each section of a configuration, without `method`."""
     made = {f.name: f.default_factory for f in dataclasses.fields(kind)}
     return {
         name: section for name, section in made.items()
@@ -264,13 +116,13 @@ def sections(kind: type[Config]) -> dict[str, type[Section]]:
 
 
 def known_keys(schema: Mapping[str, type], script_keys: tuple[str, ...] = ()) -> list[str]:
-    """`schema`: the dataclass of each section."""
+    """All keys of the command line. `schema`: the dataclass of each section."""
     keys = [f"{name}.{f.name}" for name, kind in schema.items() for f in dataclasses.fields(kind)]
     return ["recipe", "dry_run", *keys, *(f"script.{key}" for key in script_keys)]
 
 
 def keys_of(schema: Mapping[str, type], declared: str) -> set[str]:
-    """Keys whose type is declared as this, or begins like it."""
+    """The keys whose declared type begins with `declared`."""
     return {
         f"{name}.{f.name}"
         for name, kind in schema.items()
@@ -285,8 +137,8 @@ def parse_overrides(
     texts: Collection[str] = (),
     moved: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """`key=value` words to a flat dict of YAML-typed values; unknown keys are refused. `texts`:
-    keys whose value is taken literally; `moved`: those of earlier versions."""
+    """Parse `key=value` words to a flat dict of YAML-typed values. `texts`: keys whose value is
+    literal text; `moved`: keys of earlier versions, and the new ones. UserError for other keys."""
     flat: dict[str, Any] = {}
     for word in arguments:
         key, equals, value = word.partition("=")
@@ -295,7 +147,7 @@ def parse_overrides(
                 f"arguments have the form key=value, got {word!r}{suggest(word, known)}"
             )
         if moved and key in moved:
-            raise UserError(f"{key} is no key any more: write {moved[key]}")
+            raise UserError(f"{key} does not exist any more: write {moved[key]}")
         if key not in known:
             raise UserError(f"unknown key {key!r}{suggest(key, known)}")
         if key in flat:
@@ -311,11 +163,11 @@ def parse_overrides(
     return flat
 
 
-def _yaml_value(said: str, text: str) -> Any:
-    """`said`: how the complaint begins where `text` cannot be read."""
+def _yaml_value(said: str, text: str) -> object:
+    """`text` as YAML. UserError, which begins with `said`, where it cannot be read."""
     try:
         value = yaml.safe_load(text)
-        json.dumps(value, default=str)  # a value that holds itself would be walked for ever
+        json.dumps(value, default=str)  # a value that contains itself has no end
         return value
     except yaml.YAMLError as error:
         reason: object = error
@@ -336,9 +188,10 @@ def compose(
     script_keys: tuple[str, ...] = (),
     reads: Collection[str] | None = None,
 ) -> C:
-    """Defaults, then the YAML `files` in turn, then `arguments`; every check that needs no model is
-    done. A secret that a stored configuration leaves out is asked for; `reads`: only in these keys
-    and sections."""
+    """The configuration of defaults, the YAML `files` in turn and `arguments`, after every check
+    that needs no model. UserError for a wrong key or value, and for a secret that a stored
+    configuration leaves out; `reads`: the keys and sections whose secrets are needed, None for
+    all."""
     schema: dict[str, type] = {**sections(kind), "method": method}
     known = known_keys(schema, script_keys)
     empty = {name: OmegaConf.structured(section) for name, section in schema.items()}
@@ -360,12 +213,12 @@ def compose(
     )
     texts, numbers = keys_of(schema, "list[str]"), keys_of(schema, "list[float]")
     tables = keys_of(schema, "dict[")
-    mappings: dict[str, dict[str, Any]] = {}
+    mappings: dict[str, dict[object, object]] = {}
     for source, flat in layers:
         for key, value in flat.items():
             if key not in known:
                 raise UserError(f"{source}: unknown key {key!r}{suggest(key, known)}")
-            if key in tables:  # replaced as a whole: shares of another mix must not linger
+            if key in tables:  # replaced as a whole: no shares of another mix remain
                 if not isinstance(value, dict):
                     raise UserError(f"{key} must be a mapping like {{a: 1}}, got {excerpt(value)}")
                 mappings[key] = value
@@ -380,7 +233,7 @@ def compose(
             except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
                 reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
                 raise UserError(f"{key}: cannot take {excerpt(value)} ({reason})") from error
-    plain: Any = _literal(OmegaConf.to_container(tree), _DOLLAR, "${")
+    plain = _plain(tree)
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
         plain[section][name] = mapping
@@ -397,9 +250,9 @@ def compose(
     return kind(recipe=recipe, dry_run=plain["dry_run"], script=plain["script"], **filled)
 
 
-def make_settings(kind: type, options: Mapping[str, Any]) -> Any:
-    """`kind`, a dataclass of settings, with these values, of the types it declares. Raises
-    UserError by the name of the setting."""
+def make_settings(kind: type[S], options: Mapping[str, object]) -> S:
+    """`kind`, a dataclass of settings, with these values in the types that it declares. Raises
+    UserError, by the name of the setting."""
     tree = OmegaConf.structured(kind)
     OmegaConf.set_struct(tree, True)
     known = [field.name for field in dataclasses.fields(kind)]
@@ -411,16 +264,22 @@ def make_settings(kind: type, options: Mapping[str, Any]) -> Any:
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
             reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
             raise UserError(f"method.{name}: cannot take {excerpt(value)} ({reason})") from error
-    plain: Any = _literal(OmegaConf.to_container(tree), _DOLLAR, "${")
-    return kind(**plain)
+    return kind(**_plain(tree))
+
+
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    """The content of an OmegaConf tree."""
+    content = OmegaConf.to_container(tree)
+    assert isinstance(content, dict)
+    return {str(key): _literal(value, _DOLLAR, "${") for key, value in content.items()}
 
 
 # in place of "${" while OmegaConf holds a value: it would look the rest up, in the environment too
 _DOLLAR = "\ue000{"
 
 
-def _literal(value: Any, old: str, new: str) -> Any:
-    """`value` with `old` replaced in all texts of it."""
+def _literal(value: object, old: str, new: str) -> object:
+    """`value` with `old` replaced by `new` in all its texts."""
     if isinstance(value, str):
         return value.replace(old, new)
     if isinstance(value, list):
@@ -431,11 +290,12 @@ def _literal(value: Any, old: str, new: str) -> Any:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
+    """The table in a YAML file. UserError where the file is missing or holds anything else."""
     try:
         text = path.read_text()
     except FileNotFoundError as error:
         raise UserError(f"configuration file {path} does not exist") from error
-    except (OSError, ValueError) as error:  # no file, not UTF-8
+    except (OSError, ValueError) as error:  # a folder, or not UTF-8
         raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
     loaded = _yaml_value(f"{path} is not YAML", text)
     if not isinstance(loaded, dict):
@@ -444,7 +304,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def translated(stored: dict[str, Any], schema: Mapping[str, type]) -> dict[str, Any]:
-    """The content of a YAML file, in the keys and values of this version."""
+    """The content of a YAML file in the keys and values of this version."""
     new = dict(stored)
     for name, kind in schema.items():
         if issubclass(kind, Section) and isinstance(stored.get(name), dict):
@@ -453,7 +313,7 @@ def translated(stored: dict[str, Any], schema: Mapping[str, type]) -> dict[str, 
 
 
 def moved_keys(schema: Mapping[str, type]) -> dict[str, str]:
-    """Keys of earlier versions, and what to write in their place."""
+    """The keys of earlier versions, and what to write in their place."""
     return {
         f"{name}.{key}": new
         for name, kind in schema.items() if issubclass(kind, Section)
@@ -461,8 +321,9 @@ def moved_keys(schema: Mapping[str, type]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _flatten(nested: dict[str, Any], known: list[str], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(nested: Mapping[str, object], known: list[str], prefix: str = "") -> dict[str, object]:
+    """Nested tables as one, with dotted keys; a known key whose value is a table stays whole."""
+    flat: dict[str, object] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in known:
@@ -473,8 +334,8 @@ def _flatten(nested: dict[str, Any], known: list[str], prefix: str = "") -> dict
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `compose` reads it back to the same one, once the command line
-    gives the secrets again."""
+    """The resolved configuration as YAML. `compose` reads it back to the same one if the command
+    line gives the secrets again."""
     tree = config.to_dict()
     for key in ("dry_run", "script"):
         tree.pop(key)

@@ -1,6 +1,6 @@
-"""Divergences by name, with their options, as `method.divergence` spells them: `jsd:0.3`.
+"""Divergences by name with their options, such as `jsd:0.3`.
 
-Each formula of `trainer.losses` is a class whose fields are the formula's own options.
+Each formula of `trainer.losses` becomes a class whose fields are the formula's options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Divergence:
 
     @property
     def options(self) -> dict[str, float]:
-        """Those of the formula."""
+        """The options of the formula, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.kw_only}
 
     def instead(self, name: str) -> Divergence:
@@ -68,18 +68,18 @@ class Divergence:
         return self if name == self.name else DIVERGENCES[name](**shared)
 
     def check_compressed(self, approx: str | None) -> None:
-        """Refuse what a compressed teacher cannot give."""
+        """UserError where a compressed teacher cannot give this divergence."""
         if self.name == "ce_hard":
             return
         if self.teacher_temperature != 1:
             raise UserError(
-                "CompressedTeacherError: p at another temperature does not follow from part of p, "
-                f"got teacher_temperature {self.teacher_temperature}: use the full logits"
+                "CompressedTeacherError: p at another temperature cannot be computed from part of "
+                f"p, got teacher_temperature {self.teacher_temperature}: use the full logits"
             )
         if self.name not in LINEAR_IN_P and approx is None:
             raise UserError(
                 f"CompressedTeacherError: {self.name} is not linear in p, so samples of p bias it: "
-                "use fkl, the full logits, or method.approx=bucket"
+                "use fkl, the full logits, or approx=bucket"
             )
 
     def __call__(
@@ -99,7 +99,7 @@ class Divergence:
         lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Costs one
         host sync.
         """
-        require(approx in (None, "bucket"), "method.approx", "be null or bucket", approx)
+        require(approx in (None, "bucket"), "approx", "be null or bucket", approx)
         draft = warm(draft_logits, self.draft_temperature)
         sound = torch.ones((), dtype=torch.bool, device=draft.device)
         formula = type(self).formula
@@ -134,7 +134,7 @@ class Divergence:
 
 def _named(formula: Callable[..., Tensor]) -> type[Divergence]:
     """The class of a formula; its options are the parameters that are numbers."""
-    options: list[Any] = [
+    options: list[tuple[str, type, float]] = [
         (parameter.name, float, parameter.default)
         for parameter in inspect.signature(formula).parameters.values()
         if isinstance(parameter.default, float)
@@ -148,15 +148,16 @@ def _named(formula: Callable[..., Tensor]) -> type[Divergence]:
 DIVERGENCES: dict[str, type[Divergence]] = {f.__name__: _named(f) for f in FORMULAS}
 
 
-def parse_divergence(text: str, key: str = "method.divergence") -> Divergence:
-    """`name[:option][,draft_temperature=...][,teacher_temperature=...]`. Raises UserError."""
+def parse_divergence(text: str, key: str = "divergence") -> Divergence:
+    """The divergence that `text` names: `name[:option][,draft_temperature=...]
+    [,teacher_temperature=...]`. Raises UserError, by `key`."""
     return parse(key, text, DIVERGENCES)
 
 
 def complain(
     name: str, draft: Tensor, teacher: Tensor | CompressedTeacher | None, values: Tensor
 ) -> None:
-    """Say why the values cannot be used; off the fast path, so it may synchronise."""
+    """Raise RunFault or UserError with the reason why values are broken; it may sync the host."""
     models = {"draft": draft}
     if isinstance(teacher, Tensor):
         models["target"] = teacher
@@ -167,8 +168,8 @@ def complain(
             raise RunFault(f"logits of the {who} contain NaN or Inf at a trained position")
     if not bool(values.isfinite().all()):
         raise RunFault(
-            f"{name} is infinite: one model bars a token that the other produces; "
-            "use tvd or jsd, or the same warping for both"
+            f"{name} is infinite: one model excludes a token that the other produces: use tvd or "
+            "jsd, or the same top-k and top-p for both"
         )
     if bool((values < NEGATIVE_TOLERANCE).any()) and name != "tvd_pp":
         lowest = values.min().item()
@@ -176,6 +177,6 @@ def complain(
     assert isinstance(teacher, CompressedTeacher)
     mass = teacher.log_tail.float().exp().max().item()
     raise UserError(
-        f"CompressedTeacherError: top-k alone leaves out {mass:.3g} of the mass, limit 0.001: "
-        "store data.teacher_samples, raise data.teacher_top_k, or set method.approx=bucket"
+        f"CompressedTeacherError: the stored top-k leaves out {mass:.3g} of the mass, limit 0.001: "
+        "store samples of the tail too, store a larger top-k, or set approx=bucket"
     )

@@ -1,7 +1,7 @@
-"""Files and folders that are whole, or were never there, and JSON that is checked when it is read.
+"""Atomic writing of files and folders, and JSON that is validated when it is read.
 
-A power loss may leave a file empty that was renamed before its bytes were on the disk, and a name
-may be lost that was not synced in its folder: both are synced before a writer returns.
+After a power loss a file may be empty that was renamed before its bytes were on the disk, and a
+name may be lost whose folder was not synced. Both are synced before a writer returns.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, overload
 
 from trainer.config import RunFault, UserError
 from trainer.lock import lock
 
-MARKER = ".draftsmith.json"  # in a folder of ours: the size and SHA-256 of every file as written
-UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError)  # another name is needed
+T = TypeVar("T")
+MARKER = ".draftsmith.json"  # in a folder written here: size and SHA-256 of every file
+UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError)  # the path must change
 
 
 def sync(path: Path) -> None:
@@ -34,9 +35,9 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace a file in one step: a reader, also one after a power loss, sees the old content or
-    the new one. Raises RunFault where the disk is full or closed, UserError where a part of the
-    path is no folder."""
+    """Replace a file in one step: a reader sees the old content or the new one, also after a power
+    loss. Raises RunFault where the disk is full or read-only, UserError where a part of the path is
+    not a folder."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -54,19 +55,25 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         if isinstance(error, UNUSABLE):
             raise UserError(f"cannot write {path} ({reason}): choose another folder") from error
         raise RunFault(
-            f"cannot write {path}: {reason}; what was finished is kept: remove the cause and run "
-            "the same command again"
+            f"cannot write {path}: {reason}; finished work is saved: remove the cause and "
+            "run the same command again"
         ) from error
 
 
-def write_json(path: Path, content: Any) -> None:
-    """`write_atomic`; keys must be text and numbers finite."""
+def write_json(path: Path, content: object) -> None:
+    """Write JSON with `write_atomic`. Keys must be text and numbers finite: ValueError."""
     write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, remedy: str, kind: type = dict) -> Any:
-    """The content of a JSON file, a table unless another `kind` is asked for. `remedy`: what to do
-    where the file is missing, damaged or holds something else, for the UserError."""
+@overload
+def read_json(path: Path, remedy: str) -> dict[str, Any]: ...
+@overload
+def read_json(path: Path, remedy: str, kind: type[T]) -> T: ...
+def read_json(path: Path, remedy: str, kind: type[object] = dict) -> object:
+    """The content of a JSON file, a table unless another `kind` is requested.
+
+    Raises UserError, which ends with `remedy`, where the file is missing, damaged or holds
+    something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -78,11 +85,19 @@ def read_json(path: Path, remedy: str, kind: type = dict) -> Any:
 
 
 def damaged(path: Path, what: str, remedy: str) -> UserError:
+    """The error for a file whose content cannot be used."""
     return UserError(f"{path} is damaged ({what}); {remedy}")
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """{"bytes", "sha256"} of a file."""
+class FileDigest(TypedDict):
+    """How a file was written."""
+
+    bytes: int
+    sha256: str  # hexadecimal
+
+
+def fingerprint(path: Path) -> FileDigest:
+    """Size and SHA-256 of a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -92,18 +107,18 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def whole_folder(folder: str | Path, ours: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` if the block ends without an error.
+    """A temporary folder, which becomes `folder` if the block ends without an error.
 
-    What is there already is replaced, only then, and only if it was written here and nobody has
-    changed it or put a file beside. Any other folder is refused by the name of such a file. `ours`:
-    the folder belongs to a run of this command, so that one without a marker was made by an earlier
-    version; it is moved aside. Raises UserError and RunFault; while another process writes the
-    same folder, UserError."""
+    An existing `folder` is replaced at the end if it was written here and has not been changed
+    since. Any other folder is refused, with the name of a file that is foreign to it. `ours`: the
+    folder belongs to a run of this command; one without a marker was made by an earlier version
+    and is moved aside. Raises RunFault on a full disk, and UserError where the folder is foreign,
+    its path cannot be a folder, or another process writes it."""
     folder = Path(os.path.realpath(folder))  # a link stays a link
     foreign = _foreign(folder)
     if foreign is not None and not ours:
-        raise UserError(f"{folder} holds {foreign}: name a new folder, or move it away")
-    said = f"{folder} is being written by another process: wait for it, or name another folder"
+        raise UserError(f"{folder} holds {foreign}: choose a new folder, or move this one away")
+    said = f"{folder} is being written by another process: wait for it, or choose another folder"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         held = folder.with_name(f".{folder.name}.lock")
@@ -127,7 +142,7 @@ def whole_folder(folder: str | Path, ours: bool = False) -> Iterator[Path]:
 
 
 def rewrite(folder: Path, changed: Mapping[str, str], ours: bool = False) -> None:
-    """Replace text files of a folder that `whole_folder` has made; all others stay as they are."""
+    """Replace text files (name -> content) in a folder that `whole_folder` wrote."""
     with whole_folder(folder, ours) as partial:
         for source in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = source.relative_to(folder).as_posix()
@@ -143,9 +158,9 @@ def rewrite(folder: Path, changed: Mapping[str, str], ours: bool = False) -> Non
 
 
 def _replace(folder: Path, partial: Path) -> None:
-    """The old one is there until the new one stands."""
+    """Rename `partial` to `folder`; a crash in between leaves the old folder or the new one."""
     replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    foreign = _foreign(folder)  # what somebody has put there meanwhile
+    foreign = _foreign(folder)  # another program may have written to it meanwhile
     if foreign is not None:
         replaced = _aside(folder)
         print(f"{folder} holds {foreign}: moved to {replaced}")
@@ -170,26 +185,26 @@ def _aside(folder: Path) -> Path:
 
 
 def _recover(folder: Path) -> None:
-    """What processes have left that died on the way: nobody else writes now."""
+    """Clean up after processes that died while they wrote; the caller holds the lock."""
     for stale in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.replaced-*")):
-        if not folder.exists():  # it died between its two renames
+        if not folder.exists():  # the process died between its two renames
             stale.rename(folder)
         shutil.rmtree(stale, ignore_errors=True)
     for stale in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def _content(folder: Path) -> dict[str, Any]:
+def _content(folder: Path) -> dict[str, FileDigest]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
 
 
 def _foreign(folder: Path) -> str | None:
-    """What keeps a folder from being replaced, in words; None where nothing does."""
+    """The reason, in words, why a folder must not be replaced; None where it may be."""
     if not folder.exists():
         return None
     if not folder.is_dir():
-        return "no files: it is one itself"
+        return "no files: it is a file itself"
     entries = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     if not entries:
         return None

@@ -1,9 +1,10 @@
 """FSDP2 below the loop: torch's own `fully_shard`, the same on every kind of device.
 
-Optimiser states and gradients are shared out, and parameters between steps. They are gathered once
-per step, all in one group, and let go when its last backward pass is over: a drafter is small
-beside its target, and it drafts, scores and projects through methods that are not `forward`, which
-find them in place. Accelerate knows FSDP2 on accelerators only, and is told of plain processes.
+Optimiser states and gradients are sharded, and parameters are sharded between steps. Parameters
+are gathered once per step, all in one group, and resharded after its last backward pass: a drafter
+is small beside its target, and it drafts, scores and projects through methods that are not
+`forward`, which need whole parameters. Accelerate supports FSDP2 on accelerators only, so it is
+configured for plain processes.
 
 Used: `accelerate launch --config_file scripts/accelerate/fsdp2.yaml train.py ...`.
 """
@@ -15,12 +16,12 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.config import UserError
@@ -31,29 +32,31 @@ ASKED, OURS = "ACCELERATE_USE_FSDP", "DRAFTSMITH_FSDP2"
 
 
 def take_over() -> None:
-    """Before the accelerator is made: what a launch asked of accelerate is done here."""
+    """Replace accelerate's FSDP, if a launch asked for it, by this one. Call it before the
+    accelerator is made. UserError for FSDP version 1."""
     if os.environ.pop(ASKED, "false").lower() != "true":
         return
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
-        raise UserError(
-            f"fsdp_version must be 2, got {version}: take scripts/accelerate/fsdp2.yaml"
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one process has nothing to share out
+        raise UserError(f"fsdp_version must be 2, got {version}: use scripts/accelerate/fsdp2.yaml")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one process has nothing to shard
         os.environ[OURS] = "true"
 
 
 def used() -> bool:
+    """Whether this launch uses FSDP2 on several processes."""
     return os.environ.get(OURS) == "true"
 
 
 @cache
-def _look_into_losses() -> None:
-    """The backward pass of a sharded module is found through the tensors it returned."""
+def _register_losses() -> None:
+    """Let FSDP2 see the tensors of a loss: it finds the backward pass of a module through them."""
     torch.export.register_dataclass(LossOutput)
 
 
 class FSDP2(Replicated):
+    """Several processes, each with a shard of drafter and optimiser."""
+
     shares = True
 
     @property
@@ -62,55 +65,67 @@ class FSDP2(Replicated):
 
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    ) -> tuple[Any, Any]:
-        """A copy is shared out; `drafter` stays the ordinary module that is given back, and waits
-        on the CPU."""
-        _look_into_losses()
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard a copy. `drafter` stays an ordinary module on the CPU until the training ends."""
+        _register_losses()
         accelerator = self.accelerator
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        model: Any = fully_shard(copy.deepcopy(drafter), mesh=mesh, reshard_after_forward=False)
+        model = copy.deepcopy(drafter)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
         drafter.to("cpu")
         return model, accelerator.prepare(make_optimizer(model))
 
-    def gather(self, model: Any) -> None:
-        model.unshard()
+    def gather(self, model: nn.Module) -> None:
+        _sharded(model).unshard()
 
-    def micro_step(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
+    def micro_step(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        _sharded(model).set_requires_gradient_sync(last)
+        _sharded(model).set_reshard_after_backward(last)
         return nullcontext()
 
-    def clip(self, model: Any) -> torch.Tensor:
+    def clip(self, model: nn.Module) -> torch.Tensor:
         return super().clip(model).full_tensor()  # type: ignore[attr-defined]
 
-    def weights(self, model: Any) -> dict[str, torch.Tensor]:
+    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
         state = model.state_dict()
         return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
 
-    def optimizer_state(self, model: Any, optimizer: Any) -> list[dict[str, Any]]:
-        """This process's share of each trained parameter's, in their order."""
+    def optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[dict[str, object]]:
+        """This process's shard of the state of each trained parameter, in their order."""
         state = optimizer.state
         return [
             {name: _local(value) for name, value in state.get(p, {}).items()}
             for group in optimizer.param_groups for p in group["params"]
         ]  # fmt: skip
 
-    def load_optimizer_state(self, model: Any, optimizer: Any, state: list[dict[str, Any]]) -> None:
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: object
+    ) -> None:
+        shards = cast("list[dict[str, object]]", state)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        for p, own in zip(trained, state, strict=True):
+        for p, own in zip(trained, shards, strict=True):
             if own:
                 optimizer.state[p] = {name: _like(p, value) for name, value in own.items()}
 
-    def end(self, model: Any, drafter: nn.Module) -> None: ...
+    def end(self, model: nn.Module, drafter: nn.Module) -> None: ...
 
 
-def _local(value: Any) -> Any:
+def _sharded(model: nn.Module) -> FSDPModule:
+    """`model` as `prepare` returned it."""
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _local(value: object) -> object:
+    """This process's part of a sharded tensor; anything else as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(p: Any, value: Any) -> Any:
-    """A number such as the count of steps stays one; the rest is shared out as the parameter is."""
-    if not torch.is_tensor(value) or value.shape != p.to_local().shape or not p.ndim:
+def _like(p: DTensor, value: object) -> object:
+    """Shard a state as its parameter is; a number such as the count of steps stays one."""
+    if not isinstance(value, torch.Tensor) or value.shape != p.to_local().shape or not p.ndim:
         return value
     return DTensor.from_local(
         value.to(p.device), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()

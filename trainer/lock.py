@@ -1,4 +1,4 @@
-"""What one process works on at a time."""
+"""File locks: a folder is written by one process at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ MISSING = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def lock(path: Path, said: str) -> IO[str]:
-    """Held until the file is closed, or the process dies, however it does; who holds it may remove
-    the file. Raises UserError(`said`) where another process holds it, and where the file system has
-    no locks: two processes would write the same files there without noticing."""
+    """Lock the file at `path`. The lock ends when the returned file is closed or the process dies;
+    its holder may remove the file.
+
+    Raises UserError(`said`) where another process holds the lock, and UserError where the file
+    system has no locks: two processes could write the same files there unnoticed."""
     while True:
         file = path.open("w")
         try:
@@ -33,8 +35,8 @@ def lock(path: Path, said: str) -> IO[str]:
             if error.errno not in MISSING:
                 raise
             raise UserError(
-                f"{path.parent} lies on a file system without file locks ({error.strerror}): mount "
-                "it with them (Lustre: -o flock; NFS: with lockd running, or -o vers=4), or with "
-                "-o localflock where one machine alone uses it, or name another folder"
+                f"{path.parent} is on a file system without file locks ({error.strerror}): mount "
+                "it with locks (Lustre: -o flock; NFS: with lockd running, or -o vers=4), or with "
+                "-o localflock if only one machine uses it, or choose another folder"
             ) from error
-        file.close()  # removed by its holder meanwhile: this lock is of a file that has no name
+        file.close()  # its holder has removed it: this lock is on a file without a name

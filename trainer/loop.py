@@ -1,21 +1,21 @@
 """The one training loop: fetch, loss, backward, clip, step, log, evaluate, save.
 
-- `batches.at(index) -> Batch` is stateless, shards by rank inside; `index` = step * accumulation +
-  micro-step. A Batch is a dataclass: `input_ids`, `loss_mask`, `num_supervised`, `to(device)`.
+- `batches.at(index) -> batch` is stateless and shards by rank; `index` = step * accumulation +
+  micro-step.
 - `objective.loss(drafter, batch, target_outputs, step) -> LossOutput`. `drafter` is the prepared
-  one, perhaps wrapped: an objective calls it and does not read its attributes.
-- `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass;
-  summed over ranks and accumulation they divide the loss, so
-  batch 1 x 4 steps = 4 x 1 whatever the lengths. Where one rank of several has nothing to train on,
-  it runs a batch with an empty mask, which counts 0 and sums to a 0 that has a gradient.
-- `objective.refresh(step, context(step, batch, drafter)) -> Batch | None`, where a `context` is
-  given: a batch in place of the stored one; `objective.state_dict()` and
-  `load_state_dict()` (equal on all ranks; tensors and plain containers).
+  one and may be wrapped: an objective calls it and does not read its attributes.
+- `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass.
+  Their sums over ranks and accumulation divide the loss, so that batch 1 x 4 steps = 4 x 1 for any
+  lengths. Where one rank of several has nothing to train on, it runs a batch with an empty mask,
+  whose loss is a 0 with a gradient.
+- `objective.refresh(step, context(step, batch, drafter)) -> batch | None`, where a `context` is
+  given: a batch in place of the stored one. `objective.state_dict()` and `load_state_dict()`: equal
+  on all ranks, tensors and plain containers.
 - `lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
-- `outputs(batch, step)`: what the frozen target says, or None. `meet()`: before ranks that asked
-  it for more and for less wait for each other.
-- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None leaves the choice to the
-  last step. The random state is put back.
+- `outputs(batch, step)`: the outputs of the frozen target, or None. `sync()`: called before ranks
+  wait for each other, as they may have asked the target for different numbers of outputs.
+- `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None selects the last step.
+  The random state is restored afterwards.
 
 One process waits for its device only to log, evaluate and save; several also agree on the
 denominators once per step. Precision, devices and sharding are the accelerator's.
@@ -27,10 +27,10 @@ import dataclasses
 import datetime
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Generic
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -38,25 +38,28 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 from trainer import fsdp2, lora, zero
-from trainer.checkpoint import FitResult, Interrupt, Store, load_weights, rng_state, set_rng_state
+from trainer.checkpoint import load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
-from trainer.objective import Batches, Objective
+from trainer.interrupt import Interrupt
+from trainer.objective import B, BatchSource, C, O, TrainingObjective
 from trainer.progress import Progress
 from trainer.replicated import Replicated
+from trainer.store import FitResult, Store
 from trainer.tracking import StepRecord, Tracker, Window
 
-# of processes with one that tokenises a corpus or starts a server; who launched them sees one die
+# Processes wait this long for one that tokenises a corpus or starts a server; if one dies, the
+# launcher ends the others.
 PATIENCE = datetime.timedelta(days=1)
 
 
 def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
-    """`cpu`: stay on the CPU although there is a GPU."""
+    """The accelerator of this process. `cpu`: use the CPU although there is a GPU."""
     fsdp2.take_over()
     # naming a backend makes accelerate expect a process group, which one process does not have
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     gloo = several and (cpu or not torch.cuda.is_available())
-    group: dict[str, Any] = {"timeout": PATIENCE} | ({"backend": "gloo"} if gloo else {})
+    group = InitProcessGroupKwargs(timeout=PATIENCE, **({"backend": "gloo"} if gloo else {}))
     # Apple's GPUs have no float64, which exact sampling needs
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
     # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is
@@ -64,7 +67,7 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",
         cpu=(bool(cpu) or gloo or apple) and not deepspeed,
-        kwargs_handlers=[InitProcessGroupKwargs(**group)] if several else None,
+        kwargs_handlers=[group] if several else None,
     )
     if deepspeed:
         zero.load_whole()
@@ -72,14 +75,14 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
 
 
 def placement(accelerator: Accelerator, config: TrainerConfig) -> Replicated:
-    """How the launch wants drafter and optimiser to lie on the processes."""
+    """How this launch places drafter and optimiser on its processes."""
     if zero.used(accelerator):
         return zero.Zero(accelerator, config)
     return (fsdp2.FSDP2 if fsdp2.used() else Replicated)(accelerator, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Of the update that `step` (from 0) makes; arrives at lr * lr_min_ratio at `max_steps`."""
+    """The learning rate of update `step`, from 0; it reaches lr * lr_min_ratio at `max_steps`."""
     if step < config.lr_warmup_steps:
         return config.lr * (step + 1) / config.lr_warmup_steps
     hold = config.lr_hold_share if config.lr_schedule == "hold_cosine" else 0.0
@@ -94,8 +97,9 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 def make_optimizer(
     drafter: nn.Module, config: TrainerConfig, multiplier: Callable[[str], float] = lambda name: 1.0
 ) -> torch.optim.AdamW:
-    """AdamW over what requires a gradient; norms and biases (1-D) are not decayed. `multiplier`: of
-    the learning rate, by the parameter's name."""
+    """AdamW over the parameters that require a gradient; norms and biases (1-D) are not decayed.
+    `multiplier`: a factor of the learning rate, by the parameter's name. UserError where there is
+    no such parameter or one is not float32."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     if not trained:
         raise UserError("the drafter has no trainable parameter: nothing to fit")
@@ -115,21 +119,23 @@ def make_optimizer(
 
 
 @dataclasses.dataclass(kw_only=True)
-class Fit:
-    objective: Objective
+class Fit(Generic[B, O, C]):
+    """One training: its arguments, see the module, and its state while it runs."""
+
+    objective: TrainingObjective[B, O, C]
     drafter: nn.Module
-    batches: Batches
-    evaluate: Callable[[nn.Module, int], dict[str, Any]] | None
-    outputs: Callable[[Any, int], object]
+    batches: BatchSource[B]
+    evaluate: Callable[[nn.Module, int], Mapping[str, object]] | None
+    outputs: Callable[[B, int], O]
     config: TrainerConfig
     folder: Path
     seed: int
     accelerator: Accelerator
     tracker: Tracker
-    context: Callable[[int, Any, Any], object] | None = None
+    context: Callable[[int, B, nn.Module], C] | None = None
     lr_multiplier: Callable[[str], float] = lambda name: 1.0
-    describe: Callable[[Any], str] | None = None  # shown once, before step 1
-    meet: Callable[[], None] = lambda: None
+    describe: Callable[[B], str] | None = None  # printed once, before step 1
+    sync: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         assert self.accelerator.gradient_accumulation_steps == 1, "this loop accumulates by itself"
@@ -138,12 +144,12 @@ class Fit:
         self.store = Store(Path(self.folder), self.placement, self.seed)
 
     def prepare(self) -> None:
-        """Model and optimiser, from the newest whole checkpoint if there is one."""
+        """Make model and optimiser, and restore the newest whole checkpoint if there is one."""
         if self.config.gradient_checkpointing:
-            drafter: Any = self.drafter
-            if not hasattr(drafter, "gradient_checkpointing_enable"):
+            enable = getattr(self.drafter, "gradient_checkpointing_enable", None)
+            if enable is None:
                 raise UserError("trainer.gradient_checkpointing must be false for this drafter")
-            drafter.gradient_checkpointing_enable()
+            enable()
         found, self.counters = self.store.find(resume=self.config.resume == "auto")
         if found is not None:
             load_weights(found, self.drafter)
@@ -159,6 +165,7 @@ class Fit:
             self.describe = None
 
     def train(self) -> None:
+        """Run the remaining steps. SystemExit(75) after a request to stop."""
         config, counters = self.config, self.counters
         self.model.train()
         self.progress = Progress(config.max_steps, counters.step, self.accelerator.is_main_process)
@@ -190,16 +197,19 @@ class Fit:
                     raise SystemExit(75)
 
     def due(self, every: int) -> bool:
+        """Whether something is due that is done `every` so many steps and after the last one."""
         return self.counters.step % every == 0 or self.counters.step == self.config.max_steps
 
-    def fetch(self) -> tuple[list[tuple[Any, list[float]]], list[float]]:
-        """This rank's batches of the step, each with the denominators the objective announces, and
-        their sums over all ranks and micro-steps. No batches: no rank has a supervised token."""
+    def fetch(self) -> tuple[list[tuple[B, list[float]]], list[float]]:
+        """This rank's batches of the step, each with the denominators that the objective announces,
+        and their sums over all ranks and micro-steps. Without batches no rank has a supervised
+        token."""
         step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
         objective, drafter = self.objective, self.accelerator.unwrap_model(self.model)
-        batches, skipped = list[Any](), 0
+        batches, skipped = list[B](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
-            raw = batch = self.batches.at(index)
+            raw = self.batches.at(index)
+            batch: B | None = raw
             if self.context is not None:
                 batch = objective.refresh(step, self.context(step, raw, drafter))
             if batch is not None and batch.num_supervised > 0:
@@ -216,8 +226,9 @@ class Fit:
         sums += [num_tokens, skipped, self.interrupt.requested]
         where = "cpu" if self.alone else self.accelerator.device  # alone: nothing to wait for
         local = torch.tensor(sums, dtype=torch.float64, device=where)
-        self.meet()
-        total: Any = self.accelerator.reduce(local, reduction="sum")
+        self.sync()
+        total = self.accelerator.reduce(local, reduction="sum")
+        assert isinstance(total, torch.Tensor)
         *denominators, num_tokens, skipped, stop = total.tolist()
         self.counters.num_tokens += int(num_tokens)
         self.counters.skipped_batches += int(skipped)
@@ -229,7 +240,7 @@ class Fit:
             self.describe = None
         return list(zip(batches, announced, strict=True)), denominators
 
-    def update(self, batches: list[tuple[Any, list[float]]], denominators: list[float]) -> None:
+    def update(self, batches: list[tuple[B, list[float]]], denominators: list[float]) -> None:
         """One optimiser step on weight * sum / denominator, summed over terms, batches, ranks."""
         accelerator, step = self.accelerator, self.counters.step
         record = StepRecord(step, [batch for batch, _ in batches])
@@ -240,7 +251,7 @@ class Fit:
             with self.placement.micro_step(self.model, last):
                 batch = batch.to(accelerator.device)
                 target_outputs = self.outputs(batch, step)
-                self.meet()
+                self.sync()
                 try:
                     with self.placement.autocast():
                         output = self.objective.loss(self.model, batch, target_outputs, step)
@@ -250,7 +261,7 @@ class Fit:
                 record.add(output, announced)
                 terms = zip(output.terms, denominators, strict=True)
                 # a denominator of 0 belongs to a term that nobody has: its sum is 0
-                loss: Any = sum(weight * total / (n or 1) for (total, _, weight), n in terms)
+                loss = sum(weight * total / (n or 1) for (total, _, weight), n in terms)
                 loss = loss * accelerator.num_processes  # gradients are averaged over the ranks
                 accelerator.backward(loss)
             record.losses.append(loss.detach())
@@ -261,16 +272,17 @@ class Fit:
         self.optimizer.zero_grad()
 
     def evaluate_drafter(self) -> None:
+        """Evaluate, log the metrics, and save the weights if they are the best so far."""
         if self.evaluate is None:
             return
         counters = self.counters
         with self.window.paused():
             random_state = rng_state()
             self.placement.gather(self.model)
-            drafter: Any = self.accelerator.unwrap_model(self.model)
+            drafter = self.accelerator.unwrap_model(self.model)
             drafter.eval()
             metrics = self.evaluate(drafter, counters.step)
-            self.meet()
+            self.sync()
             metrics = gather_object([metrics])[0]
             self.model.train()
             set_rng_state(random_state)
@@ -281,12 +293,12 @@ class Fit:
                 self.store.save_best(counters.step, self.model, metrics)
 
 
-def fit(run: Fit) -> FitResult:
+def fit(run: Fit[B, O, C]) -> FitResult:
     """Train `run.drafter` in place; it ends with its best weights by `evaluate`, else its last.
 
-    Run again on the same `folder` it goes on from the newest
-    checkpoint, or returns at once where training is over. SIGTERM or Ctrl-C saves and raises
-    SystemExit(75). Whoever made the tracker closes it."""
+    A second call with the same `folder` resumes from the newest checkpoint, or returns at once
+    where training has ended. SIGTERM or Ctrl-C saves and raises SystemExit(75). The caller closes
+    the tracker."""
     merge = lora.attach(run.drafter, run.config) if run.config.lora_rank else None
     done = run.store.finished() if run.config.resume == "auto" else None
     if done is None:

@@ -1,15 +1,13 @@
-"""LoRA on a drafter for as long as it trains, through peft; what is given back is ordinary again.
+"""LoRA on a drafter while it trains, through peft; afterwards the drafter is an ordinary module.
 
-Hu et al. 2021, arXiv:2106.09685: W + alpha / rank * B A on every linear layer inside, B begins at
-zero, nothing else trains. Output heads stay as they are: losses read their matrix, not their
-module.
+Hu et al. 2021, arXiv:2106.09685: W + alpha / rank * B A on every linear layer, B starts at zero,
+nothing else trains. Output heads get no adapter: losses read their matrix, not their module.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 from peft import LoraConfig, LoraModel
 from torch import nn
@@ -19,8 +17,8 @@ from trainer.config import TrainerConfig, UserError
 
 
 def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
-    """Adapters around the layers of `drafter`, in place. Called at the end, what is returned adds
-    them into the weights and takes them away."""
+    """Put adapters around the linear layers of `drafter`, in place. Returns a function that merges
+    them into the weights and removes them. UserError where there is no linear layer."""
     heads = _head_weights(drafter)
     names = [
         name
@@ -37,7 +35,7 @@ def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
     )  # fmt: skip
     with warnings.catch_warnings():  # of GPT-2's layout
         warnings.simplefilter("ignore")
-        adapted: Any = LoraModel(drafter, settings, "default")
+        adapted = LoraModel(drafter, settings, "default")
 
     def merge() -> None:
         adapted.merge_and_unload()
@@ -48,10 +46,11 @@ def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
 
 
 def _head_weights(drafter: nn.Module) -> set[int]:
+    """The `id` of each weight that a loss reads through an output head."""
     found: set[int] = set()
-    module: Any
     for module in drafter.modules():
-        if hasattr(module, "output_head"):
+        output_head = getattr(module, "output_head", None)
+        if output_head is not None:
             depths = range(1, (getattr(module, "max_depth", None) or 1) + 1)
-            found |= {id(module.output_head(depth).weight) for depth in depths}
+            found |= {id(output_head(depth).weight) for depth in depths}
     return found

@@ -1,9 +1,9 @@
 """Divergences between target p and draft q, per position; compressed teachers; reductions.
 
 One function per divergence on logits [N, V], returning [N] values. `trainer.divergence` names them,
-applies temperatures, and raises where the numbers are broken. Log-softmax
-and sums are float32 (float64 stays float64), whatever the dtype of the logits. The teacher is
-always detached. A logit of -inf is a barred token of probability zero, in either model.
+applies temperatures, and raises where the numbers are broken. Log-softmax and sums are float32
+(float64 stays float64), whatever the dtype of the logits. The teacher is always detached. A logit
+of -inf excludes a token: its probability is zero, in either model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.config import require
 
 @dataclass
 class LossOutput:
-    """What a recipe hands to the loop: sums and counts only, the loop divides over all ranks."""
+    """The result of an objective's loss: sums and counts only, the loop divides over all ranks."""
 
     terms: list[tuple[Tensor, Tensor | float, float]]  # (sum with gradient, denominator, weight)
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)  # (sum, count)
@@ -32,15 +32,17 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
+    """In float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in float32 or float64."""
     return wide(logits) if temperature == 1 else wide(logits) / temperature  # 1: save a copy
 
 
 def both_log_probs(draft_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log q with gradient, log p without."""
+    """log q with gradient and log p without, each of the shape of its logits."""
     return log_probs(draft_logits), log_probs(teacher_logits.detach())
 
 
@@ -80,7 +82,7 @@ def ce_hard(draft_logits: Tensor, labels: Tensor) -> Tensor:
 def rkl(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Reverse KL(q || p) = sum q log(q/p), [N]; gradient q (s - E_q s), s = log(q/p).
 
-    Infinite where p bars a token (top-k, top-p) that q does not (Gu et al. 2023, MiniLLM).
+    Infinite where p excludes a token (top-k, top-p) that q does not (Gu et al. 2023, MiniLLM).
     """
     log_q, log_p = both_log_probs(draft_logits, teacher_logits)
     return _kl(log_q, log_p)
@@ -178,7 +180,7 @@ FORMULAS = (fkl, ce_soft, ce_top, ce_hard, rkl, jsd, tvd, nla, lk_hybrid, tvd_pp
 
 @dataclass
 class CompressedTeacher:
-    """Part of p: an exact head and i.i.d. samples of the tail. Log-probs are true ones of p."""
+    """Part of p: an exact head and i.i.d. samples of the tail. Log-probs are those of p itself."""
 
     ids: Tensor  # [N, k] int64, the k most likely tokens; k may be 0
     logp: Tensor  # [N, k] float
@@ -195,14 +197,13 @@ def compress(
     generator: torch.Generator | None = None,
     uniforms: Tensor | None = None,
 ) -> CompressedTeacher:
-    """Keep the top k of p exactly, and m draws of the tail (Anshumann et al. 2025).
+    """Store the top k of p exactly, and m draws of the tail (Anshumann et al. 2025).
 
     teacher_logits: [N, V] float. With k = 0 the draws are m i.i.d. ones from p. `uniforms`: [N, m]
     in [0, 1), for draws that must not depend on batching. Needs float64 [N, V] while it samples.
     """
-    require(0 <= k <= teacher_logits.shape[-1], "data.teacher_top_k", "lie in [0, V]", k)
-    rule = "be >= 0, and positive if teacher_top_k is 0"
-    require(m >= 0 and k + m > 0, "data.teacher_samples", rule, m)
+    require(0 <= k <= teacher_logits.shape[-1], "k", "lie in [0, V]", k)
+    require(m >= 0 and k + m > 0, "m", "be >= 0, and positive if k is 0", m)
     log_p = log_probs(teacher_logits)
     logp, ids = log_p.topk(k, dim=-1)
     tail = log_p.scatter(-1, ids, -math.inf)
@@ -220,7 +221,7 @@ def compress(
 
 
 def bucket(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Tensor]:
-    """Draft and teacher log-probs [N, k+1]: the head, and everything else as one token."""
+    """Draft and teacher log-probs [N, k+1]: the head, and all other tokens as one."""
     logits = wide(draft_logits)
     rest = logits.scatter(-1, teacher.ids, -math.inf).logsumexp(-1, keepdim=True)
     draft = torch.cat([logits.gather(-1, teacher.ids), rest], -1)
@@ -237,7 +238,7 @@ def overlap_bounds(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Te
 
 
 def sums_to_one(teacher: CompressedTeacher) -> Tensor:
-    """Whether head and tail make one in every row, [] bool; loose enough for float16 storage."""
+    """Whether head and tail sum to one in every row, [] bool, with room for float16 storage."""
     total = teacher.logp.float().exp().sum(-1) + teacher.log_tail.float().exp()
     return ((total - 1).abs() < 1e-2).all()
 
@@ -245,7 +246,7 @@ def sums_to_one(teacher: CompressedTeacher) -> Tensor:
 def compressed_ce(draft_logits: Tensor, teacher: CompressedTeacher) -> Tensor:
     """-sum_head p log q - tail_mass/m sum_samples log q, [N]: ce_soft and its gradient, unbiased.
 
-    Without samples the head is renormalised, which `divergence` allows at mass >= 0.999 only.
+    Without samples the head is renormalised, which `Divergence` allows at mass >= 0.999 only.
     """
     logits = wide(draft_logits)
     log_z = logits.logsumexp(-1, keepdim=True)  # gathered, so that no [N, V] log-probs are kept
@@ -263,16 +264,16 @@ def compressed_ce(draft_logits: Tensor, teacher: CompressedTeacher) -> Tensor:
 
 
 def position_weights(rows: Tensor, num_rows: int, kind: str = "token") -> tuple[Tensor, Tensor]:
-    """Weight of each of N positions, [N] float32, and their denominator, for the caller to divide
-    over ranks and accumulation steps.
+    """Weight of each of N positions, [N] float32, and their denominator, [] float32, which the
+    caller sums over ranks and accumulation steps.
 
-    token: every position counts once. sequence: the mean of every sequence counts once, those
-    without a trained position not at all. rows: [N] int64 in 0..num_rows-1.
+    token: every position counts once. sequence: the mean of every sequence counts once, and a
+    sequence without a trained position does not count. rows: [N] int64 in 0..num_rows-1.
     """
     ones = torch.ones(len(rows), device=rows.device)
     if kind == "token":
         return ones, ones.new_full((), len(rows))
-    require(kind == "sequence", "method.reduction", "be token or sequence", kind)
+    require(kind == "sequence", "reduction", "be token or sequence", kind)
     counts = ones.new_zeros(num_rows).index_add(0, rows, ones)
     return 1 / counts[rows], (counts > 0).sum().to(ones.dtype)
 
@@ -280,6 +281,6 @@ def position_weights(rows: Tensor, num_rows: int, kind: str = "token") -> tuple[
 def reduce(
     values: Tensor, rows: Tensor, num_rows: int, kind: str = "token"
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of [N] values and its denominator, by `position_weights`."""
+    """Weighted sum of values [N] and its denominator, each [], by `position_weights`."""
     weights, count = position_weights(rows, num_rows, kind)
     return (values * weights.to(values)).sum(), count

@@ -1,12 +1,14 @@
-"""What the loop asks of its caller: an objective, batches, and the text of a batch for its preview.
+"""What the loop requires of its caller: an objective and batches.
 
-The loop never looks into a batch or into what the target says of it: it hands them on.
+The loop does not look into a batch or into the target's outputs: it hands them from the caller's
+functions to the objective. Their types are parameters here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,34 +19,47 @@ State = dict[str, object]  # tensors and plain containers, the same on all ranks
 
 
 class TrainingBatch(Protocol):
-    """`num_supervised`: tokens that are trained on; `loss_mask` [B, L] bool: where they are. A
-    dataclass: the loop replaces both where a rank has nothing to train on."""
+    """A batch of the caller's own dataclass. `num_supervised`: tokens that are trained on;
+    `input_ids` [B, L] int64; `loss_mask` [B, L] bool: the trained tokens. On a rank that has
+    nothing to train on, the loop replaces `num_supervised` by 0 and `loss_mask` by zeros."""
 
     num_supervised: int
+    input_ids: torch.Tensor
     loss_mask: torch.Tensor
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
-    def to(self, device: torch.device) -> TrainingBatch: ...
-
-
-class Batches(Protocol):
-    """A training text as a function of the batch's number: any rank can make any batch again."""
-
-    def at(self, index: int) -> TrainingBatch: ...
+    def to(self: B, device: torch.device) -> B: ...
 
 
-class Objective(Protocol):
-    """What a stage trains on. `recipes.base.Objective` documents each member and has defaults.
-    Batch, target outputs and context are the caller's own types, which the loop hands on."""
+B = TypeVar("B", bound=TrainingBatch)  # the caller's batch
+B_co = TypeVar("B_co", bound=TrainingBatch, covariant=True)
+O = TypeVar("O")  # what the target gives for a batch  # noqa: E741
+O_contra = TypeVar("O_contra", contravariant=True)
+C = TypeVar("C")  # what `refresh` may use
+C_contra = TypeVar("C_contra", contravariant=True)
 
-    def denominators(self, batch: Any, step: int) -> Sequence[float]: ...
 
-    def loss(
-        self, drafter: nn.Module, batch: Any, target_outputs: Any, step: int
-    ) -> LossOutput: ...
+class BatchSource(Protocol[B_co]):
+    """The training text as a function of the batch's number: any rank can make any batch again."""
 
-    def refresh(self, step: int, context: Any) -> TrainingBatch | None: ...
+    def at(self, index: int) -> B_co: ...
+
+
+class Resumable(Protocol):
+    """An objective's own state, stored in every checkpoint."""
 
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> None: ...
+
+
+class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
+    """What a stage trains on. `recipes.base.Objective` documents each member and has defaults."""
+
+    def denominators(self, batch: B, step: int) -> Sequence[float]: ...
+
+    def loss(
+        self, drafter: nn.Module, batch: B, target_outputs: O_contra, step: int
+    ) -> LossOutput: ...
+
+    def refresh(self, step: int, context: C_contra) -> B | None: ...

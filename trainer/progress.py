@@ -1,20 +1,31 @@
-"""How far a phase of a run has come: a bar with rate and time left on a terminal, elsewhere plain
-lines, so that a log file stays readable."""
+"""Progress of a phase of a run: a bar with rate and time left on a terminal, plain lines elsewhere,
+so that a log file stays readable."""
 
 from __future__ import annotations
 
 import sys
 import time
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TextIO, TypedDict
 
 from tqdm import tqdm
 
 EVERY_S = 10.0  # between two plain lines about tokens
 
 
+class MetricsRow(TypedDict):
+    """A row of a training in `metrics.jsonl`; the metrics of the objective are further keys."""
+
+    step: int
+    loss: float | None  # None where no step since the last row had a batch
+    lr: float
+    grad_norm: float | None
+    num_tokens: int  # supervised tokens so far, all ranks
+    tokens_per_s: float
+
+
 class Progress:
-    """Counts `unit`s up to `total`; None: unknown, or still to be estimated."""
+    """Counts `unit`s up to `total`; None where it is unknown or estimated later."""
 
     def __init__(
         self,
@@ -40,14 +51,14 @@ class Progress:
             self._bar.update(count)
 
     def estimate(self, total: int, text: str) -> None:
-        """A new `total`, and what stands behind the bar."""
+        """Set a new `total` and the text behind the bar."""
         self.total = total
         if self._bar is not None:
             self._bar.total = total
             self._bar.set_postfix_str(text, refresh=False)
 
-    def report(self, row: dict[str, Any]) -> None:
-        """A line about the training. `row`: as `trainer.tracking.Window.row` makes it."""
+    def report(self, row: MetricsRow) -> None:
+        """Print a line about the training. `row`: made by `trainer.tracking.Window.row`."""
         step, loss = row["step"], row["loss"]
         text = "no tokens" if loss is None else f"loss {loss:.4f}"
         text += f"  lr {row['lr']:.2e}  {row['tokens_per_s']:.0f} tokens/s"
@@ -59,7 +70,7 @@ class Progress:
             self.note(f"step {step}/{self.total}  {text}  {_clock(left)} left")
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Print a line of its own, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self.stream)
         elif self.enabled:
@@ -75,13 +86,13 @@ class Progress:
 
 
 class TokenProgress:
-    """Progress of a phase that works through text, part by part. It counts tokens as they come, not
-    finished answers: on a large model the first answer takes minutes.
+    """Progress of a phase that processes text in parts. It counts tokens as they come, not finished
+    answers: on a large model the first answer takes minutes.
 
-    Where a part knows its number of tokens, that is the total. Where answers are still to be
-    generated, their mean length is estimated as the tokens so far over the answers finished so far
-    (the maximum-likelihood estimate when the answers under way are censored and lengths are
-    exponential), and is at most the longest that an answer may be.
+    The total of a part is its number of tokens if that is known. For answers that are still to be
+    generated, the mean length is estimated as the tokens so far over the answers finished so far
+    (the maximum-likelihood estimate where unfinished answers are censored and lengths are
+    exponential), at most the longest length allowed.
     """
 
     def __init__(self, name: str, enabled: bool = True, stream: TextIO | None = None) -> None:
@@ -106,7 +117,7 @@ class TokenProgress:
 
     @property
     def total(self) -> int:
-        """Tokens of this part, as far as is known by now."""
+        """Tokens of this part, known or estimated."""
         if self.known is not None:
             return self.known
         most = self.rows * self.longest
@@ -115,7 +126,7 @@ class TokenProgress:
         return min(most, round(self.rows * self.tokens / self.finished))
 
     def advance(self, tokens: int) -> None:
-        """So many tokens more."""
+        """Count `tokens` more."""
         self.tokens += tokens
         self.all_tokens += tokens
         if self._progress is not None:
@@ -123,14 +134,14 @@ class TokenProgress:
         self._line_if_due()
 
     def finish_row(self) -> None:
-        """An answer is complete; its tokens were counted before."""
+        """Count an answer as finished; its tokens were counted before."""
         self.finished += 1
         if self._progress is not None:
             self._progress.estimate(self.total, self._rows())
         self._line_if_due()
 
     def close(self) -> None:
-        """The last line says what it came to; none where there was nothing to do."""
+        """Print the number of tokens, the time and the rate; nothing where there were no tokens."""
         self._end()
         if self.enabled and self.all_tokens:
             spent = max(1e-9, time.monotonic() - self.began)

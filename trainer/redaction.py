@@ -1,8 +1,8 @@
-"""What is written or shown holds no secret, and does not say where files lie on this machine.
+"""Redaction: text that is stored or printed holds no secret and no absolute path of this machine.
 
-A value is a secret where the last word of its key says so (`hf_token`, `api-key`, but not
-`max_new_tokens`), or where it has the form of a known token. Every place that stores or prints a
-configuration, a command or an error asks here, so that a new one cannot have rules of its own.
+A value is a secret if the last word of its key says so (`hf_token`, `api-key`, but not
+`max_new_tokens`), or if it has the form of a known token. Every place that stores or prints a
+configuration, a command or an error calls these functions, so that all follow the same rules.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, overload
 
 import yaml
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MARK = "<redacted: pass it again>"
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -60,12 +63,19 @@ _FORMS = {what: re.compile(form) for what, form in TOKENS.items()}
 
 
 def is_secret_key(name: str) -> bool:
+    """Whether the last word of a key says that its value is a secret."""
     return bool(_SECRET_KEY.search(name))
 
 
-def redacted(value: Any, secret: bool = False) -> Any:
-    """`value`, a tree as YAML has it, with the mark in place of each secret. `secret`: all text in
-    it is one, because of the key it stands under."""
+@overload
+def redacted(value: str, secret: bool = False) -> str: ...
+@overload
+def redacted(value: dict[K, V], secret: bool = False) -> dict[K, V]: ...
+@overload
+def redacted(value: object, secret: bool = False) -> object: ...
+def redacted(value: object, secret: bool = False) -> object:
+    """Replace each secret in `value`, a tree as YAML holds it, by MARK. `secret`: all text in it is
+    secret, because of its key."""
     if isinstance(value, dict):
         return {
             redacted(k): redacted(v, secret or (isinstance(k, str) and is_secret_key(k)))
@@ -78,7 +88,7 @@ def redacted(value: Any, secret: bool = False) -> Any:
     return _without_tokens(value) if isinstance(value, str) else value
 
 
-def _can_be_secret(value: Any) -> bool:
+def _can_be_secret(value: object) -> bool:
     if isinstance(value, bool | None):
         return False
     return bool(value) if isinstance(value, str) else len(str(value)) >= NUMBER_DIGITS
@@ -91,9 +101,9 @@ def _without_tokens(text: str) -> str:
 
 
 def hide(text: str, words: Sequence[str] = (), pairs: bool = True) -> str:
-    """Text for the terminal, such as an error: without anything that looks like a secret, is in a
-    secret variable of the environment or was given as a secret in `words`, those of the command
-    line. `pairs`: nor what stands behind a secret's key, which would spoil lines of a program."""
+    """Redact text for the terminal, such as an error: what looks like a secret, the values of the
+    environment's secret variables, and the secrets in `words`, those of the command line. `pairs`:
+    also what follows a secret's key in the text, which would spoil lines of a program."""
     known = {value for _, value in environment_secrets()}
     for word in words:
         key, _, value = word.partition("=")
@@ -104,8 +114,8 @@ def hide(text: str, words: Sequence[str] = (), pairs: bool = True) -> str:
     return _PAIR.sub(lambda found: found[1] + MARK, text) if pairs else text
 
 
-def _secrets(value: Any, secret: bool) -> Iterator[str]:
-    """What is given as a secret by its key, where it is long enough to be looked for in a text."""
+def _secrets(value: object, secret: bool) -> Iterator[str]:
+    """The values whose key is that of a secret, if they are long enough to search a text for."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _secrets(inner, secret or is_secret_key(str(key)))
@@ -116,7 +126,8 @@ def _secrets(value: Any, secret: bool) -> Iterator[str]:
         yield str(value)
 
 
-def _parsed(value: str) -> Any:
+def _parsed(value: str) -> object:
+    """`value` as YAML, or as it is where it is not YAML."""
     try:
         tree = yaml.safe_load(value)
         json.dumps(tree, default=str)  # one that holds itself would be walked for ever
@@ -130,10 +141,16 @@ def environment_secrets() -> list[tuple[str, str]]:
     return [(k, v) for k, v in os.environ.items() if is_secret_key(k) and len(v) >= 8]
 
 
-def shown(value: Any, folder: Path | None = None) -> Any:
-    """`value`, a tree, as it may leave this machine: secrets redacted, and absolute paths relative
-    to the repository or to `folder` where they lie below it, else to the home folder as `~`; of any
-    other path the last part stays."""
+@overload
+def shown(value: str, folder: Path | None = None) -> str: ...
+@overload
+def shown(value: dict[K, V], folder: Path | None = None) -> dict[K, V]: ...
+@overload
+def shown(value: object, folder: Path | None = None) -> object: ...
+def shown(value: object, folder: Path | None = None) -> object:
+    """`value`, a tree, as it may leave this machine. Secrets are redacted. Absolute paths become
+    relative to the repository, to `folder`, or to the home folder as `~`; of any other path the
+    last part remains."""
     if isinstance(value, dict):
         return {shown(k, folder): shown(v, folder) for k, v in redacted(value).items()}
     if isinstance(value, list | tuple):
@@ -142,7 +159,7 @@ def shown(value: Any, folder: Path | None = None) -> Any:
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """A command as it may leave this machine."""
+    """A command, given as its words, as it may leave this machine."""
     return " ".join(map(_shown_word, words))
 
 
@@ -181,7 +198,7 @@ def _short(path: str, folder: Path | None) -> str:
 
 
 def leaks(text: str) -> Iterator[tuple[str, int]]:
-    """What `text` must not hold where all can read it, and where: tokens by their form, values of
+    """What must not be published in `text`, each with its offset: tokens by their form, values of
     the environment's secret variables, the home folder."""
     for what, form in _FORMS.items():
         for found in form.finditer(text):

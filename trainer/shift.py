@@ -1,8 +1,8 @@
 """The one place that aligns logits, labels and mask: logits at index i score token i + 1.
 
-Everything behind this file works on the N supervised positions only, in a fixed order: sequence by
-sequence, left to right. Whatever is stored per response token (a compressed teacher, hidden
-states) lines up with it by plain concatenation.
+All code after this works on the N supervised positions only, in a fixed order: sequence by
+sequence, left to right. What is stored per response token (a compressed teacher, hidden states)
+has the same order, so that plain concatenation aligns it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Aligned:
 def response_mask(
     lengths_prompt: Tensor | list[int], lengths_total: Tensor | list[int], length: int
 ) -> Tensor:
-    """[B, length] bool: the response tokens of right-padded rows, the terminating EOS included.
+    """The response tokens of right-padded rows, [B, length] bool, the terminating EOS included.
 
     lengths_prompt, lengths_total: [B] int, prompt <= total <= length; the total counts prompt and
     response with its EOS. Built from lengths and never from `ids != pad`: where the pad token is
@@ -44,13 +44,13 @@ def response_mask(
 
 
 def supervised(loss_mask: Tensor, depth: int = 0, documents: Tensor | None = None) -> Tensor:
-    """[B, L-1] bool: the trained logit indices, i.e. those whose next token is in the mask.
+    """The trained logit indices, [B, L-1] bool: those whose next token is in the mask.
 
     loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
-    depth > 0: what a head drafts as the depth-th token of a round. The round's anchor, the last
-    committed token, lies `depth` before it and is the target's own too, since the first token of a
-    response comes from the prefill: exactly the positions that decoding visits. documents [B, L]
-    int64, where a row holds several texts: the anchor is of the token's own.
+    depth > 0: the tokens that a head can draft as the depth-th of a round. The round's anchor, the
+    last committed token, lies `depth` tokens earlier and must be supervised too, since the first
+    token of a response comes from the prefill. These are the positions that decoding visits.
+    documents: [B, L] int64, where a row holds several texts; the anchor must be of the same one.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
@@ -65,9 +65,10 @@ def supervised(loss_mask: Tensor, depth: int = 0, documents: Tensor | None = Non
 
 
 def at_index(columns: Tensor, depth: int, length: int) -> Tensor:
-    """[B, T, d] by column -> [B, length, d] by logit index: what a head makes at depth `depth` of
-    the target's state at position t scores the token at t + 1 + depth, logit index t + depth. Zero
-    where no column reaches."""
+    """Move head states from columns to logit indices: [B, T, d] -> [B, length, d].
+
+    The state that a head computes at `depth` from the target's state at position t scores the token
+    at t + 1 + depth, logit index t + depth. Zero at indices without a column."""
     out = columns.new_zeros(columns.shape[0], length, *columns.shape[2:])
     count = min(columns.shape[1], length - depth)
     if count > 0:
@@ -82,7 +83,7 @@ def align(
     teacher_logits: Tensor | None,
     vocab_size: int | None = None,
 ) -> Aligned:
-    """Gather the supervised positions, so that nothing is computed anywhere else.
+    """Gather the supervised positions, so that only these are computed.
 
     input_ids: [B, L] int64; loss_mask: [B, L] bool over tokens; draft_logits: [B, L, V'] and
     teacher_logits: [B, L, V''] float. Heads padded beyond `vocab_size` are cut to it before any
@@ -93,7 +94,7 @@ def align(
         vocab_size = widths[0]
         if widths[-1] != vocab_size:
             raise UserError(
-                f"logits of the draft are {widths[0]} wide, of the target {widths[-1]}: "
+                f"the draft's logits have width {widths[0]}, the target's {widths[-1]}: "
                 "pass the true vocab_size if one is padded, else the vocabularies differ"
             )
     require(

@@ -18,7 +18,7 @@ from trainer.config import suggest
 
 
 class Named(Protocol):
-    """A dataclass with a name, by which a table holds it."""
+    """A dataclass with a name, which is its key in a table."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
     name: ClassVar[str]
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Named)
 
 def parse(key: str, text: str, table: Mapping[str, type[T]]) -> T:
     """The object that `text`, the value of `key`, names. Raises UserError with key, value, rule and
-    the names that there are."""
+    the names in `table`."""
     head, *by_name = text.split(",")
     name, *by_place = head.split(":")
     kind = table.get(name)

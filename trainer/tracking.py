@@ -1,39 +1,45 @@
-"""Where numbers go: `metrics.jsonl`, and Weights & Biases if asked for.
+"""Metrics on disk: `metrics.jsonl`, and Weights & Biases if requested.
 
 `metrics.jsonl` is the record: one JSON object a line, each with `step` (optimiser steps done) and,
-where a recipe has several stages, `stage`. After a resume it is cut back to the checkpoint, so the
-file reads as if the run had never stopped. Weights & Biases cannot be cut back: there a resumed
-run shows the repeated steps twice.
+where a recipe has several stages, `stage`. After a resume it is truncated to the checkpoint, so the
+file is the same as that of a run that never stopped. Weights & Biases cannot be truncated: a
+resumed run shows the repeated steps twice there.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trainer.checkpoint import save_batches
+from trainer.checkpoint import Sums, save_batches
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
+from trainer.objective import TrainingBatch
+from trainer.progress import MetricsRow
 from trainer.redaction import shown
+
+if TYPE_CHECKING:
+    from wandb import Run
 
 
 class Tracker:
     """Writes rows to `folder/metrics.jsonl` and W&B; on all but the main process it does nothing.
 
-    With `stage`, rows carry it and `truncate` leaves the rows of other stages alone, so that all
-    stages of a run share one file.
+    With `stage`, rows name it and `truncate` keeps the rows of other stages, so that all stages of
+    a run share one file.
     """
 
     def __init__(
@@ -41,14 +47,14 @@ class Tracker:
         config: TrainerConfig,
         folder: Path,
         run_name: str,
-        resolved_config: dict[str, Any],
+        resolved_config: Mapping[str, object],
         is_main: bool = True,
         stage: str | None = None,
     ) -> None:
         self.path = Path(folder) / "metrics.jsonl"
         self.stage = stage
         self.is_main = is_main
-        self._wandb: Any = None
+        self._wandb: Run | None = None
         if is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if config.wandb != "off":
@@ -56,8 +62,9 @@ class Tracker:
                 prefix = stage or "train"
                 self._wandb.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Append one row; it is in the file when this returns (a kill loses at most this line)."""
+    def log(self, row: Mapping[str, object]) -> None:
+        """Append one row; it is in the file when this returns (a kill loses at most this line).
+        RunFault where the file cannot be written."""
         if not self.is_main:
             return
         if self.stage is not None:
@@ -72,20 +79,21 @@ class Tracker:
             self._wandb.log({key: value for key, value in flat.items() if value is not None})
 
     def truncate(self, step: int) -> None:
-        """Keep the rows with `step` up to this one (-1: none); drop a line cut short by a kill."""
+        """Remove the rows after `step` (-1: all) and a line that a kill cut short."""
         if not self.is_main or not self.path.exists():
             return
-        kept = []
+        lines = []
         for line in self.path.read_text().splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
-                continue  # only the last line can be torn: rows are appended one by one
+                continue  # only the last line can be cut short: rows are appended one by one
             if row.get("stage") != self.stage or row["step"] <= step:
-                kept.append(line + "\n")
-        write_atomic(self.path, "".join(kept))
+                lines.append(line + "\n")
+        write_atomic(self.path, "".join(lines))
 
     def finish(self) -> None:
+        """Close the W&B run, if there is one."""
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
@@ -95,12 +103,12 @@ def track_report(
     config: TrainerConfig,
     folder: Path,
     run_name: str,
-    resolved_config: dict[str, Any],
-    numbers: dict[str, Any],
+    resolved_config: Mapping[str, object],
+    numbers: Mapping[str, object],
     files: Sequence[Path],
 ) -> None:
-    """The finished report in W&B, if asked for: its `numbers` as the run's summary, its `files` as
-    an artifact."""
+    """Send the finished report to W&B, if requested: `numbers` as the run's summary, `files` as an
+    artifact."""
     if config.wandb == "off":
         return
     wandb_run = _start_wandb(config, folder, run_name, resolved_config)
@@ -114,7 +122,10 @@ def track_report(
     wandb_run.finish()
 
 
-def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[str, Any]) -> Any:
+def _start_wandb(
+    config: TrainerConfig, folder: Path, name: str, resolved: Mapping[str, object]
+) -> Run:
+    """The W&B run of a run folder. UserError where wandb or a login is missing."""
     try:
         import wandb
         import wandb.errors
@@ -126,15 +137,16 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
     id_file = folder / "wandb_id"  # the same command continues the same W&B run
     if not id_file.exists() or not id_file.read_text().strip():
         write_atomic(id_file, secrets.token_hex(4))
-    settings: dict[str, Any] = {
-        "project": config.wandb_project,
-        "name": name,
-        "config": shown(resolved, folder),
-        "dir": str(folder),
-        "id": id_file.read_text().strip(),
-        # nothing that W&B collects by itself: the terminal (prompts are previewed there), the words
-        # of the command, names of host, user and folders, the address of the git remote
-        "settings": wandb.Settings(
+    init = functools.partial(
+        wandb.init,
+        project=config.wandb_project,
+        name=name,
+        config=shown(dict(resolved), folder),
+        dir=str(folder),
+        id=id_file.read_text().strip(),
+        # W&B collects nothing by itself: not the terminal (prompts are previewed there), the words
+        # of the command, names of host, user and folders, or the address of the git remote
+        settings=wandb.Settings(
             silent=True,
             console="off",
             disable_git=True,
@@ -142,11 +154,11 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
             x_disable_machine_info=True,
             host="",
         ),
-    }
+    )
     try:
         if config.wandb == "online":
-            return wandb.init(mode="online", resume="allow", **settings)
-        return wandb.init(mode="offline", **settings)
+            return init(mode="online", resume="allow")
+        return init(mode="offline")
     except wandb.errors.UsageError as error:
         reason = (str(error).splitlines() or ["refused"])[0]
         raise UserError(
@@ -155,11 +167,11 @@ def _start_wandb(config: TrainerConfig, folder: Path, name: str, resolved: dict[
         ) from error
     except wandb.errors.CommError as error:
         print(f"W&B cannot be reached ({error}); this run is recorded offline in {folder}/wandb")
-        return wandb.init(mode="offline", **settings)
+        return init(mode="offline")
 
 
-def _flatten(row: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(row: Mapping[str, object], prefix: str) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in row.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}/")
@@ -170,16 +182,19 @@ def _flatten(row: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 @dataclass
 class StepRecord:
-    """What one step left on the device. `losses`: one per batch, times the number of processes."""
+    """The results of a step, on the device. `losses`: one per batch, times the number of ranks."""
 
     step: int
-    batches: list[Any]
+    batches: Sequence[TrainingBatch]
     losses: list[Tensor] = field(default_factory=list)
-    denominators: list[tuple[Any, float]] = field(default_factory=list)  # (returned, announced)
-    metrics: list[tuple[str, Any, Any]] = field(default_factory=list)  # (name, sum, count)
+    # (returned, announced)
+    denominators: list[tuple[Tensor | float, float]] = field(default_factory=list)
+    # (name, sum, count)
+    metrics: list[tuple[str, Tensor | float, Tensor | float]] = field(default_factory=list)
     grad_norm: Tensor | float = math.nan
 
     def add(self, output: LossOutput, announced: list[float]) -> None:
+        """Add the result of a batch. RunFault unless it has as many terms as were announced."""
         if len(output.terms) != len(announced):
             raise RunFault(
                 f"loss() returned {len(output.terms)} terms at step {self.step + 1}, but "
@@ -192,29 +207,30 @@ class StepRecord:
 
 
 class Window:
-    """Losses and metrics since the last row. They stay on the device until `settle`, which is the
-    one place where the host waits for it, and refuses what is not finite."""
+    """Losses and metrics since the last row. They stay on the device until `settle`, the one place
+    where the host waits for it. `settle` raises RunFault for a number that is not finite."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, trained_by: type) -> None:
         self.accelerator, self.folder = accelerator, folder
         self.name = f"{trained_by.__module__}.{trained_by.__qualname__}"
-        self.sums: dict[str, list[float]] = {}  # of this rank: name -> [sum, count]
+        self.sums: Sums = {}  # of this rank
         self._pending: list[StepRecord] = []
         self.start(0)
 
-    def save(self, batches: list[Any], step: int) -> Path:
-        """Keep the batches of a step that failed, for a look; one file per rank."""
+    def save(self, batches: Sequence[TrainingBatch], step: int) -> Path:
+        """Write the batches of a failed step for inspection; one file per rank."""
         main, rank = self.accelerator.is_main_process, self.accelerator.process_index
         path = self.folder / ("nan_batch.safetensors" if main else f"nan_batch-{rank}.safetensors")
         save_batches(path, batches, step + 1)
         return path
 
     def add(self, record: StepRecord, grad_norm: Tensor | float) -> None:
+        """Add a step; nothing is read from the device yet."""
         record.grad_norm = grad_norm
         self._pending.append(record)
 
     def settle(self) -> None:
-        """Take the pending steps in; a fault on one rank is raised on all."""
+        """Read and add up the pending steps; a fault on one rank is raised on all."""
         fault = None
         for record in self._pending:
             losses, grad_norm = [float(loss) for loss in record.losses], float(record.grad_norm)
@@ -226,36 +242,36 @@ class Window:
             raise RunFault(message)
 
     @contextmanager
-    def paused(self) -> Iterator[dict[str, list[float]]]:
-        """Settle, and keep what is done inside (evaluation, saving) out of tokens per second."""
+    def paused(self) -> Iterator[Sums]:
+        """Settle; the time inside the block (evaluation, saving) does not count for tokens/s."""
         self.settle()
         began = time.perf_counter()
         yield self.sums
         self._clock += time.perf_counter() - began
 
-    def row(self, step: int, num_tokens: int, lr: float) -> dict[str, Any]:
-        """The row of metrics.jsonl after `step` steps, equal on all ranks; begins a new window."""
+    def row(self, step: int, num_tokens: int, lr: float) -> MetricsRow:
+        """The row of metrics.jsonl after `step` steps, equal on all ranks; starts a new window."""
         self.settle()
-        merged: dict[str, list[float]] = {}
+        merged: Sums = {}
         for sums in gather_object([self.sums]):
             _accumulate(merged, [(name, total, count) for name, (total, count) in sums.items()])
         means = {name: total / count if count else None for name, (total, count) in merged.items()}
         seconds = time.perf_counter() - self._clock
-        row = {
+        row: MetricsRow = {
             "step": step,
-            "loss": means.pop("loss", None),  # null where no step of the window had a batch
+            "loss": means.pop("loss", None),
             "lr": lr,
             "grad_norm": means.pop("grad_norm", None),
             "num_tokens": num_tokens,
             "tokens_per_s": (num_tokens - self._tokens) / seconds,
-            **means,
+            **means,  # type: ignore[typeddict-item] - the objective names them
         }
         self.sums = {}
         self.start(num_tokens)
         return row
 
     def start(self, num_tokens: int) -> None:
-        """Begin to measure tokens per second from here."""
+        """Measure tokens per second from here on."""
         self._clock, self._tokens = time.perf_counter(), num_tokens
 
     def _fault(self, record: StepRecord, losses: list[float], grad_norm: float) -> str | None:
@@ -272,16 +288,16 @@ class Window:
         path = self.save(broken or record.batches, record.step)
         return (
             f"loss {sum(losses)}, gradient norm {grad_norm} at step {record.step + 1}: the batch "
-            f"is in {path}; lower trainer.lr, or look for what is not finite in the model's outputs"
+            f"is in {path}: lower trainer.lr, or check the model's outputs for NaN and Inf"
         )
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Tensor | float) -> Tensor | float:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _accumulate(sums: dict[str, list[float]], entries: list[tuple[str, Any, Any]]) -> None:
-    """One by one from the left: a window cut by a checkpoint adds up to the same bits."""
+def _accumulate(sums: Sums, entries: Iterable[tuple[str, Tensor | float, Tensor | float]]) -> None:
+    """Add the entries one by one, so that a window cut by a checkpoint has the same bits."""
     for name, total, count in entries:
         entry = sums.setdefault(name, [0.0, 0.0])
         entry[0] += float(total)

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO below the loop: what it does by itself, and what it must be asked for.
+"""DeepSpeed's ZeRO below the loop.
 
 DeepSpeed clips, steps and zeroes gradients inside `backward` of a step's last micro-batch. Stages 1
-and 2 share out optimiser states and gradients; stage 3 shares out parameters too, here only in the
-optimiser: a drafter is small beside its target, and the losses read its output head outside of the
+and 2 shard optimiser states and gradients. Stage 3 shards parameters too, here only in the
+optimiser: a drafter is small beside its target, and the losses read its output head outside the
 module that owns it, so its parameters stay whole on every process.
 
 Used: `accelerate launch --config_file scripts/accelerate/zero2.yaml train.py ...`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -26,24 +26,28 @@ from trainer.replicated import Replicated
 
 
 def used(accelerator: Accelerator) -> bool:
+    """Whether this launch uses DeepSpeed."""
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
 def load_whole() -> None:
-    """Once accelerate has told transformers of stage 3, `from_pretrained` gives each process only a
-    share of the weights: not of a target, whose head and embedding drafters read themselves."""
+    """Make `from_pretrained` load whole weights. In stage 3 accelerate has it load a shard for each
+    process, but drafters read head and embedding of the target directly."""
     unset_hf_deepspeed_config()
 
 
 class Zero(Replicated):
+    """Several processes under DeepSpeed, each with a shard of the optimiser."""
+
     shares = True
 
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    ) -> tuple[Any, Any]:
-        """The loop accumulates and has its batch size by itself. In stage 3, parameters are whole
-        from the first step on, not only after it, and are let go by nobody."""
-        plugin: Any = self.accelerator.state.deepspeed_plugin
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The loop itself accumulates and chooses the batch size. In stage 3, parameters are whole
+        from the first step on, not only after it, and are never released."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        assert plugin is not None
         stage = plugin.zero_stage
         if stage not in (1, 2, 3):
             raise UserError(f"DeepSpeed's zero_stage must be 1, 2 or 3, got {stage}: use DDP")
@@ -57,47 +61,77 @@ class Zero(Replicated):
                 "stage3_gather_16bit_weights_on_model_save": True,
             }
         model, optimizer = super().prepare(drafter, make_optimizer)
-        kept = getattr(model.optimizer, "persistent_parameters", None)
-        if kept:
-            kept[0].all_gather(kept)
-            for p in kept:
+        persistent = getattr(_engine(model).optimizer, "persistent_parameters", None)
+        if persistent:
+            persistent[0].all_gather(persistent)
+            for p in persistent:
                 p.is_external_param = True
         return model, optimizer
 
-    def micro_step(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+    def micro_step(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         self.accelerator.sync_gradients = last
         return nullcontext()
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Accelerate's bf16 would round the weights that are trained."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the loss. Accelerate's own bf16 would round the weights that train."""
         if self.config.precision == "bf16":
             return torch.autocast(self.accelerator.device.type, torch.bfloat16)
         return self.accelerator.autocast()
 
-    def optimizer_state(self, model: Any, optimizer: Any) -> list[dict[str, Any]]:
-        """This process's share: tensors and numbers only, unlike DeepSpeed's own checkpoints, which
+    def optimizer_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[dict[str, object]]:
+        """This process's shard: tensors and numbers only, unlike DeepSpeed's own checkpoints, which
         are pickles of its classes."""
-        state = model.optimizer.optimizer.state
+        state = _engine(model).optimizer.optimizer.state
         return [dict(state[part]) for part in _partitions(model)]
 
-    def load_optimizer_state(self, model: Any, optimizer: Any, state: list[dict[str, Any]]) -> None:
-        into = model.optimizer.optimizer.state
-        for part, own in zip(_partitions(model), state, strict=True):
+    def load_optimizer_state(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: object,
+    ) -> None:
+        shards = cast("list[dict[str, object]]", state)
+        into = _engine(model).optimizer.optimizer.state
+        for part, own in zip(_partitions(model), shards, strict=True):
             into[part] = {
-                name: value.to(part.device) if torch.is_tensor(value) and value.ndim else value
+                name: value.to(part.device)
+                if isinstance(value, torch.Tensor) and value.ndim
+                else value
                 for name, value in own.items()
             }
 
-    def end(self, model: Any, drafter: nn.Module) -> None:
+    def end(self, model: nn.Module, drafter: nn.Module) -> None:
         super().end(model, drafter)
-        model.destroy()
+        _engine(model).destroy()
         for module in drafter.modules():
             if hasattr(module, "_original_parameters"):  # stage 3 gave it a dictionary of its own
                 module._parameters = dict(module._parameters)
                 del module._original_parameters
 
 
-def _partitions(model: Any) -> list[torch.Tensor]:
-    """What this process's share of the optimiser updates."""
-    found = getattr(model.optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
-    return found or model.optimizer.single_partition_of_fp32_groups
+class _Optimizer(Protocol):
+    """What is used of DeepSpeed's optimisers."""
+
+    optimizer: torch.optim.Optimizer  # the one it wraps
+    single_partition_of_fp32_groups: list[torch.Tensor]  # stages 1 and 2
+
+
+class _Engine(Protocol):
+    """What is used of DeepSpeed's engine, a package that is not required."""
+
+    optimizer: _Optimizer
+
+    def destroy(self) -> None: ...
+
+
+def _engine(model: nn.Module) -> _Engine:
+    """`model` as the DeepSpeed engine that `prepare` returned."""
+    return model  # type: ignore[return-value]
+
+
+def _partitions(model: nn.Module) -> list[torch.Tensor]:
+    """The flat tensors that this process's shard of the optimiser updates."""
+    found = getattr(_engine(model).optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
+    return found or _engine(model).optimizer.single_partition_of_fp32_groups

@@ -32,7 +32,7 @@ class DivergenceConfig(Section):
 
     @property
     def parsed_divergence(self) -> Divergence:
-        return parse_divergence(self.divergence)
+        return parse_divergence(self.divergence, "method.divergence")
 
     @classmethod
     def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from recipes.common.online import (
 )
 from target.model import Target
 from target.sampling import Sampling
-from trainer.checkpoint import stop_requested
 from trainer.config import UserError
+from trainer.interrupt import stop_requested
 
 MEETING_S = 20.0  # the longest that the main process waits for a log while the others wait for it
 Sums = dict[str, float]  # of one interval, on one process

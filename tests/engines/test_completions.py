@@ -119,7 +119,7 @@ def test_a_server_that_dies_and_comes_back_loses_and_doubles_nothing(
         return ids
 
     server.change = change
-    with pytest.raises(RunFault, match="the same command goes on"):
+    with pytest.raises(RunFault, match="run the same command again to resume"):
         filled(plan, target, tmp_path, [server.url])
     kept = len(stored_traces(tmp_path))
     assert 12 <= kept < 40  # also what no check had covered when it died
@@ -137,7 +137,7 @@ def test_a_server_that_dies_and_comes_back_loses_and_doubles_nothing(
     [
         (404, None, "404"),
         (None, lambda ids: [], "no token ids in the answer: vLLM 0.11"),
-        (None, lambda ids: [5] * (NEW - 1), "11 tokens without EOS, 12 were asked for"),
+        (None, lambda ids: [5] * (NEW - 1), "11 tokens without EOS, 12 were requested"),
     ],
 )
 def test_what_cannot_be_helped_stops_at_once(target, known, server, status, change, says):
@@ -178,7 +178,7 @@ def test_an_answer_ends_at_a_stop_string_unless_the_room_ended(target, known, se
     for ids, row in asked_of(target, known, server, stop_strings=("!",)).items():
         assert (row.response_ids, row.finish_reason) == (known[ids].response_ids[:3], "stop")
     server.beside = {"finish_reason": "length"}
-    with pytest.raises(RunFault, match="3 tokens without EOS, 12 were asked for"):
+    with pytest.raises(RunFault, match="3 tokens without EOS, 12 were requested"):
         asked_of(target, known, server, stop_strings=("!",))
 
 

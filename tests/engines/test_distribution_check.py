@@ -14,9 +14,17 @@ import torch
 from data.generate import GenerationPlan
 from data.prompts import Prompt
 from engines import completions
-from engines import distribution_check as law
+from engines import distribution_check as check
 from engines.completions import complete, continuation
-from engines.distribution_check import CHECKED, ENOUGH, WINDOW, Window, judged, sampled, unlike
+from engines.distribution_check import (
+    CHECKED,
+    ENOUGH,
+    WINDOW,
+    UncheckedRows,
+    judged,
+    sampled,
+    unlike,
+)
 from target.decode import Continuation, Request
 from target.sampling import Sampling
 from tests.commands import stored_traces
@@ -101,15 +109,15 @@ def said_of(server, capsys):
 # --- single answers --------------------------------------------------------------------------
 
 ODD = {
-    "beyond the vocabulary": (lambda ids: [*ids[:-1], VOCAB_SIZE], "'100' .*no token id .*0 to 99"),
-    "negative": (lambda ids: [-1, *ids[1:]], "'-1' in an answer is no token id"),
-    "floats": (lambda ids: [float(i) for i in ids], r"\.0' in an answer is no token id"),
-    "booleans": (lambda ids: [True, *ids[1:]], "'True' in an answer is no token id"),
-    "null": (lambda ids: [None, *ids[1:]], "'None' in an answer is no token id"),
-    "text": (lambda ids: [str(i) for i in ids], "in an answer is no token id"),
-    "nested": (lambda ids: [ids], "in an answer is no token id"),
-    "too many": (lambda ids: (ids * 50)[:501], "501 tokens, 12 were asked for"),
-    "one too many": (lambda ids: [*ids, 5], "13 tokens, 12 were asked for"),
+    "beyond the vocabulary": (lambda ids: [*ids[:-1], VOCAB_SIZE], "'100' .*not a token id .*0 to 99"),
+    "negative": (lambda ids: [-1, *ids[1:]], "'-1' in an answer is not a token id"),
+    "floats": (lambda ids: [float(i) for i in ids], r"\.0' in an answer is not a token id"),
+    "booleans": (lambda ids: [True, *ids[1:]], "'True' in an answer is not a token id"),
+    "null": (lambda ids: [None, *ids[1:]], "'None' in an answer is not a token id"),
+    "text": (lambda ids: [str(i) for i in ids], "in an answer is not a token id"),
+    "nested": (lambda ids: [ids], "in an answer is not a token id"),
+    "too many": (lambda ids: (ids * 50)[:501], "501 tokens, 12 were requested"),
+    "one too many": (lambda ids: [*ids, 5], "13 tokens, 12 were requested"),
     "too few": (lambda ids: ids[:-1], "11 tokens without EOS"),
     "none": (lambda ids: [], "no token ids in the answer"),
     "no list": (lambda ids: "abc", "no token ids in the answer"),
@@ -136,7 +144,7 @@ def test_an_odd_answer_is_refused_at_once(known, bad, kind):
 @pytest.mark.parametrize(
     ("beside", "says"),
     [
-        ({"finish_reason": "content_filter"}, "ended by 'content_filter'"),
+        ({"finish_reason": "content_filter"}, "finish_reason is 'content_filter'"),
         ({"prompt_token_ids": [1, 2]}, "to a prompt other than the one sent"),
     ],
 )
@@ -148,14 +156,14 @@ def test_an_answer_to_something_else_is_refused(known, bad, beside, says):
 
 @pytest.mark.parametrize("kind", ["beyond the vocabulary", "floats", "too many"])
 def test_of_an_odd_answer_nothing_is_stored(target, known, good, bad, tmp_path, capsys, kind):
-    """Its server is left out; where it is the only one, the run stops and says why."""
+    """Its server is not used any more; where it is the only one, the run stops and says why."""
     change, says = ODD[kind]
     bad.change, good.change = after(bad, 5, change), behind(bad, 5)
     assert_exact(filled(plan_of(), target, tmp_path / "two", [bad.url, good.url]), known, 20)
     (line,) = said_of(bad, capsys)
-    assert "it is left out" in line
+    assert "it is not used any more" in line
     bad.asked.clear()
-    with pytest.raises(RunFault, match=rf"{bad.url} failed \(.*{says}.*rows are kept"):
+    with pytest.raises(RunFault, match=rf"{bad.url} failed \(.*{says}.*rows are saved"):
         filled(plan_of(), target, tmp_path / "one", [bad.url])
     kept = stored_traces(tmp_path / "one")
     assert_exact(kept, known, len(kept))
@@ -179,7 +187,7 @@ def test_the_limits_themselves_are_allowed(known, good):
 def test_another_model_behind_the_address_is_found_out(target, bad, tmp_path, temperature, count):
     """Also with a handful of rows; nothing of it is stored."""
     bad.change = another
-    with pytest.raises(UserError, match=r"not those of .* serve this very model"):
+    with pytest.raises(UserError, match=r"not those of .* serve this model"):
         filled(plan_of(count, temperature), target, tmp_path, [bad.url])
     assert not list(tmp_path.glob("*.parquet"))
 
@@ -188,7 +196,7 @@ def test_another_model_behind_the_address_is_found_out(target, bad, tmp_path, te
 def test_of_two_servers_one_may_become_another_model(
     target, known, good, bad, tmp_path, capsys, monkeypatch, count, window
 ):
-    monkeypatch.setattr(law, "WINDOW", window)
+    monkeypatch.setattr(check, "WINDOW", window)
     bad.change = after(bad, count)
     good.delay = 0.02  # so that the other has the most of it
     assert_exact(filled(plan_of(COUNT), target, tmp_path, [bad.url, good.url]), known)
@@ -197,15 +205,15 @@ def test_of_two_servers_one_may_become_another_model(
     assert not said_of(good, capsys)
     for line in lines:
         assert "of the greedy tokens differ" in line
-        assert "it is left out" in line
+        assert "it is not used any more" in line
 
 
 def test_where_the_only_server_becomes_another_model_its_checked_rows_are_kept(
     target, known, good, bad, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(law, "WINDOW", 8)
+    monkeypatch.setattr(check, "WINDOW", 8)
     bad.change = after(bad, 26)
-    with pytest.raises(RunFault, match=rf"of {bad.url} are not those of .* rows are kept"):
+    with pytest.raises(RunFault, match=rf"of {bad.url} are not those of .* rows are saved"):
         filled(plan_of(COUNT), target, tmp_path, [bad.url])
     kept = stored_traces(tmp_path)
     assert 16 <= len(kept) <= 26
@@ -218,7 +226,7 @@ def test_where_both_servers_are_bad_the_last_is_named(target, known, good, bad, 
     with pytest.raises(RunFault, match=rf"the answers of {good.url} are not those of"):
         filled(plan_of(COUNT), target, tmp_path, [good.url, bad.url])
     (line,) = said_of(bad, capsys)
-    assert "it is left out" in line
+    assert "it is not used any more" in line
     kept = stored_traces(tmp_path)
     assert_exact(kept, known, len(kept))
 
@@ -279,10 +287,10 @@ def pulled(target, known, server, **options):
 
 def test_rows_wait_for_their_check(target, known, good, monkeypatch):
     """The first ones for each other, later ones for a window, and slow ones not for long."""
-    monkeypatch.setattr(law, "WINDOW", 16)
+    monkeypatch.setattr(check, "WINDOW", 16)
     seen = pulled(target, known, good)
     assert seen == [CHECKED] * CHECKED + [24] * 16 + [40] * 16
-    monkeypatch.setattr(law, "HOLD_S", 0.0)
+    monkeypatch.setattr(check, "HOLD_S", 0.0)
     good.asked.clear()
     few = dict(list(known.items())[:12])
     assert pulled(target, few, good) == [*[CHECKED] * CHECKED, 9, 10, 11, 12]
@@ -296,19 +304,19 @@ def test_short_answers_wait_until_there_are_tokens_enough(target, known, good):
 
 def test_a_check_costs_one_row_in_thirty_two(target, known, monkeypatch):
     """Unless something is suspicious: then the whole window is looked at."""
-    monkeypatch.setattr(law, "ENOUGH", CHECKED * NEW // 2)  # of rows as short as these
+    monkeypatch.setattr(check, "ENOUGH", CHECKED * NEW // 2)  # of rows as short as these
     passes = []
     hook = target.model.register_forward_pre_hook(
         lambda _, __, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     rows = (rows_of(known) * 7)[:WINDOW]
-    window = Window(target)
+    window = UncheckedRows(target)
     try:
         for number, row in enumerate(rows[:CHECKED]):
             window.add(number, row)
         assert window.due()
         assert window.check() is None
-        assert window.take() == rows[:CHECKED]
+        assert window.release() == rows[:CHECKED]
         passes.clear()
         for number, row in enumerate(rows):
             assert not window.due()
@@ -340,14 +348,14 @@ def test_a_sample_is_spread_and_holds_the_last_rows_with_tokens_enough(known):
 
 def test_rows_are_judged_in_the_order_of_asking(target, known):
     """One that was asked for long ago may come last: it says nothing of the server as it is."""
-    window = Window(target)
+    window = UncheckedRows(target)
     rows = rows_of(known, 24)
     for number, row in enumerate(rows[:20]):
         window.add(100 + number, dataclasses.replace(row, response_ids=another(None)))
     for number, row in enumerate(rows[20:]):
         window.add(number, row)
     assert window.check() is not None
-    few = Window(target)
+    few = UncheckedRows(target)
     few.add(1, dataclasses.replace(rows[0], response_ids=another(None)))
     for number in range(2, 30):
         few.add(-number, rows[number % 20])
@@ -360,13 +368,13 @@ def test_rows_are_judged_in_the_order_of_asking(target, known):
 def greedy(count, differing):
     """Of so many tokens, where the target would rather say another in so many places."""
     tokens = torch.tensor([1] * differing + [0] * (count - differing))
-    return law._greedy(torch.tensor([[5.0, 0.0]]).expand(count, 2), tokens)
+    return check._greedy(torch.tensor([[5.0, 0.0]]).expand(count, 2), tokens)
 
 
 def drawn(count, rare):
-    """Of so many tokens, the rare one of a law in so many places."""
+    """Of so many tokens, the rare one of a distribution in so many places."""
     tokens = torch.tensor([1] * rare + [0] * (count - rare))
-    return law._drawn(torch.tensor([[0.999, 0.001]]).expand(count, 2), tokens)
+    return check._drawn(torch.tensor([[0.999, 0.001]]).expand(count, 2), tokens)
 
 
 def test_a_few_tokens_condemn_no_server_and_many_do():
@@ -393,13 +401,13 @@ def test_rows_since_any_one_of_them_are_judged():
 
 def test_short_answers_of_another_model_add_up_over_checks(target, known):
     """In conversations a check may have one short row."""
-    window, checks = Window(target), 0
+    window, checks = UncheckedRows(target), 0
     for number, row in enumerate(rows_of(known, 8)):
         window.add(number, dataclasses.replace(row, response_ids=[another(None)[number]]))
         checks += 1
         if window.check():
             break
-        window.take()
+        window.release()
     assert checks == 3
 
 
@@ -414,7 +422,7 @@ def test_near_ties_of_a_greedy_server_are_no_difference(target, known):
 def test_a_token_that_is_nearly_as_likely_is_no_difference(target, known, monkeypatch):
     wrong = [dataclasses.replace(row, response_ids=another(None)) for row in rows_of(known, 1)]
     assert unlike(target, wrong) is not None
-    monkeypatch.setattr(law, "TIE", 1e9)
+    monkeypatch.setattr(check, "TIE", 1e9)
     assert unlike(target, wrong) is None
 
 

@@ -107,7 +107,7 @@ def test_a_client_sees_that_an_answer_broke_off(proxy, capsys):
         ask(proxy, stream=True, prompt="broken")
     assert seen.value.partial == EVENTS[0]
     assert proxy.log.read_text() == ""
-    assert "broke off an answer" in capsys.readouterr().err
+    assert "ended an answer early" in capsys.readouterr().err
 
 
 # --- streams as they come -----------------------------------------------------------------------

@@ -171,10 +171,10 @@ def test_no_redirect_is_followed_with_the_key(server, monkeypatch, status, conte
 def test_what_is_no_address_is_one_line_at_once(tiny_target, address):
     requests = [Request([5], 0, Sampling(0.0))]
     rows = complete(tiny_target("llama"), [address], requests, max_new_tokens=2, concurrency=2)
-    with pytest.raises(UserError, match="is no address of a server") as error:
+    with pytest.raises(UserError, match="is not the address of a server") as error:
         next(rows)
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"is no address of a server|must begin with http://"):
+    with pytest.raises(UserError, match=r"is not the address of a server|must begin with http://"):
         scrape(address)
 
 

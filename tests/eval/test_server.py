@@ -110,7 +110,7 @@ def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_s
         (lambda tokens: tokens[-1:], "somebody else uses it"),  # the EOS alone
         (lambda tokens: tokens[:1] * NEW, "it did not draft in every round"),
         (lambda tokens: [], "no token ids in the answer"),
-        (lambda tokens: (tokens * 9)[: NEW + 1], f"{NEW + 1} tokens, {NEW} were asked for"),
+        (lambda tokens: (tokens * 9)[: NEW + 1], f"{NEW + 1} tokens, {NEW} were requested"),
         (lambda tokens: tokens[:2], "2 tokens without EOS"),
         (lambda tokens: [VOCAB_SIZE], "no token id of the target"),
     ],

@@ -102,7 +102,7 @@ def test_a_damaged_finished_json_sends_training_to_its_last_checkpoint(begun, ca
     content = json.loads(finished.read_text())
     finished.write_text("")
     assert train.main(words) == 0
-    assert "going on from the last checkpoint" in capsys.readouterr().out
+    assert "resuming from the last checkpoint" in capsys.readouterr().out
     assert json.loads(finished.read_text()) == content
 
 

@@ -151,9 +151,9 @@ def test_an_image_encoder_is_not_read_for_text():
     ("name", "tree", "words"),
     [
         ("mpt", True, "MptForCausalLM scores a path of a tree otherwise .* measure chains"),
-        ("rwkv", False, "RwkvForCausalLM scores what comes later otherwise"),
-        ("bert", False, "BertLMHeadModel scores what comes later otherwise"),
-        ("openai-gpt", False, "OpenAIGPTLMHeadModel cannot be decoded with a cache of ours"),
+        ("rwkv", False, "RwkvForCausalLM scores later tokens otherwise"),
+        ("bert", False, "BertLMHeadModel scores later tokens otherwise"),
+        ("openai-gpt", False, "OpenAIGPTLMHeadModel cannot be decoded with this slot cache"),
         ("bloom", False, "bloom masks or biases attention in a way of its own"),
         ("llama4_text", False, "layers of type chunked_attention"),
         ("mamba", False, "layers of type linear_attention"),

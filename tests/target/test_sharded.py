@@ -26,7 +26,7 @@ def test_processes_that_ask_unevenly_get_what_the_whole_target_says(arch, tiny_f
 
 def test_one_process_has_nothing_to_share_out(tiny_folder):
     target = Target.load(str(tiny_folder("llama")), device_map="fsdp2")
-    target.meet()
+    target.sync()
     assert target.sharded is None
     assert not hasattr(target.model, "hf_device_map")
 
@@ -49,7 +49,7 @@ def ask(folder: str) -> None:
         torch.testing.assert_close(mine.logits, other.logits, **CLOSE)
         for layer in LAYERS:
             torch.testing.assert_close(mine.hidden[layer], other.hidden[layer], **CLOSE)
-    parts.meet()
+    parts.sync()
 
     if rank:
         with parts.in_place(ours[-1], None):
@@ -68,7 +68,7 @@ def ask(folder: str) -> None:
     assert_same_greedy(whole.model, prompt, *answers)
     with pytest.raises(UserError, match="whole on one device"):
         check_lora(parts, LoraSettings())
-    parts.meet()
+    parts.sync()
     dist.destroy_process_group()
 
 

@@ -178,7 +178,7 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
         ("trainer.precision=fp16", "trainer.precision must be one of fp32, bf16"),
         ("eval.tree_children=sampled", "write eval.tree=<tree>,siblings=without_replacement, with"),
-        ("eval.typical_delta=0", "no key any more: write eval.verifier=typical:<epsilon>:<delta>"),
+        ("eval.typical_delta=0", "exist any more: write eval.verifier=typical:<epsilon>:<delta>"),
         ("data.features=disk", "data.features"),
         ("data.features_dtype=int4", "data.features_dtype"),
         ("data.top_p=0", r"data.top_p must lie in \(0, 1\], got 0"),

@@ -140,7 +140,7 @@ FOREIGN = {
     "a damaged marker": (lambda out: (make(out), put(out / MARKER, "{")), MARKER),
     "a marker of nothing": (lambda out: (make(out), put(out / MARKER, "{}")), MARKER),
     "a link to elsewhere": (lambda out: (make(out), os.symlink("x", out / "link")), "link"),
-    "a file": (lambda out: put(out), "is one itself"),
+    "a file": (lambda out: put(out), "is a file itself"),
 }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_what_we_have_not_written_is_never_replaced(tmp_path, name):
     prepare, named = FOREIGN[name]
     prepare(tmp_path / "out")
     before = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}
-    with pytest.raises(UserError, match=rf"out holds .*{named}.*: name a new folder"):
+    with pytest.raises(UserError, match=rf"out holds .*{named}.*: choose a new folder"):
         make(tmp_path / "out")
     assert {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 

@@ -50,7 +50,7 @@ def test_padded_heads_are_cut_before_the_softmax():
 
 def test_different_widths_without_a_vocab_size_are_refused():
     ids, mask, logits = _batch()
-    with pytest.raises(UserError, match="7 wide, of the target 6"):
+    with pytest.raises(UserError, match="width 7, the target's 6"):
         align(ids, mask, logits, logits[..., :6])
     with pytest.raises(UserError, match=r"vocab_size must lie in 1\.\.6"):
         align(ids, mask, logits, logits[..., :6], vocab_size=7)

@@ -1,0 +1,170 @@
+"""The sections of the configuration that belong to every command: `run`, `model` and `trainer`.
+
+Each section checks its own keys. The comments of its keys are what `train.py --help` prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trainer.checks import (
+    SEEDS,
+    SIDE_BY_SIDE,
+    UserError,
+    require,
+    require_counts,
+    require_one_of,
+)
+
+# of trainer.*, see `Section.FREE`
+FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")
+
+
+class Section:
+    """A section of the configuration. `FREE`: keys that change no number of a run, so that they may
+    change when it is resumed; `MOVED`: keys of earlier versions, which the command line refuses,
+    and what to write in their place."""
+
+    FREE: ClassVar[tuple[str, ...]] = ()
+    MOVED: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
+        """The values of a stored file of any version, in the keys and values of this one."""
+        return stored
+
+
+@dataclass
+class RunConfig(Section):
+    FREE: ClassVar[tuple[str, ...]] = ("dir", "stage")
+    # folder of the run; null: runs/<recipe>-<hash of what the configuration says>
+    dir: str | None = None
+    # of the training: which prompts, what is drawn as their responses, fresh weights, the order of
+    # the text, dropout
+    seed: int = 0
+    stage: str | None = None  # train up to this stage of the recipe and stop, without a report
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < SEEDS, "run.seed", f"lie in 0..{SEEDS - 1}", self.seed)
+
+
+DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
+
+
+@dataclass
+class ModelConfig(Section):
+    target: str = "assets/toy/target"  # folder or Hub id of the model that is to be served faster
+    target_revision: str | None = None  # commit, branch or tag of the target on the Hub
+    # folder or Hub id of the drafter that training starts from; null: the recipe builds a fresh one
+    drafter: str | None = None
+    drafter_revision: str | None = None  # commit, branch or tag of the drafter on the Hub
+    # of the target; auto: float32 on a CPU, the checkpoint's own dtype elsewhere
+    dtype: str = "auto"
+    # where the target's layers lie; null: all on the device of the process; auto, balanced,
+    # sequential or {module: device}: over the devices of one process, as transformers does it;
+    # fsdp2: shared out over all processes
+    device_map: Any = None
+    # most memory by device, for model.device_map=auto, such as {0: 20GiB, cpu: 64GiB}
+    max_memory: dict[Any, str] = field(default_factory=dict)
+    # quantises the target while it is loaded; takes what a checkpoint's quantization_config holds,
+    # such as {quant_method: bitsandbytes, load_in_8bit: true}
+    quantization: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False  # run Python code that comes with a model
+
+    def __post_init__(self) -> None:
+        require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if not isinstance(self.device_map, dict | None):
+            require_one_of("model.device_map", self.device_map, (*DEVICE_MAPS, "fsdp2"))
+        if self.max_memory and self.device_map not in DEVICE_MAPS:
+            raise UserError(
+                f"model.max_memory={self.max_memory} is for model.device_map=auto, got "
+                f"{self.device_map}"
+            )
+        if self.quantization and "quant_method" not in self.quantization:
+            raise UserError(
+                f"model.quantization must name its quant_method, got {self.quantization}: for "
+                "example {quant_method: bitsandbytes, load_in_8bit: true}"
+            )
+        if self.quantization and self.device_map == "fsdp2":
+            raise UserError(
+                "model.device_map=fsdp2 shares out weights that are not quantised: leave out "
+                "model.quantization"
+            )
+
+
+@dataclass
+class TrainerConfig(Section):
+    FREE: ClassVar[tuple[str, ...]] = FREE_SETTINGS
+    max_steps: int = 300  # optimiser steps of a stage
+    batch_size: int = 32  # sequences per process per micro-step
+    # length of a row that holds several whole texts, which do not see each other; 0: one text a row
+    pack_tokens: int = 0
+    gradient_accumulation_steps: int = 1  # micro-steps per optimiser step
+    lr: float = 1e-3  # highest learning rate of AdamW
+    # shape of the learning rate over the steps; hold_cosine holds it first, then lets it fall
+    lr_schedule: str = "hold_cosine"
+    lr_warmup_steps: int = 0  # steps over which the learning rate rises from 0
+    lr_hold_share: float = 0.5  # share of trainer.max_steps that hold_cosine holds the rate for
+    lr_min_ratio: float = 0.1  # last learning rate over the highest one
+    weight_decay: float = 0.0  # of AdamW
+    adam_beta1: float = 0.9  # of AdamW
+    adam_beta2: float = 0.999  # of AdamW
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    # rank of adapters that are trained on model.drafter and merged at the end; 0: train its weights
+    lora_rank: int = 0
+    lora_alpha: float = 32.0  # scale of the adapters, divided by their rank
+    precision: str = "fp32"  # in which the drafter computes; its weights stay in float32
+    gradient_checkpointing: bool = False  # compute layers again in the backward pass: less memory
+    compile: str | None = None  # backend of torch.compile, such as inductor; null: do not compile
+    resume: str = "auto"  # continue from the newest checkpoint of the run folder, or never do so
+    eval_every: int = 100  # steps between evaluations on held-out training text
+    save_every: int = 100  # steps between checkpoints
+    log_every: int = 10  # steps between rows of metrics.jsonl
+    # newest checkpoints that stay on disk beside the best one; if the newest is damaged, the run
+    # resumes from the one before it
+    keep_checkpoints: int = 2
+    wandb: str = "off"  # log to Weights & Biases
+    wandb_project: str = "draftsmith"  # project there
+
+    def __post_init__(self) -> None:
+        require_one_of(
+            "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
+        )
+        require_one_of("trainer.precision", self.precision, ("fp32", "bf16"))
+        if self.compile is not None:
+            from torch.compiler import list_backends  # takes a second
+
+            names = list_backends(exclude_tags=())
+            if self.compile not in names:  # which there are depends on the installation
+                raise UserError(
+                    f"trainer.compile must be a backend of torch.compile, got {self.compile!r}; "
+                    f"available: {', '.join(names)}"
+                )
+        require_one_of("trainer.resume", self.resume, ("auto", "never"))
+        require_one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
+        counts = ("max_steps", "gradient_accumulation_steps", "eval_every", "save_every",
+                  "log_every", "keep_checkpoints")  # fmt: skip
+        require_counts("trainer", self, *counts)
+        require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
+        require(0 < self.lr < math.inf, "trainer.lr", "be > 0 and finite", self.lr)
+        require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
+        for key in ("adam_beta1", "adam_beta2"):
+            require(
+                0 <= getattr(self, key) < 1, f"trainer.{key}", "lie in [0, 1)", getattr(self, key)
+            )
+        rule = f"lie in 0..{self.max_steps} (trainer.max_steps)"
+        require(0 <= self.lr_warmup_steps <= self.max_steps, "trainer.lr_warmup_steps", rule,
+                self.lr_warmup_steps)  # fmt: skip
+        for key in ("lr_hold_share", "lr_min_ratio"):
+            require(
+                0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
+            )
+        rule = f"lie in 0..{SIDE_BY_SIDE} (0: off)"
+        for key in ("pack_tokens", "lora_rank"):
+            value = getattr(self, key)
+            require(0 <= value <= SIDE_BY_SIDE, f"trainer.{key}", rule, value)
+        require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
+        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
