@@ -26,7 +26,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,10 +38,10 @@ from eval.metrics import PromptCounters, hierarchical_difference, holm
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
 from phases.dev import split_dev
-from phases.train import sample_drafter
+from phases.stage import sample_drafter
 from recipes.base import Context, Start
 from recipes.distillspec import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target, TargetOutputs, TargetRequest
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -103,7 +102,7 @@ class Bench:
         folder = traces_folder(plan, self.target, "runs/cache")
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
-    def outputs(self, batch: Batch, needed: Any) -> TargetOutputs | None:
+    def outputs(self, batch: Batch, needed: TargetRequest) -> TargetOutputs | None:
         """The live target; its logits on stored rows are kept in memory over cells and seeds."""
         if needed is None:
             return None

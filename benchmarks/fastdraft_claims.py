@@ -32,19 +32,20 @@ from typing import Any
 
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.kept import KeptLogits
 from data.packing import PackedBatches
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, holm, summarise
 from eval.offline import OfflineEvaluator
 from phases.dev import split_dev
 from recipes.base import Objective, Stage
 from recipes.fastdraft import Config, Recipe
-from target.model import Target
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -147,14 +148,14 @@ class Bench:
         files = stage.data.text.load(self.target, rows * recipe.config.context, "runs/cache")
         return PackedBatches(files, stage.data.text, self.scale.rows, seed)
 
-    def fit(self, cell: str, seed: int) -> Any:
+    def fit(self, cell: str, seed: int) -> TrainedDrafter:
         """The trained drafter of a cell; those it starts from are trained or found trained."""
         _, start, text, _ = CELLS[cell]
         recipe, stage = self.recipe(cell)
         torch.manual_seed(seed)
         drafter = recipe.build([]) if start is None else copy.deepcopy(self.fit(start, seed))
         if text == "raw":
-            batches: Any = self.raw(stage, recipe, seed)
+            batches: Batches | PackedBatches = self.raw(stage, recipe, seed)
             options: dict[str, Any] = stage.overrides
             evaluate = None
         else:
@@ -176,18 +177,18 @@ class Bench:
         ))  # fmt: skip
         return drafter.eval()
 
-    def _outputs(self, objective: Objective, batch: Any, step: int) -> Any:
+    def _outputs(self, objective: Objective, batch: Batch, step: int) -> TargetOutputs | None:
         request = objective.target_request(batch, step)
         return None if request is None else self.kept.outputs(batch)
 
-    def _select(self, drafter: Any, step: int) -> dict[str, Any]:
+    def _select(self, drafter: TrainedDrafter, step: int) -> dict[str, object]:
         sampling = Sampling(1.0)
         found = OfflineEvaluator(self.target, self.dev, sampling, Budget(K), engine_counters=False)(
             drafter
         )
         return {"select": alpha(found.counters)}
 
-    def measure(self, drafter: Any) -> dict[str, list[dict[str, Any]]]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, list[dict[str, object]]]:
         """temperature -> counters by prompt."""
         return {
             f"{temperature:g}": [

@@ -94,8 +94,10 @@ def wait(child: int, scratch: Path, name: str = "") -> End:
     return End(128 - code if code < 0 else code, said.read_text(errors="replace"), result)
 
 
-def apart(act: Callable[[Path], Result], folder: Path, scratch: Path, *, stop: Any = None,
-          limit: int | None = None) -> End:  # fmt: skip
+def apart(
+    act: Callable[[Path], Result], folder: Path, scratch: Path, *,
+    stop: tuple[float, int] | None = None, limit: int | None = None,
+) -> End:  # fmt: skip
     """`act` in a process of its own until it ends; `stop`: (seconds, signal)."""
     child = start(act, folder, scratch, limit=limit)
     if stop is not None:
@@ -248,7 +250,7 @@ class Bench:
 
 
 METADATA = ("run.json", "config.yaml", "report.json", "report.md", "finished.json", "drafter.json")
-ODD: list[Callable[[list[int]], Any]] = [
+ODD: list[Callable[[list[int]], object]] = [
     lambda tokens: [*tokens[:-1], 10**9],
     lambda tokens: [-1, *tokens[1:]],
     lambda tokens: [float(token) for token in tokens],

@@ -31,7 +31,7 @@ from data.features import FeaturesPlan, FeaturesStore, bytes_per_token, shards_o
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace
-from target.model import Target, TargetOutputs
+from target.model import LayerId, Target, TargetOutputs
 
 RUNS, ROWS, BATCH = 51, 200, 8
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -45,7 +45,9 @@ class Remembering(Target):
 
     known: dict[bytes, TargetOutputs] = field(default_factory=dict)
 
-    def outputs(self, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> TargetOutputs:
+    def outputs(
+        self, input_ids: torch.Tensor, *arguments: object, **options: object
+    ) -> TargetOutputs:
         key = input_ids.numpy().tobytes()
         if key not in self.known:
             self.known[key] = super().outputs(input_ids, *arguments, **options)
@@ -68,7 +70,7 @@ class Plain:
                 offset = 8 + length + header[name]["data_offsets"][0]
                 self.maps[-1][name] = np.memmap(path, kind, "r", offset, shape)
 
-    def outputs(self, rows: list[Place]) -> dict[Any, np.ndarray]:
+    def outputs(self, rows: list[Place]) -> dict[LayerId, np.ndarray]:
         hidden = {}
         for layer in self.plan.layers:
             states = self._padded(f"hidden.{layer}", rows)
@@ -96,13 +98,13 @@ class Plain:
                 out.flush()
 
 
-def clock(call: Callable[[], Any]) -> float:
+def clock(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
-def median_in_new_folders(call: Callable[[str], Any], runs: int) -> float:
+def median_in_new_folders(call: Callable[[str], object], runs: int) -> float:
     spent = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

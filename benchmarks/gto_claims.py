@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget
 from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -43,7 +44,7 @@ from phases.dev import split_dev
 from recipes.base import Start
 from recipes.common.tree_loss import advantages
 from recipes.gto import Config, Recipe
-from target.model import Target
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -140,9 +141,9 @@ class Bench:
         return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
 
     def fit(
-        self, drafter: Any, stage: str, texts: list[Trace], seed: int, steps: int, rows: int,
-        lr: float, folder: Path, options: dict[str, Any] | None = None,
-    ) -> tuple[Any, float]:  # fmt: skip
+        self, drafter: TrainedDrafter, stage: str, texts: list[Trace], seed: int, steps: int,
+        rows: int, lr: float, folder: Path, options: dict[str, Any] | None = None,
+    ) -> tuple[TrainedDrafter, float]:  # fmt: skip
         """The drafter after `steps`, and seconds of processor time per step."""
         recipe = self.recipe(options)
         (now,) = [one for one in recipe.stages() if one.name == stage]
@@ -153,7 +154,7 @@ class Bench:
         )  # fmt: skip
         device = self.accelerator.device
 
-        def outputs(batch: Any, step: int) -> Any:
+        def outputs(batch: Batch, step: int) -> TargetOutputs:
             request = now.objective.target_request(batch, step)
             assert request is not None
             return self.target.outputs(
@@ -169,7 +170,7 @@ class Bench:
         ))  # fmt: skip
         return drafter.eval(), (_seconds(device) - began) / steps
 
-    def base(self, seed: int) -> Any:
+    def base(self, seed: int) -> TrainedDrafter:
         torch.manual_seed(seed)
         steps, count, _ = self.setting.base
         texts, _ = split_dev(self._traces(BASE_PROMPTS, "train", count, 1.0, 0), 0)
@@ -178,9 +179,9 @@ class Bench:
         return self.fit(drafter, "base", texts, seed, steps, BASE_ROWS, BASE_LR, folder)[0]
 
     def arm(
-        self, base: Any, arm: str, seed: int, lr: float | None = None,
+        self, base: TrainedDrafter, arm: str, seed: int, lr: float | None = None,
         further: dict[str, Any] | None = None, steps: int = STEPS,
-    ) -> tuple[Any, float]:  # fmt: skip
+    ) -> tuple[TrainedDrafter, float]:  # fmt: skip
         options, kind = ARMS[arm], "token" if ARMS[arm] is None else "gto"
         if options is not None:
             options = options | (further or {})
@@ -200,7 +201,7 @@ class Bench:
         shutil.rmtree(folder)
         return found
 
-    def measure(self, drafter: Any) -> dict[str, Any]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, object]:
         budget = Budget.of(self.shape)
         counters = {
             f"{t:g}": TreeReplay(self.target, traces, Sampling(t), budget)(drafter)
@@ -210,11 +211,9 @@ class Bench:
             "expected": self.expected(drafter)
         }
 
-    def expected(self, drafter: Any) -> float:
+    def expected(self, drafter: TrainedDrafter) -> float:
         """Expected tokens of a round at fixed positions of held-out training texts."""
-        recipe = self.recipe({})
-        recipe.tuning = True
-        return recipe.dev_metrics(drafter, self.dev)["select"]
+        return self.recipe({}).objective.dev_metrics(drafter, self.dev)["select"]
 
 
 def _seconds(device: torch.device) -> float:

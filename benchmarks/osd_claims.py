@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -116,7 +117,7 @@ class Bench:
                 rows += half
         return [dataclasses.replace(trace, index=i) for i, trace in enumerate(rows)]
 
-    def specialist(self) -> Any:
+    def specialist(self) -> TrainedDrafter:
         """Distilled on math alone; the start of the streams that switch."""
         rows = self._traces("toy:math", "train", 2 * self.part, 0, 1.0)
         return self.fit("specialist", rows, self.start, 100, "offline", {}, {})[0]
@@ -125,14 +126,14 @@ class Bench:
         self,
         name: str,
         rows: list[Trace],
-        start: Any,
+        start: TrainedDrafter,
         seed: int,
         stage: str,
         options: dict[str, Any],
-        others: dict[str, Any],
+        others: dict[str, TrainedDrafter],
         lr: float = OFFLINE_LR,
         interval: int = OFFLINE_ROWS,
-    ) -> tuple[Any, list[dict[str, Any]]]:
+    ) -> tuple[TrainedDrafter, list[dict[str, Any]]]:
         """The drafter after one pass over `rows`, and the series of its stage."""
         steps = len(rows) // interval
         settings = TrainerConfig(
@@ -148,7 +149,7 @@ class Bench:
         words = (name, seed, stage, f"{lr:g}", interval, len(rows), of)
         folder = WORK / "fits" / "-".join(map(str, words)).replace(" ", "-")
 
-        def outputs(batch: Any, step: int) -> TargetOutputs | None:
+        def outputs(batch: Batch, step: int) -> TargetOutputs | None:
             if objective.target_request(batch, step) is None:
                 return None
             return self.target.outputs(batch.input_ids, batch.position_ids)
@@ -176,7 +177,7 @@ class Bench:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path
 
-    def cell(self, name: str, seed: int) -> dict[str, Any]:
+    def cell(self, name: str, seed: int) -> dict[str, object]:
         stream, options = CELLS[name]
         rows = self.stream(stream, seed)
         start = self.start if stream == "stationary" else self.specialist()
@@ -193,12 +194,12 @@ class Bench:
                {"static": start, "offline": offline, "online": online}.items()},
         }  # fmt: skip
 
-    def measure(self, drafter: Any) -> list[dict[str, Any]]:
+    def measure(self, drafter: TrainedDrafter) -> list[dict[str, object]]:
         evaluator = OfflineEvaluator(self.target, self.held_out, Sampling(1.0), Budget(K))
         return [dataclasses.asdict(c) for c in evaluator(drafter).counters]
 
 
-def _no_generation(*arguments: Any) -> list[list[int]]:
+def _no_generation(*arguments: object) -> list[list[int]]:
     raise AssertionError("OSD draws no text of the drafter's own")
 
 
@@ -225,7 +226,7 @@ def sweep() -> None:
     bench = Bench()
     rows, dev = bench.stream("stationary", 100), bench._traces("toy", "train", 96, 2, 1.0, K)
 
-    def alpha(drafter: Any) -> float:
+    def alpha(drafter: TrainedDrafter) -> float:
         counters = OfflineEvaluator(bench.target, dev, Sampling(1.0), Budget(K))(drafter).counters
         return sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
 

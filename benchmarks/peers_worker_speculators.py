@@ -52,10 +52,10 @@ class InOrder:
                 yield indices
 
 
-ORDER: Any = InOrder()
+ORDER = InOrder()
 
 
-def loaders(**options: Any) -> tuple[DataLoader, None]:
+def loaders(**options: object) -> tuple[DataLoader, None]:
     """As `_setup_dataloader` makes it without workers, but for the order."""
     dtype = options["hidden_states_dtype"]
     data = ArrowDataset(
@@ -84,7 +84,7 @@ class OnCPU(trainer.Trainer):
 
 
 @torch.no_grad()
-def laws(model: Any, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def laws(model: torch.nn.Module, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Its logits [columns, V] at every step of the unroll; the last j columns of step j have no
     token to read."""
     found: list[torch.Tensor] = []

@@ -38,7 +38,9 @@ from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.kept import KeptLogits
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
+from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
 from eval.policies import rollouts
@@ -97,7 +99,7 @@ class Bench:
 
     def fit(
         self, options: dict[str, Any], left_out: str | None, seed: int, steps: int = STEPS
-    ) -> tuple[Any, dict[str, float]]:
+    ) -> tuple[TrainedDrafter, dict[str, float]]:
         """A drafter with its head, and what the head is worth on held-out training text."""
         recipe = Recipe(Config(**options), self.target)
         drafter = load_drafter("assets/toy/draft", self.target)
@@ -127,7 +129,7 @@ class Bench:
         drafter.eval()
         return drafter, evaluate(drafter, steps)
 
-    def measure(self, drafter: Any) -> dict[str, Any]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, object]:
         """split -> policy -> its sums by prompt; the prompts' hashes and domains."""
         found: dict[str, Any] = {}
         for split, traces in (("dev", self.dev), ("test", self.test)):
@@ -145,7 +147,9 @@ class Bench:
             }
         return found
 
-    def checked(self, found: dict[str, Any], bank: Any, drafter: Any) -> dict[str, list[float]]:
+    def checked(
+        self, found: dict[str, Any], bank: rollouts.Rollouts, drafter: TrainedDrafter
+    ) -> dict[str, list[float]]:
         """Policy -> tokens per round from the bank and, for the same texts, from exact replay; of
         each family the best at c = 0.05."""
         tau = {}
@@ -160,7 +164,7 @@ class Bench:
         return tau
 
 
-def budgets() -> dict[str, Any]:
+def budgets() -> dict[str, Budget]:
     found = {f"fixed:{k}": make_budget("fixed", k) for k in range(1, K_MAX + 1)}
     for family in FAMILIES[1:]:
         found |= {one.policy: one for one in POLICIES[family].grid(K_MAX, Config.K_min)}

@@ -14,7 +14,7 @@ from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter
-from phases.train import sample_drafter
+from phases.stage import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
