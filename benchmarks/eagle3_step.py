@@ -35,7 +35,7 @@ GOAL, STEPS, LAYERS = 1.5, 3, 4
 
 
 class Words:
-    """As much of a tokenizer as building a drafter asks for."""
+    """The part of a tokenizer that building a drafter needs."""
 
     def __init__(self, size: int):
         self.size = size

@@ -180,7 +180,7 @@ def losses(folder: Path) -> Result:
 
 
 class State:
-    """Of a server: what it still answers, and how."""
+    """The state of a server: how many requests it still answers, and how."""
 
     url = ""
     left, asked = 0, 0

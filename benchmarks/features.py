@@ -54,8 +54,8 @@ class Remembering(Target):
         return self.known[key]
 
 
-class Plain:
-    """What one would write by hand: offsets from the headers, one memory map a tensor."""
+class HandWritten:
+    """A reader as one would write it by hand: offsets from the headers, one memory map a tensor."""
 
     def __init__(self, folder: Path, plan: FeaturesPlan):
         self.plan = plan
@@ -160,7 +160,7 @@ def measure(target: Target, traces: list[Trace], dtype: str, folder: Path) -> di
     store = FeaturesStore.open(
         folder, target_fingerprint=target.fingerprint, layers=plan.layers, traces=traces
     )
-    plain, groups = Plain(folder, plan), groups_of(traces, plan)
+    plain, groups = HandWritten(folder, plan), groups_of(traces, plan)
 
     def ours() -> list[Any]:
         return [store.outputs(batch) for batch, _ in groups]

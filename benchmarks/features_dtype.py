@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.heads import NUM_EVAL, Bench, K, tokens
+from benchmarks.heads import NUM_EVAL, Experiment, K, tokens
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
@@ -27,7 +27,7 @@ DTYPES = ("bf16", "fp8")
 
 
 def main() -> None:
-    benches = {dtype: Bench(dtype) for dtype in DTYPES}
+    benches = {dtype: Experiment(dtype) for dtype in DTYPES}
     counters: dict[tuple[str, str], list[PromptCounters]] = {}
     for seed in SEEDS:
         for dtype, bench in benches.items():

@@ -6,7 +6,7 @@
     python -m benchmarks.gto_claims sweep         # learning rates, on held-out training prompts
     python -m benchmarks.gto_claims rewards       # what each aggregation rewards, on the same
 
-For each seed an EAGLE-3 head is trained on all prompts, and every arm goes on from it: GTO, the
+For each seed an EAGLE-3 head is trained on all prompts, and every arm starts from it: GTO, the
 token loss alone for as many steps on the same batches, and the token loss alone for as much
 processor time. No arm chooses a checkpoint. Settings: the toy's default tree on all its prompts,
 and a smaller budget of nodes on the prompts of its domain with the highest entropy, both from a
@@ -68,7 +68,7 @@ TREES_PER_TEXT = 16
 
 
 class Base(NamedTuple):
-    """`lr`: of the arms that go on from it, the best of `sweep`."""
+    """The head that every arm starts from. `lr`: of the arms, the best of `sweep`."""
 
     steps: int
     num_prompts: int
@@ -114,7 +114,7 @@ LOGGED = ("step", "reward", "node_sum", "greedy_pruned", "clipped", "flat_groups
 WORK = Path("runs/benchmarks/gto")
 
 
-class Bench:
+class Experiment:
     def __init__(self, name: str):
         self.name, self.setting = name, SETTINGS[name]
         self.accelerator = make_accelerator(TrainerConfig())
@@ -217,7 +217,8 @@ class Bench:
 
 
 def _seconds(device: torch.device) -> float:
-    """Of this process's work: not disturbed by others on the same cores. A GPU's is waited for."""
+    """Seconds of this process's work, which others on the same cores do not disturb; a GPU is
+    synced."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.monotonic()
@@ -234,7 +235,7 @@ def place(setting: str, arm: str, seed: int) -> Path:
 
 def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
     for setting in SETTINGS:
-        bench = Bench(setting)
+        bench = Experiment(setting)
         for seed in seeds:
             missing = [a for a in ("base", *arms) if not place(setting, a, seed).exists()]
             if not missing:
@@ -253,7 +254,7 @@ def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
 
 
 def sweep() -> None:
-    bench = Bench("default tree")
+    bench = Experiment("default tree")
     base = bench.base(0)
     print(f"base: {bench.expected(base):.4f} expected tokens a round", flush=True)
     for arm, lr, steps, options in TRIES:
@@ -265,7 +266,7 @@ def sweep() -> None:
 def rewards() -> None:
     """Advantages of a base that was trained on for STEPS, against the base: how those of every
     aggregation go with the expected tokens' and with the number of leaves'."""
-    bench = Bench("default tree")
+    bench = Experiment("default tree")
     base = bench.base(0)
     trained, _ = bench.arm(base, "as many steps", 100)
     recipe = bench.recipe({})

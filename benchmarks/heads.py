@@ -87,7 +87,7 @@ WORK = Path("runs/benchmarks/heads")
 LAYERS: tuple[LayerId, ...] = (1, 3, 4, "final_norm")
 
 
-class Bench:
+class Experiment:
     def __init__(self, features_dtype: str = "bf16") -> None:
         self.work = WORK if features_dtype == "bf16" else WORK / features_dtype
         self.accelerator = make_accelerator(TrainerConfig())
@@ -155,7 +155,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
-    bench = Bench()
+    bench = Experiment()
     for seed in seeds:
         for name in cells:
             path = place(name, seed)
@@ -178,7 +178,7 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    bench = Bench()
+    bench = Experiment()
     for name in sys.argv[2:] or CELLS:
         for lr in (1e-3, 2e-3, 4e-3):
             drafter = bench.fit(name, 100, lr, 100)

@@ -84,7 +84,7 @@ TRIES: tuple[tuple[float, int, dict[str, Any]], ...] = (
 PARTS = {"shift": ("math", "code", "prose"), "return": ("math", "code", "math")}
 
 
-class Bench:
+class Experiment:
     def __init__(self, requests: int = REQUESTS, part: int = PART) -> None:
         self.requests, self.part = requests, part
         self.accelerator = make_accelerator(TrainerConfig())
@@ -104,7 +104,7 @@ class Bench:
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
     def stream(self, name: str, seed: int) -> list[Trace]:
-        """In the order they arrive; seed 100 has prompts of its own."""
+        """The requests in the order of their arrival; seed 100 has prompts of its own."""
         if name == "stationary":
             rows = self._traces("toy", "train", self.requests, seed // 100, 1.0)
             random.Random(seed).shuffle(rows)
@@ -166,7 +166,7 @@ class Bench:
         return drafter.eval(), result.series
 
     def log_of(self, seed: int, rows: list[Trace]) -> Path:
-        """What a server without any drafter would have written: the same prompts in the same order,
+        """Write the log of a server without any drafter: the same prompts in the same order,
         answered by the target alone."""
         path = WORK / f"log-{seed}-{len(rows)}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
-    bench = Bench()
+    bench = Experiment()
     for seed in seeds:
         for name in cells:
             path = place(name, seed)
@@ -223,7 +223,7 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    bench = Bench()
+    bench = Experiment()
     rows, dev = bench.stream("stationary", 100), bench._traces("toy", "train", 96, 2, 1.0, K)
 
     def alpha(drafter: TrainedDrafter) -> float:
@@ -250,7 +250,7 @@ def check() -> None:
     """A few blocks of everything, into a folder of its own."""
     global WORK
     WORK = WORK / "check"
-    bench = Bench(requests=72, part=24)
+    bench = Experiment(requests=72, part=24)
     for name in CELLS:
         found = bench.cell(name, 0)
         shown = [round(v, 3) for v in blocks(found["series"], "prequential")]
@@ -287,9 +287,10 @@ def block_interval(differences: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def recovery(series: Sequence[dict[str, Any]], first: int, count: int) -> dict[str, Any]:
-    """Of the part of `count` blocks from block `first`: requests until the mean of two blocks lies
-    at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for the
-    served drafter; whether ten blocks of the static one are ever there after WITHIN requests."""
+    """Measure the part of `count` blocks from block `first`: requests until the mean of two blocks
+    lies at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for
+    the served drafter; whether ten blocks of the static one are ever there after WITHIN
+    requests."""
     size = BLOCK
     served = blocks(series, "prequential")[first : first + count]
     static = blocks(series, "static")[first : first + count]

@@ -1,4 +1,4 @@
-"""What several texts in a row, and torch.compile, are worth in training on the toy.
+"""The gain of several texts in a row, and of torch.compile, in training on the toy.
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing
 

@@ -175,7 +175,7 @@ class Data:
 
     @property
     def rows(self) -> Path:
-        """Of all tools: [tokens of the prompt, ids]."""
+        """The texts for all tools: [tokens of the prompt, ids]."""
         return self.states / "rows.json"
 
 
@@ -307,7 +307,7 @@ class Scheduled:
 
 
 def train_ours(job: dict[str, Any]) -> None:
-    """What `train.py` does between the traces and the drafter, without evaluations."""
+    """Train as `train.py` does between the traces and the drafter, without evaluations."""
     out, sizes = Path(job["out"]), argparse.Namespace(work=Path(job["work"]), **job["sizes"])
     data = prepare(sizes)
     norms: dict[str, Any] = dict.fromkeys(job["norms"], True)
@@ -465,7 +465,7 @@ def disagreement(data: Data, drafter: TrainedDrafter, out: Path) -> list[float]:
 
 
 def variants(tool: str, draft: Path, target: Target) -> dict[str, Any]:
-    """What is measured of a draft, by name; last, what the tool itself trained."""
+    """The drafters that are measured of a draft, by name; last, the one that the tool trained."""
     drafter: Any = load_drafter(str(draft), target)
     if tool != "modelopt":
         return {tool: drafter}

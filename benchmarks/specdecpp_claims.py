@@ -81,7 +81,7 @@ TABLE = ("rounds", "emitted", "submitted", "accepted", "judging")
 CHECKED = ("fixed", "confidence", "product", "head")  # bank against exact replay
 
 
-class Bench:
+class Experiment:
     def __init__(self, num_prompts: int = NUM_PROMPTS) -> None:
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
@@ -179,7 +179,7 @@ def place(cell: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int] = SEEDS, more: bool = False) -> None:
-    bench = Bench(MORE_PROMPTS if more else NUM_PROMPTS)
+    bench = Experiment(MORE_PROMPTS if more else NUM_PROMPTS)
     cells = {MORE: (ONE, None)} if more else CELLS
     for seed in seeds:
         for cell, (options, left_out) in cells.items():
@@ -198,7 +198,7 @@ def run(seeds: Sequence[int] = SEEDS, more: bool = False) -> None:
 
 def sweep() -> None:
     """One setting at a time, seed 100, held-out training text: KL, and speed at the best h."""
-    bench = Bench()
+    bench = Experiment()
     for name, values in SWEEP.items():
         for value in values:
             layers = {"num_layers": 3} if name == "shared_blocks" else {"num_layers": 1}
@@ -206,15 +206,15 @@ def sweep() -> None:
 
 
 def remedies() -> None:
-    """As `sweep`, both judged on the same texts."""
-    bench = Bench(MORE_PROMPTS)
+    """Run the arms as `sweep` does, both judged on the same texts."""
+    bench = Experiment(MORE_PROMPTS)
     every = bench.train
     for name, texts, steps in (("as it is", NUM_PROMPTS, STEPS), (MORE, MORE_PROMPTS, MORE_STEPS)):
         bench.train = every[:texts]
         _try(bench, name, ONE, 200, steps)
 
 
-def _try(bench: Bench, name: str, options: dict[str, Any], seed: int, steps: int) -> None:
+def _try(bench: Experiment, name: str, options: dict[str, Any], seed: int, steps: int) -> None:
     drafter, quality = bench.fit(options, None, seed, steps)
     bank = rollouts.draw(
         bench.target, drafter, bench.dev, Sampling(1.0), K_MAX, starts=STARTS, seed=7
