@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from types import ModuleType
 
 import yaml
 
@@ -22,8 +22,8 @@ from recipes.common.config import Config, compose
 from trainer.config import UserError, require
 
 
-def resolve(arguments: list[str]) -> tuple[Config, Any]:
-    """The configuration and the recipe's module."""
+def resolve(arguments: list[str]) -> tuple[Config, ModuleType]:
+    """Compose the configuration; return it with the recipe's module."""
     from recipes import base
 
     names = [word.partition("=")[2] for word in arguments if word.startswith("recipe=")]
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
             traces = generate.all_traces(this, train_prompts, eval_prompts)
             start = start or train.build(this, recipe, traces, texts)
             trains_head = recipe.trains_acceptance
-            report.check_drafter(start, config.eval, trains_head)
+            report.check_drafter(start, this.target, config.eval, trains_head)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
             trained, results = train.train_stages(this, recipe, start, traces, texts)

@@ -8,9 +8,9 @@ losses were still falling; the settings below were then committed and run.
 
 Every cell starts from the supervised drafter that ships with the toy and takes the same number of
 steps on the same number of rows. "fixed" text is the domains' own text with 20 % of its tokens
-replaced by random ones, so that it is not the target's law. alpha at T=1 on the target's text of
-held-out prompts, last checkpoint. The learning rate of each loss was chosen from three on the
-held-out training prompts (`sweep`), never on the prompts reported here.
+replaced by random ones, so that it is not the target's distribution. alpha at T=1 on the target's
+text of held-out prompts, last checkpoint. The learning rate of each loss was chosen from three on
+the held-out training prompts (`sweep`), never on the prompts reported here.
 
 Statistics: paired differences per prompt, bootstrap over seeds and prompts, 95 % intervals, Holm
 over D1 to D4. Settings were committed before the run; while it went on, the control on clean text
@@ -26,7 +26,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,10 +38,10 @@ from eval.metrics import PromptCounters, hierarchical_difference, holm
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
 from phases.dev import split_dev
-from phases.train import sample_drafter
+from phases.stage import sample_drafter
 from recipes.base import Context, Start
 from recipes.distillspec import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target, TargetOutputs, TargetRequest
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -80,7 +79,7 @@ CLAIMS = {
 WORK = Path("runs/benchmarks/distillspec")
 
 
-class Bench:
+class Experiment:
     def __init__(self) -> None:
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
@@ -103,7 +102,7 @@ class Bench:
         folder = traces_folder(plan, self.target, "runs/cache")
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
-    def outputs(self, batch: Batch, needed: Any) -> TargetOutputs | None:
+    def outputs(self, batch: Batch, needed: TargetRequest) -> TargetOutputs | None:
         """The live target; its logits on stored rows are kept in memory over cells and seeds."""
         if needed is None:
             return None
@@ -207,7 +206,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def run() -> None:
-    bench = Bench()
+    bench = Experiment()
     jobs = [("start", 0)] + [
         (name, seed) for seed in SEEDS for name in CELLS if "draft" not in name
     ]
@@ -233,7 +232,7 @@ def run() -> None:
 
 def sweep() -> None:
     """Learning rates on the held-out training prompts, seed 100: printed, then written above."""
-    bench = Bench()
+    bench = Experiment()
     for name in sys.argv[2:] or CELLS:
         for lr in (5e-4, 1e-3, 2e-3):
             drafter = bench.fit(name, 100, lr)

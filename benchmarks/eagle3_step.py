@@ -29,13 +29,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.batches import collate
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from recipes import eagle3
-from target.model import Target, TargetOutputs
+from target.model import LayerId, Target, TargetOutputs
 
 GOAL, STEPS, LAYERS = 1.5, 3, 4
 
 
 class Words:
-    """As much of a tokenizer as building a drafter asks for."""
+    """The part of a tokenizer that building a drafter needs."""
 
     def __init__(self, size: int):
         self.size = size
@@ -64,7 +64,7 @@ def measure(draft_vocab: int, base: bool, sizes: argparse.Namespace) -> dict[str
     drafter = Eagle3Drafter.build(target, settings, kept=kept).train()
     ids = torch.randint(min(sizes.vocab, draft_vocab), (sizes.positions,))
     batch = collate([ids[:1].tolist()], [ids[1:].tolist()], ["target"])
-    hidden: dict[Any, torch.Tensor] = {
+    hidden: dict[LayerId, torch.Tensor] = {
         layer: torch.randn(1, sizes.positions, sizes.width) for layer in (0, 1, 2)
     }
     # the target's first choice is then a token of the small vocabulary, so every position counts

@@ -1,4 +1,4 @@
-"""What each stage of FastDraft (Zafrir et al. 2024, arXiv:2411.11055) gives, on the embedded toy.
+"""The gain of each stage of FastDraft (Zafrir et al. 2024, arXiv:2411.11055) on the embedded toy.
 
     python -m benchmarks.fastdraft_claims          # all cells and seeds, resumable
     python -m benchmarks.fastdraft_claims 0 1      # these seeds
@@ -7,11 +7,11 @@
 
 One fresh drafter per seed is pre-trained on prose, continued on code and prose (2 : 1) and aligned:
 on the target's generations, on the data set's own responses to the same prompts, and by forward KL
-to the target's full law. `scratch` takes the same fresh weights and is aligned on the target's
-generations until it has seen as many supervised tokens as pre-training, continuation and alignment
-together; the target's text comes round more often for that, and its best weights are kept. The arm
-on own responses takes as many supervised tokens as the one on generations. Alignments keep their
-best weights by acceptance on held-out training prompts.
+to the target's full distribution. `scratch` takes the same fresh weights and is aligned on the
+target's generations until it has seen as many supervised tokens as pre-training, continuation and
+alignment together; the target's text comes round more often for that, and its best weights are
+kept. The arm on own responses takes as many supervised tokens as the one on generations. Alignments
+keep their best weights by acceptance on held-out training prompts.
 
 Acceptance on the target's text of held-out prompts at gamma = 3 without decoding, at T=0.6 (the
 paper's, on which the claims are judged) and T=1. Differences are paired by prompt, bootstrapped
@@ -32,19 +32,20 @@ from typing import Any
 
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, holm, summarise
 from eval.offline import OfflineEvaluator
 from phases.dev import split_dev
 from recipes.base import Objective, Stage
 from recipes.fastdraft import Config, Recipe
-from target.model import Target
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -57,7 +58,7 @@ DOMAINS = ("code", "math", "prose")
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Of a run: steps of the stages, rows per step, prompts."""
+    """The size of a run: steps of the stages, rows per step, prompts."""
 
     pretrain: int = 800
     continued: int = 400
@@ -92,7 +93,7 @@ CLAIMS: dict[str, tuple[str, str, str | None, float]] = {
 FINDINGS = {"F6 token-level - sequence-level": ("aligned, fkl", "aligned", None, 0.0)}
 
 
-class Bench:
+class Experiment:
     def __init__(self, scale: Scale):
         self.scale, self.work = scale, Path(scale.work)
         self.accelerator = make_accelerator(TrainerConfig())
@@ -129,7 +130,7 @@ class Bench:
         return recipe, next(stage for stage in recipe.stages() if stage.name == name)
 
     def steps(self, cell: str) -> int:
-        """Of an alignment: as many as give the supervised tokens it owes."""
+        """The steps of an alignment: as many as give the supervised tokens of its cell."""
         scale, (stage, start, text, _) = self.scale, CELLS[cell]
         assert stage == "align"
         wanted = scale.align * self.tokens["target"]
@@ -147,14 +148,14 @@ class Bench:
         files = stage.data.text.load(self.target, rows * recipe.config.context, "runs/cache")
         return PackedBatches(files, stage.data.text, self.scale.rows, seed)
 
-    def fit(self, cell: str, seed: int) -> Any:
+    def fit(self, cell: str, seed: int) -> TrainedDrafter:
         """The trained drafter of a cell; those it starts from are trained or found trained."""
         _, start, text, _ = CELLS[cell]
         recipe, stage = self.recipe(cell)
         torch.manual_seed(seed)
         drafter = recipe.build([]) if start is None else copy.deepcopy(self.fit(start, seed))
         if text == "raw":
-            batches: Any = self.raw(stage, recipe, seed)
+            batches: Batches | PackedBatches = self.raw(stage, recipe, seed)
             options: dict[str, Any] = stage.overrides
             evaluate = None
         else:
@@ -176,18 +177,18 @@ class Bench:
         ))  # fmt: skip
         return drafter.eval()
 
-    def _outputs(self, objective: Objective, batch: Any, step: int) -> Any:
+    def _outputs(self, objective: Objective, batch: Batch, step: int) -> TargetOutputs | None:
         request = objective.target_request(batch, step)
         return None if request is None else self.kept.outputs(batch)
 
-    def _select(self, drafter: Any, step: int) -> dict[str, Any]:
+    def _select(self, drafter: TrainedDrafter, step: int) -> dict[str, object]:
         sampling = Sampling(1.0)
         found = OfflineEvaluator(self.target, self.dev, sampling, Budget(K), engine_counters=False)(
             drafter
         )
         return {"select": alpha(found.counters)}
 
-    def measure(self, drafter: Any) -> dict[str, list[dict[str, Any]]]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, list[dict[str, object]]]:
         """temperature -> counters by prompt."""
         return {
             f"{temperature:g}": [
@@ -213,7 +214,7 @@ def alpha(counters: list[PromptCounters]) -> float:
 
 
 def run(scale: Scale, seeds: tuple[int, ...]) -> None:
-    bench = Bench(scale)
+    bench = Experiment(scale)
     for seed in seeds:
         for cell in CELLS:
             path = place(scale, cell, seed)

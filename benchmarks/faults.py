@@ -1,4 +1,4 @@
-"""Faults at random moments: is a row lost or doubled, is a run that goes on another run?
+"""Faults at random moments: is a row lost or doubled, does a resumed run give other numbers?
 
     OMP_NUM_THREADS=1 python -m benchmarks.faults                # 50 runs of each kind
     OMP_NUM_THREADS=1 python -m benchmarks.faults --runs 3 --out /tmp/faults.json    # a look
@@ -9,7 +9,7 @@ Each run does a piece of work (traces, states, a corpus, a training, or a whole 
 a process of its own, in an empty folder, and meets one fault: at a random moment, at a random size
 of a file, or at a random byte of what is written; or two and three processes do the same work at
 once. Then the same command runs again until it ends well; where it names a damaged file or folder,
-that is deleted, as the message says. What is there in the end is compared with the work that met no
+that is deleted, as the message says. What is there in the end is compared with the work that had no
 fault: rows by key and content, states by checksum, trained weights and logged losses bit for bit. A
 fault that is not answered by a line with its cause counts as silent.
 """
@@ -94,8 +94,10 @@ def wait(child: int, scratch: Path, name: str = "") -> End:
     return End(128 - code if code < 0 else code, said.read_text(errors="replace"), result)
 
 
-def apart(act: Callable[[Path], Result], folder: Path, scratch: Path, *, stop: Any = None,
-          limit: int | None = None) -> End:  # fmt: skip
+def apart(
+    act: Callable[[Path], Result], folder: Path, scratch: Path, *,
+    stop: tuple[float, int] | None = None, limit: int | None = None,
+) -> End:  # fmt: skip
     """`act` in a process of its own until it ends; `stop`: (seconds, signal)."""
     child = start(act, folder, scratch, limit=limit)
     if stop is not None:
@@ -114,7 +116,7 @@ def files_of(folder: Path, rng: random.Random) -> Path:
     return rng.choice([p for p in found if p.suffix in kinds or p.name == "blocks.jsonl"])
 
 
-class Bench:
+class Experiment:
     def __init__(self, scratch: Path, works: set[str]):
         self.scratch, self.work = scratch, Work(scratch)
         self.expected, self.seconds, self.largest = {}, {}, {}
@@ -248,7 +250,7 @@ class Bench:
 
 
 METADATA = ("run.json", "config.yaml", "report.json", "report.md", "finished.json", "drafter.json")
-ODD: list[Callable[[list[int]], Any]] = [
+ODD: list[Callable[[list[int]], object]] = [
     lambda tokens: [*tokens[:-1], 10**9],
     lambda tokens: [-1, *tokens[1:]],
     lambda tokens: [float(token) for token in tokens],
@@ -299,7 +301,7 @@ KINDS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def one_run(bench: Bench, kind: str, seed: int) -> dict[str, Any]:
+def one_run(bench: Experiment, kind: str, seed: int) -> dict[str, Any]:
     """One fault and what came of it."""
     (name, method), rng = KINDS[kind], random.Random(f"{kind} {seed}")
     folder = bench.scratch / "run"
@@ -366,7 +368,7 @@ def main() -> None:
     result["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
     left = [k for k in given.kinds if result["kinds"].get(k, {"runs": 0})["runs"] < given.runs]
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch), {KINDS[kind][0] for kind in left})
+        bench = Experiment(Path(scratch), {KINDS[kind][0] for kind in left})
         for kind in left:
             began = time.monotonic()
             runs = [one_run(bench, kind, seed) for seed in range(given.runs)]

@@ -8,30 +8,34 @@ import hashlib
 import http.server
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import train
 from data import corpus
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.features import write_features
 from data.features_layout import FeaturesPlan
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
-from data.traces import TraceStore
+from data.traces import Trace, TraceStore
 from recipes.distillspec import Config, Recipe
-from target.model import Target
+from target.model import Target, TargetOutputs
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
+from trainer.losses import LossOutput
 from trainer.tracking import Tracker
 
 ROWS, NEW, STEPS, DOCUMENTS = 48, 12, 24, 60
+# opens the addresses of servers that generate
+Servers = Callable[[], contextlib.AbstractContextManager[Sequence[str]]]
 Result = dict[str, Any]  # what a piece of work leaves, by name
 TINY = (
     "data.num_prompts=8", "data.max_new_tokens=8", "data.batch_size=4", "data.rows_per_shard=2",
@@ -70,7 +74,7 @@ class Work:
         self.target = Target.load(str(scratch / "target"), dtype="float32")
         prompts = tuple(load_prompts("toy", count=ROWS, seed=0))
         self.plan = GenerationPlan("toy", prompts, (1.0,), max_new_tokens=NEW)
-        self.served: Callable[[], Any] | None = None  # servers, where the text comes from some
+        self.served: Servers | None = None  # servers, where the text comes from some
         self.broken_step = -1  # whose loss is no number
         self.starter = 0  # of several that do the same work
         self.raw = scratch / "raw.jsonl"
@@ -78,7 +82,7 @@ class Work:
         self.raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         self.rows = self._generate(scratch / "rows")
 
-    def _generate(self, folder: Path) -> list[Any]:
+    def _generate(self, folder: Path) -> list[Trace]:
         plan = replace(self.plan, served=self.served is not None)
         return generate_traces(
             self.target, plan, folder, batch_size=8, rows_per_shard=4, servers=self.served
@@ -105,12 +109,14 @@ class Work:
         )
         recipe = Recipe(Config(divergence="ce_hard", draft_hidden_size=16), self.target)
         torch.manual_seed(0)
-        drafter: Any = recipe.build([])
+        drafter = recipe.build([])
         (stage, *_) = recipe.stages()
         objective: Any = stage.objective
         whole = objective.loss
 
-        def loss(drafter: Any, batch: Any, outputs: Any, step: int) -> Any:
+        def loss(
+            drafter: nn.Module, batch: Batch, outputs: TargetOutputs | None, step: int
+        ) -> LossOutput:
             output = whole(drafter, batch, outputs, step)
             if step == self.broken_step:
                 total, count, weight = output.terms[0]
@@ -175,23 +181,23 @@ def losses(folder: Path) -> Result:
 
 
 class State:
-    """Of a server: what it still answers, and how."""
+    """The state of a server: how many requests it still answers, and how."""
 
     url = ""
     left, asked = 0, 0
     broken: list[int]
-    odd: Callable[[list[int]], Any] | None = None  # what becomes of an answer
+    odd: Callable[[list[int]], object] | None = None  # what becomes of an answer
     odd_after = 0
 
 
 @contextlib.contextmanager
-def server(answers: dict[tuple[int, ...], list[int]]) -> Any:
-    """Answers as told, `left` times; those numbered in `broken` break off."""
+def server(answers: dict[tuple[int, ...], list[int]]) -> Iterator[State]:
+    """Answers with `answers`, `left` times; those numbered in `broken` break off."""
     state, lock = State(), threading.Lock()
     state.broken = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def reply(self, content: Any) -> None:
+        def reply(self, content: object) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
@@ -210,7 +216,7 @@ def server(answers: dict[tuple[int, ...], list[int]]) -> Any:
                 tokens = answers[tuple(asked["prompt"])]
                 self.reply({"choices": [{"token_ids": odd(tokens) if odd else tokens}]})
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_: object) -> None:
             pass
 
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

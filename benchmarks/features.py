@@ -32,7 +32,7 @@ from data.features_layout import FeaturesPlan, bytes_per_token, shards_of
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace
-from target.model import Target, TargetOutputs
+from target.model import LayerId, Target, TargetOutputs
 
 RUNS, ROWS, BATCH = 51, 200, 8
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -46,15 +46,17 @@ class Remembering(Target):
 
     known: dict[bytes, TargetOutputs] = field(default_factory=dict)
 
-    def outputs(self, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> TargetOutputs:
+    def outputs(
+        self, input_ids: torch.Tensor, *arguments: object, **options: object
+    ) -> TargetOutputs:
         key = input_ids.numpy().tobytes()
         if key not in self.known:
             self.known[key] = super().outputs(input_ids, *arguments, **options)
         return self.known[key]
 
 
-class Plain:
-    """What one would write by hand: offsets from the headers, one memory map a tensor."""
+class HandWritten:
+    """A reader as one would write it by hand: offsets from the headers, one memory map a tensor."""
 
     def __init__(self, folder: Path, plan: FeaturesPlan):
         self.plan = plan
@@ -69,7 +71,7 @@ class Plain:
                 offset = 8 + length + header[name]["data_offsets"][0]
                 self.maps[-1][name] = np.memmap(path, kind, "r", offset, shape)
 
-    def outputs(self, rows: list[Place]) -> dict[Any, np.ndarray]:
+    def outputs(self, rows: list[Place]) -> dict[LayerId, np.ndarray]:
         hidden = {}
         for layer in self.plan.layers:
             states = self._padded(f"hidden.{layer}", rows)
@@ -97,13 +99,13 @@ class Plain:
                 out.flush()
 
 
-def clock(call: Callable[[], Any]) -> float:
+def clock(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
-def median_in_new_folders(call: Callable[[str], Any], runs: int) -> float:
+def median_in_new_folders(call: Callable[[str], object], runs: int) -> float:
     spent = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -159,7 +161,7 @@ def measure(target: Target, traces: list[Trace], dtype: str, folder: Path) -> di
     store = FeaturesStore.open(
         folder, target_fingerprint=target.fingerprint, layers=plan.layers, traces=traces
     )
-    plain, groups = Plain(folder, plan), groups_of(traces, plan)
+    plain, groups = HandWritten(folder, plan), groups_of(traces, plan)
 
     def ours() -> list[Any]:
         return [store.outputs(batch) for batch, _ in groups]

@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.heads import NUM_EVAL, Bench, K, tokens
+from benchmarks.heads import NUM_EVAL, Experiment, K, tokens
 from drafters.round import Budget
-from eval.metrics import hierarchical_difference
+from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
 from target.sampling import Sampling
 
@@ -28,8 +27,8 @@ DTYPES = ("bf16", "fp8")
 
 
 def main() -> None:
-    benches = {dtype: Bench(dtype) for dtype in DTYPES}
-    counters: dict[tuple[str, str], list[Any]] = {}
+    benches = {dtype: Experiment(dtype) for dtype in DTYPES}
+    counters: dict[tuple[str, str], list[PromptCounters]] = {}
     for seed in SEEDS:
         for dtype, bench in benches.items():
             drafter = bench.fit(CELL, seed, steps=STEPS)

@@ -14,22 +14,29 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import SpeculativeDecoder
 from eval.measure import difference
 from eval.policies.table import make_budget
 from target.cache import CachedModel
-from target.decode import Request, decode
+from target.decode import Continuation, Request, decode
 from target.model import Target, fingerprint
 from target.sampling import Sampling, row_key
 
+T = TypeVar("T")
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "full": {
         "target": {
@@ -82,7 +89,9 @@ def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<0>", pad_token="<1>")
 
 
-def build(shape: dict[str, int], common: dict[str, int], device: str, dtype: torch.dtype) -> Any:
+def build(
+    shape: dict[str, int], common: dict[str, int], device: str, dtype: torch.dtype
+) -> PreTrainedModel:
     config = Qwen3Config(**shape, **common, tie_word_embeddings=False, eos_token_id=0)  # type: ignore[arg-type]
     with torch.device(device):
         torch.set_default_dtype(dtype)
@@ -101,7 +110,7 @@ def random_target(
     return Target(model, tokenizer, f"random {size}", identity, (0,))
 
 
-def seconds(call: Any) -> tuple[float, Any]:
+def seconds(call: Callable[[], T]) -> tuple[float, T]:
     _sync()
     began = time.perf_counter()
     result = call()
@@ -138,7 +147,7 @@ def main(arguments: list[str]) -> None:
         "draft_parameters": drafter.num_parameters,
     }
 
-    def generate() -> list[Any]:
+    def generate() -> list[Continuation]:
         return list(
             decode(
                 CachedModel(model),

@@ -126,7 +126,9 @@ def main(arguments: list[str]) -> None:
     results = []
     for name, options in METHODS[size].items():
         for arm, (_, _, stored) in ARMS.items():
-            if stored and name == "distillspec":  # reads the law, which no store holds whole
+            if (
+                stored and name == "distillspec"
+            ):  # reads the distribution, which no store holds whole
                 continue
             found = measure(target, name, options, batch, arm)
             results.append(found)

@@ -6,7 +6,7 @@
     python -m benchmarks.gto_claims sweep         # learning rates, on held-out training prompts
     python -m benchmarks.gto_claims rewards       # what each aggregation rewards, on the same
 
-For each seed an EAGLE-3 head is trained on all prompts, and every arm goes on from it: GTO, the
+For each seed an EAGLE-3 head is trained on all prompts, and every arm starts from it: GTO, the
 token loss alone for as many steps on the same batches, and the token loss alone for as much
 processor time. No arm chooses a checkpoint. Settings: the toy's default tree on all its prompts,
 and a smaller budget of nodes on the prompts of its domain with the highest entropy, both from a
@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget
 from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -43,7 +44,7 @@ from phases.dev import split_dev
 from recipes.base import Start
 from recipes.common.tree_loss import advantages
 from recipes.gto import Config, Recipe
-from target.model import Target
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -67,7 +68,7 @@ TREES_PER_TEXT = 16
 
 
 class Base(NamedTuple):
-    """`lr`: of the arms that go on from it, the best of `sweep`."""
+    """The head that every arm starts from. `lr`: of the arms, the best of `sweep`."""
 
     steps: int
     num_prompts: int
@@ -113,7 +114,7 @@ LOGGED = ("step", "reward", "node_sum", "greedy_pruned", "clipped", "flat_groups
 WORK = Path("runs/benchmarks/gto")
 
 
-class Bench:
+class Experiment:
     def __init__(self, name: str):
         self.name, self.setting = name, SETTINGS[name]
         self.accelerator = make_accelerator(TrainerConfig())
@@ -140,9 +141,9 @@ class Bench:
         return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
 
     def fit(
-        self, drafter: Any, stage: str, texts: list[Trace], seed: int, steps: int, rows: int,
-        lr: float, folder: Path, options: dict[str, Any] | None = None,
-    ) -> tuple[Any, float]:  # fmt: skip
+        self, drafter: TrainedDrafter, stage: str, texts: list[Trace], seed: int, steps: int,
+        rows: int, lr: float, folder: Path, options: dict[str, Any] | None = None,
+    ) -> tuple[TrainedDrafter, float]:  # fmt: skip
         """The drafter after `steps`, and seconds of processor time per step."""
         recipe = self.recipe(options)
         (now,) = [one for one in recipe.stages() if one.name == stage]
@@ -153,7 +154,7 @@ class Bench:
         )  # fmt: skip
         device = self.accelerator.device
 
-        def outputs(batch: Any, step: int) -> Any:
+        def outputs(batch: Batch, step: int) -> TargetOutputs:
             request = now.objective.target_request(batch, step)
             assert request is not None
             return self.target.outputs(
@@ -169,7 +170,7 @@ class Bench:
         ))  # fmt: skip
         return drafter.eval(), (_seconds(device) - began) / steps
 
-    def base(self, seed: int) -> Any:
+    def base(self, seed: int) -> TrainedDrafter:
         torch.manual_seed(seed)
         steps, count, _ = self.setting.base
         texts, _ = split_dev(self._traces(BASE_PROMPTS, "train", count, 1.0, 0), 0)
@@ -178,9 +179,9 @@ class Bench:
         return self.fit(drafter, "base", texts, seed, steps, BASE_ROWS, BASE_LR, folder)[0]
 
     def arm(
-        self, base: Any, arm: str, seed: int, lr: float | None = None,
+        self, base: TrainedDrafter, arm: str, seed: int, lr: float | None = None,
         further: dict[str, Any] | None = None, steps: int = STEPS,
-    ) -> tuple[Any, float]:  # fmt: skip
+    ) -> tuple[TrainedDrafter, float]:  # fmt: skip
         options, kind = ARMS[arm], "token" if ARMS[arm] is None else "gto"
         if options is not None:
             options = options | (further or {})
@@ -200,7 +201,7 @@ class Bench:
         shutil.rmtree(folder)
         return found
 
-    def measure(self, drafter: Any) -> dict[str, Any]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, object]:
         budget = Budget.of(self.shape)
         counters = {
             f"{t:g}": TreeReplay(self.target, traces, Sampling(t), budget)(drafter)
@@ -210,15 +211,14 @@ class Bench:
             "expected": self.expected(drafter)
         }
 
-    def expected(self, drafter: Any) -> float:
+    def expected(self, drafter: TrainedDrafter) -> float:
         """Expected tokens of a round at fixed positions of held-out training texts."""
-        recipe = self.recipe({})
-        recipe.tuning = True
-        return recipe.dev_metrics(drafter, self.dev)["select"]
+        return self.recipe({}).objective.dev_metrics(drafter, self.dev)["select"]
 
 
 def _seconds(device: torch.device) -> float:
-    """Of this process's work: not disturbed by others on the same cores. A GPU's is waited for."""
+    """Seconds of this process's work, which others on the same cores do not disturb; a GPU is
+    synced."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.monotonic()
@@ -235,7 +235,7 @@ def place(setting: str, arm: str, seed: int) -> Path:
 
 def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
     for setting in SETTINGS:
-        bench = Bench(setting)
+        bench = Experiment(setting)
         for seed in seeds:
             missing = [a for a in ("base", *arms) if not place(setting, a, seed).exists()]
             if not missing:
@@ -254,7 +254,7 @@ def run(arms: tuple[str, ...], seeds: tuple[int, ...] = SEEDS) -> None:
 
 
 def sweep() -> None:
-    bench = Bench("default tree")
+    bench = Experiment("default tree")
     base = bench.base(0)
     print(f"base: {bench.expected(base):.4f} expected tokens a round", flush=True)
     for arm, lr, steps, options in TRIES:
@@ -266,7 +266,7 @@ def sweep() -> None:
 def rewards() -> None:
     """Advantages of a base that was trained on for STEPS, against the base: how those of every
     aggregation go with the expected tokens' and with the number of leaves'."""
-    bench = Bench("default tree")
+    bench = Experiment("default tree")
     base = bench.base(0)
     trained, _ = bench.arm(base, "as many steps", 100)
     recipe = bench.recipe({})

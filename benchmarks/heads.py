@@ -32,6 +32,7 @@ from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.round import Budget
 from drafters.trees.calibrated import calibrated_tree
 from drafters.trees.table import parse_shape
@@ -87,7 +88,7 @@ WORK = Path("runs/benchmarks/heads")
 LAYERS: tuple[LayerId, ...] = (1, 3, 4, "final_norm")
 
 
-class Bench:
+class Experiment:
     def __init__(self, features_dtype: str = "bf16") -> None:
         self.work = WORK if features_dtype == "bf16" else WORK / features_dtype
         self.accelerator = make_accelerator(TrainerConfig())
@@ -108,7 +109,9 @@ class Bench:
         folder = traces_folder(plan, self.target, "runs/cache")
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
-    def fit(self, name: str, seed: int, lr: float | None = None, steps: int = STEPS) -> Any:
+    def fit(
+        self, name: str, seed: int, lr: float | None = None, steps: int = STEPS
+    ) -> TrainedDrafter:
         recipe_name, options, own_lr, prompts = CELLS[name]
         module = importlib.import_module(f"recipes.{recipe_name}")
         recipe = module.Recipe(module.Config(**options), self.target)
@@ -130,13 +133,13 @@ class Bench:
         ))  # fmt: skip
         return drafter.eval()
 
-    def measure(self, drafter: Any) -> dict[str, dict[str, Any]]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
         accuracy = rank_accuracy(self.target, self.dev, drafter, K)
         shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
         if drafter.max_depth is None:
             shapes |= {name: parse_shape(text) for name, text in TREES.items()}
-        found: dict[str, dict[str, Any]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
+        found: dict[str, dict[str, object]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
         for temperature, traces in self.held_out.items():
             sampling, key = Sampling(temperature), f"{temperature:g}"
             result = OfflineEvaluator(self.target, traces, sampling, Budget(K))(drafter)
@@ -153,7 +156,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
-    bench = Bench()
+    bench = Experiment()
     for seed in seeds:
         for name in cells:
             path = place(name, seed)
@@ -176,7 +179,7 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    bench = Bench()
+    bench = Experiment()
     for name in sys.argv[2:] or CELLS:
         for lr in (1e-3, 2e-3, 4e-3):
             drafter = bench.fit(name, 100, lr, 100)

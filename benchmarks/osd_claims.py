@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -83,7 +84,7 @@ TRIES: tuple[tuple[float, int, dict[str, Any]], ...] = (
 PARTS = {"shift": ("math", "code", "prose"), "return": ("math", "code", "math")}
 
 
-class Bench:
+class Experiment:
     def __init__(self, requests: int = REQUESTS, part: int = PART) -> None:
         self.requests, self.part = requests, part
         self.accelerator = make_accelerator(TrainerConfig())
@@ -103,7 +104,7 @@ class Bench:
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
     def stream(self, name: str, seed: int) -> list[Trace]:
-        """In the order they arrive; seed 100 has prompts of its own."""
+        """The requests in the order of their arrival; seed 100 has prompts of its own."""
         if name == "stationary":
             rows = self._traces("toy", "train", self.requests, seed // 100, 1.0)
             random.Random(seed).shuffle(rows)
@@ -116,7 +117,7 @@ class Bench:
                 rows += half
         return [dataclasses.replace(trace, index=i) for i, trace in enumerate(rows)]
 
-    def specialist(self) -> Any:
+    def specialist(self) -> TrainedDrafter:
         """Distilled on math alone; the start of the streams that switch."""
         rows = self._traces("toy:math", "train", 2 * self.part, 0, 1.0)
         return self.fit("specialist", rows, self.start, 100, "offline", {}, {})[0]
@@ -125,14 +126,14 @@ class Bench:
         self,
         name: str,
         rows: list[Trace],
-        start: Any,
+        start: TrainedDrafter,
         seed: int,
         stage: str,
         options: dict[str, Any],
-        others: dict[str, Any],
+        others: dict[str, TrainedDrafter],
         lr: float = OFFLINE_LR,
         interval: int = OFFLINE_ROWS,
-    ) -> tuple[Any, list[dict[str, Any]]]:
+    ) -> tuple[TrainedDrafter, list[dict[str, Any]]]:
         """The drafter after one pass over `rows`, and the series of its stage."""
         steps = len(rows) // interval
         settings = TrainerConfig(
@@ -148,7 +149,7 @@ class Bench:
         words = (name, seed, stage, f"{lr:g}", interval, len(rows), of)
         folder = WORK / "fits" / "-".join(map(str, words)).replace(" ", "-")
 
-        def outputs(batch: Any, step: int) -> TargetOutputs | None:
+        def outputs(batch: Batch, step: int) -> TargetOutputs | None:
             if objective.target_request(batch, step) is None:
                 return None
             return self.target.outputs(batch.input_ids, batch.position_ids)
@@ -165,7 +166,7 @@ class Bench:
         return drafter.eval(), result.series
 
     def log_of(self, seed: int, rows: list[Trace]) -> Path:
-        """What a server without any drafter would have written: the same prompts in the same order,
+        """Write the log of a server without any drafter: the same prompts in the same order,
         answered by the target alone."""
         path = WORK / f"log-{seed}-{len(rows)}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +177,7 @@ class Bench:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return path
 
-    def cell(self, name: str, seed: int) -> dict[str, Any]:
+    def cell(self, name: str, seed: int) -> dict[str, object]:
         stream, options = CELLS[name]
         rows = self.stream(stream, seed)
         start = self.start if stream == "stationary" else self.specialist()
@@ -193,12 +194,12 @@ class Bench:
                {"static": start, "offline": offline, "online": online}.items()},
         }  # fmt: skip
 
-    def measure(self, drafter: Any) -> list[dict[str, Any]]:
+    def measure(self, drafter: TrainedDrafter) -> list[dict[str, object]]:
         evaluator = OfflineEvaluator(self.target, self.held_out, Sampling(1.0), Budget(K))
         return [dataclasses.asdict(c) for c in evaluator(drafter).counters]
 
 
-def _no_generation(*arguments: Any) -> list[list[int]]:
+def _no_generation(*arguments: object) -> list[list[int]]:
     raise AssertionError("OSD draws no text of the drafter's own")
 
 
@@ -207,7 +208,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
-    bench = Bench()
+    bench = Experiment()
     for seed in seeds:
         for name in cells:
             path = place(name, seed)
@@ -222,10 +223,10 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    bench = Bench()
+    bench = Experiment()
     rows, dev = bench.stream("stationary", 100), bench._traces("toy", "train", 96, 2, 1.0, K)
 
-    def alpha(drafter: Any) -> float:
+    def alpha(drafter: TrainedDrafter) -> float:
         counters = OfflineEvaluator(bench.target, dev, Sampling(1.0), Budget(K))(drafter).counters
         return sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
 
@@ -249,7 +250,7 @@ def check() -> None:
     """A few blocks of everything, into a folder of its own."""
     global WORK
     WORK = WORK / "check"
-    bench = Bench(requests=72, part=24)
+    bench = Experiment(requests=72, part=24)
     for name in CELLS:
         found = bench.cell(name, 0)
         shown = [round(v, 3) for v in blocks(found["series"], "prequential")]
@@ -286,9 +287,10 @@ def block_interval(differences: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def recovery(series: Sequence[dict[str, Any]], first: int, count: int) -> dict[str, Any]:
-    """Of the part of `count` blocks from block `first`: requests until the mean of two blocks lies
-    at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for the
-    served drafter; whether ten blocks of the static one are ever there after WITHIN requests."""
+    """Measure the part of `count` blocks from block `first`: requests until the mean of two blocks
+    lies at RECOVER of the way from the first block (the drop) to the last eight (the plateau), for
+    the served drafter; whether ten blocks of the static one are ever there after WITHIN
+    requests."""
     size = BLOCK
     served = blocks(series, "prequential")[first : first + count]
     static = blocks(series, "static")[first : first + count]

@@ -1,4 +1,4 @@
-"""What several texts in a row, and torch.compile, are worth in training on the toy.
+"""The gain of several texts in a row, and of torch.compile, in training on the toy.
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing
 
@@ -49,7 +49,7 @@ class Arm:
     def __init__(self, name: str, recipe_name: str, traces: list[Trace], stack: ExitStack):
         width, backend = ARMS[name]
         tokens = ROWS * statistics.mean(len(t.prompt_ids) + len(t.response_ids) for t in traces)
-        self.batches: Any = Batches(traces, {"target": 1.0}, ROWS, seed=0)
+        self.batches: Batches | PackedTraces = Batches(traces, {"target": 1.0}, ROWS, seed=0)
         if width:
             self.batches = PackedTraces(traces, "target", width, round(tokens / width), 0)
         self.target = Target.load(TARGET)

@@ -68,12 +68,13 @@ from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
-from target.model import LayerId, Target
+from target.model import LayerId, Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
@@ -175,7 +176,7 @@ class Data:
 
     @property
     def rows(self) -> Path:
-        """Of all tools: [tokens of the prompt, ids]."""
+        """The texts for all tools: [tokens of the prompt, ids]."""
         return self.states / "rows.json"
 
 
@@ -261,7 +262,7 @@ def run(
     batches: list[list[int]],
     sizes: argparse.Namespace,
     out: Path,
-    **settings: Any,
+    **settings: object,
 ) -> np.ndarray:
     """Train in a process of its own; seconds and CPU seconds of each step, [steps, 2]. A draft that
     is there already is not trained again."""
@@ -307,7 +308,7 @@ class Scheduled:
 
 
 def train_ours(job: dict[str, Any]) -> None:
-    """What `train.py` does between the traces and the drafter, without evaluations."""
+    """Train as `train.py` does between the traces and the drafter, without evaluations."""
     out, sizes = Path(job["out"]), argparse.Namespace(work=Path(job["work"]), **job["sizes"])
     data = prepare(sizes)
     norms: dict[str, Any] = dict.fromkeys(job["norms"], True)
@@ -323,7 +324,7 @@ def train_ours(job: dict[str, Any]) -> None:
         log_every=count, save_every=count,
     )  # fmt: skip
 
-    def outputs(batch: Batch, step: int) -> Any:
+    def outputs(batch: Batch, step: int) -> TargetOutputs:
         request = objective.target_request(batch, step)
         assert request is not None
         if job["features"] == "cached":
@@ -355,7 +356,7 @@ def faster(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> dict[str
     """Median rate of ours over theirs; tokens [steps], seconds [runs, steps]."""
     rng = np.random.default_rng(0)
 
-    def ratio(runs: Any, steps: Any) -> float:
+    def ratio(runs: np.ndarray, steps: np.ndarray) -> float:
         total = tokens[steps].sum()
         rates = (np.median(total / one[runs][:, steps].sum(1)) for one in (ours, theirs))
         return float(np.divide(*rates))
@@ -439,7 +440,7 @@ class Measure:
             for K in DEPTHS
         }
 
-    def __call__(self, drafter: Any) -> dict[tuple[float, int], list[PromptCounters]]:
+    def __call__(self, drafter: TrainedDrafter) -> dict[tuple[float, int], list[PromptCounters]]:
         return {cell: one(drafter).counters for cell, one in self.evaluators.items()}
 
 
@@ -448,7 +449,7 @@ def tokens_per_round(counters: list[PromptCounters]) -> float:
 
 
 @torch.no_grad()
-def disagreement(data: Data, drafter: Any, out: Path) -> list[float]:
+def disagreement(data: Data, drafter: TrainedDrafter, out: Path) -> list[float]:
     """Largest distance between the tool's own log-probabilities and those of the drafter as it was
     read, where either is likely; one number for each step of the unroll."""
     theirs = load_file(out / "check.safetensors")
@@ -465,7 +466,7 @@ def disagreement(data: Data, drafter: Any, out: Path) -> list[float]:
 
 
 def variants(tool: str, draft: Path, target: Target) -> dict[str, Any]:
-    """What is measured of a draft, by name; last, what the tool itself trained."""
+    """The drafters that are measured of a draft, by name; last, the one that the tool trained."""
     drafter: Any = load_drafter(str(draft), target)
     if tool != "modelopt":
         return {tool: drafter}
@@ -482,7 +483,7 @@ def quality(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
         counters: dict[str, list[dict[Any, list[PromptCounters]]]] = {}
         rates: dict[str, float] = {}
 
-        def trained(tool: str, lr: float, seed: int, network: Any = network) -> Path:
+        def trained(tool: str, lr: float, seed: int, network: str = network) -> Path:
             batches = schedule(data, sizes.tokens, sizes.steps, seed)
             out = sizes.work / "quality" / f"{network}-{tool}-{lr:g}-{seed}"
             settings = {"features": "cached", "norms": NETWORKS[network][0], "draft": True}

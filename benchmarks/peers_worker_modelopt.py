@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 
-def build(job: dict[str, Any]) -> Any:
+def build(job: dict[str, Any]) -> torch.nn.Module:
     """Modelopt's EAGLE-3 in the shape of the target's layers, everything else as it has it."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         job["target"], dtype=torch.float32, attn_implementation="sdpa"
@@ -96,13 +96,14 @@ def main(path: str) -> None:
     stamps.append((time.perf_counter(), time.process_time()))
     if job["draft"]:
         model.get_exporter().export(out / "draft")
-        save_file(laws(model, rows[job["check"]][1]), out / "check.safetensors")
+        save_file(unrolled_logits(model, rows[job["check"]][1]), out / "check.safetensors")
     (out / "stamps.json").write_text(json.dumps(stamps))  # last: the rest is complete
 
 
 @torch.no_grad()
-def laws(model: Any, ids: list[int]) -> dict[str, torch.Tensor]:
-    """Its logits [columns, V] at every step of the unroll; column c of step j stands at c + j."""
+def unrolled_logits(model: torch.nn.Module, ids: list[int]) -> dict[str, torch.Tensor]:
+    """Compute the draft's logits [columns, V] at every step of the unroll; column c of step j
+    stands at c + j."""
     found: list[torch.Tensor] = []
     head = getattr(model.eagle_module, "lm_head", None)
     if head is None:

@@ -52,11 +52,11 @@ class InOrder:
                 yield indices
 
 
-ORDER: Any = InOrder()
+ORDER = InOrder()
 
 
-def loaders(**options: Any) -> tuple[DataLoader, None]:
-    """As `_setup_dataloader` makes it without workers, but for the order."""
+def loaders(**options: object) -> tuple[DataLoader, None]:
+    """Make the loader of `_setup_dataloader` without workers, in our order."""
     dtype = options["hidden_states_dtype"]
     data = ArrowDataset(
         options["total_seq_len"], options["data_path"], transfer=options["transfer"],
@@ -80,13 +80,15 @@ class OnCPU(trainer.Trainer):
             # its checkpoints are bfloat16: that would round the draft and its copy of the embedding
             self.model.save_pretrained(OUT / "draft")
             row = self.train_loader.dataset[JOB["check"]]
-            save_file(laws(self.model, row), OUT / "check.safetensors")
+            save_file(unrolled_logits(self.model, row), OUT / "check.safetensors")
 
 
 @torch.no_grad()
-def laws(model: Any, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Its logits [columns, V] at every step of the unroll; the last j columns of step j have no
-    token to read."""
+def unrolled_logits(
+    model: torch.nn.Module, row: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Compute the draft's logits [columns, V] at every step of the unroll; the last j columns of
+    step j have no token to read."""
     found: list[torch.Tensor] = []
     handle = model.lm_head.register_forward_hook(lambda module, i, output: found.append(output[0]))
     length = len(row["input_ids"]) - 1

@@ -38,7 +38,9 @@ from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.load import load_drafter
+from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
 from eval.policies import rollouts
@@ -79,7 +81,7 @@ TABLE = ("rounds", "emitted", "submitted", "accepted", "judging")
 CHECKED = ("fixed", "confidence", "product", "head")  # bank against exact replay
 
 
-class Bench:
+class Experiment:
     def __init__(self, num_prompts: int = NUM_PROMPTS) -> None:
         self.accelerator = make_accelerator(TrainerConfig())
         self.target = Target.load("assets/toy/target", device=self.accelerator.device)
@@ -97,7 +99,7 @@ class Bench:
 
     def fit(
         self, options: dict[str, Any], left_out: str | None, seed: int, steps: int = STEPS
-    ) -> tuple[Any, dict[str, float]]:
+    ) -> tuple[TrainedDrafter, dict[str, float]]:
         """A drafter with its head, and what the head is worth on held-out training text."""
         recipe = Recipe(Config(**options), self.target)
         drafter = load_drafter("assets/toy/draft", self.target)
@@ -127,7 +129,7 @@ class Bench:
         drafter.eval()
         return drafter, evaluate(drafter, steps)
 
-    def measure(self, drafter: Any) -> dict[str, Any]:
+    def measure(self, drafter: TrainedDrafter) -> dict[str, object]:
         """split -> policy -> its sums by prompt; the prompts' hashes and domains."""
         found: dict[str, Any] = {}
         for split, traces in (("dev", self.dev), ("test", self.test)):
@@ -145,7 +147,9 @@ class Bench:
             }
         return found
 
-    def checked(self, found: dict[str, Any], bank: Any, drafter: Any) -> dict[str, list[float]]:
+    def checked(
+        self, found: dict[str, Any], bank: rollouts.Rollouts, drafter: TrainedDrafter
+    ) -> dict[str, list[float]]:
         """Policy -> tokens per round from the bank and, for the same texts, from exact replay; of
         each family the best at c = 0.05."""
         tau = {}
@@ -160,7 +164,7 @@ class Bench:
         return tau
 
 
-def budgets() -> dict[str, Any]:
+def budgets() -> dict[str, Budget]:
     found = {f"fixed:{k}": make_budget("fixed", k) for k in range(1, K_MAX + 1)}
     for family in FAMILIES[1:]:
         found |= {one.policy: one for one in POLICIES[family].grid(K_MAX, Config.K_min)}
@@ -175,7 +179,7 @@ def place(cell: str, seed: int) -> Path:
 
 
 def run(seeds: Sequence[int] = SEEDS, more: bool = False) -> None:
-    bench = Bench(MORE_PROMPTS if more else NUM_PROMPTS)
+    bench = Experiment(MORE_PROMPTS if more else NUM_PROMPTS)
     cells = {MORE: (ONE, None)} if more else CELLS
     for seed in seeds:
         for cell, (options, left_out) in cells.items():
@@ -194,7 +198,7 @@ def run(seeds: Sequence[int] = SEEDS, more: bool = False) -> None:
 
 def sweep() -> None:
     """One setting at a time, seed 100, held-out training text: KL, and speed at the best h."""
-    bench = Bench()
+    bench = Experiment()
     for name, values in SWEEP.items():
         for value in values:
             layers = {"num_layers": 3} if name == "shared_blocks" else {"num_layers": 1}
@@ -202,15 +206,15 @@ def sweep() -> None:
 
 
 def remedies() -> None:
-    """As `sweep`, both judged on the same texts."""
-    bench = Bench(MORE_PROMPTS)
+    """Run the arms as `sweep` does, both judged on the same texts."""
+    bench = Experiment(MORE_PROMPTS)
     every = bench.train
     for name, texts, steps in (("as it is", NUM_PROMPTS, STEPS), (MORE, MORE_PROMPTS, MORE_STEPS)):
         bench.train = every[:texts]
         _try(bench, name, ONE, 200, steps)
 
 
-def _try(bench: Bench, name: str, options: dict[str, Any], seed: int, steps: int) -> None:
+def _try(bench: Experiment, name: str, options: dict[str, Any], seed: int, steps: int) -> None:
     drafter, quality = bench.fit(options, None, seed, steps)
     bank = rollouts.draw(
         bench.target, drafter, bench.dev, Sampling(1.0), K_MAX, starts=STARTS, seed=7

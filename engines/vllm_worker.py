@@ -110,8 +110,8 @@ def repair() -> None:
     """Replace a kernel of vLLM's CPU build (0.32.0) by what it computes on a GPU.
 
     The CPU build divides logits by memory that was never written: its `expand` kernel, which
-    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the result. The
-    sampled tokens are then noise."""
+    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the result.
+    The sampled tokens are then noise."""
     import torch
     from vllm.v1.sample import rejection_sampler  # pyright: ignore[reportMissingImports]
 

@@ -1,15 +1,18 @@
-"""Held-out training prompts, which choose the best checkpoint."""
+"""The evaluation on held-out training prompts, which chooses the best checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+
+from torch import nn
 
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from eval.metrics import per_domain
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
 from phases.run import Run
+from recipes.base import Evaluate, unwrapped
 from target.model import Target
 from target.sampling import Sampling
 
@@ -18,8 +21,8 @@ DEV_SHARE = 0.125
 
 
 def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
-    """(train, dev) by conversation: the checkpoint is chosen on prompts that are neither trained on
-    nor reported."""
+    """Split traces into (train, dev) by conversation: the checkpoint is chosen on prompts that are
+    neither trained on nor reported."""
     ids = sorted(
         {trace.conversation_id for trace in traces},
         key=lambda name: hashlib.sha256(f"{seed}-{name}".encode()).hexdigest(),
@@ -30,10 +33,13 @@ def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]
     return train, [trace for trace in traces if trace.conversation_id in held_out]
 
 
-def dev_evaluation(run: Run, dev: list[Trace], drafter: Any, chooses: bool = True) -> Any:
-    """Acceptance on held-out training traces, no decoding; every sampling they hold counts. Where
-    it does not choose it is only looked at: raw text need not resemble what the target writes, so
-    that must not decide how long it is trained on."""
+def dev_evaluation(
+    run: Run, dev: list[Trace], drafter: TrainedDrafter, chooses: bool = True
+) -> Evaluate | None:
+    """Return an evaluation of acceptance on held-out training traces, without decoding; every
+    sampling in them counts. None without traces. With `chooses=False` it does not choose the
+    checkpoint: raw text need not resemble what the target writes, so acceptance on the target's
+    text must not decide how long to train on it."""
     if not dev:
         return None
     depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
@@ -50,19 +56,20 @@ def dev_evaluation(run: Run, dev: list[Trace], drafter: Any, chooses: bool = Tru
 
     frozen = prepared(run.target)
 
-    def evaluate(drafter: Any, step: int) -> dict[str, Any]:
-        # a target that trains too is taken as it is now, on the text of the frozen one
-        served = drafter.served_target()
+    def evaluate(drafter: nn.Module, step: int) -> dict[str, object]:
+        network = unwrapped(drafter)
+        # a target that trains too is used with its present weights, on the text of the frozen one
+        served = network.served_target()
         evaluators = frozen if served is None else prepared(served)
-        counters = [one for evaluator in evaluators for one in evaluator(drafter).counters]
+        counters = [one for evaluator in evaluators for one in evaluator(network).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         domains = per_domain(counters)["domains"]
         rounds = sum(c.rounds for c in counters)
         tokens = sum(c.emitted for c in counters) / rounds if rounds else 1.0
         return {
             # a head that recycles its own states or sees none of the drafted tokens may be good at
-            # depth 1 and useless further on: what counts is what a round gives
-            "select": tokens if drafter.target_layers else alpha,
+            # depth 1 and useless further on, so tokens per round choose it
+            "select": tokens if network.target_layers else alpha,
             "alpha": alpha,
             "alpha_by_domain": {name: row["alpha"] for name, row in domains.items()},
             "greedy_match": sum(c.greedy_sum for c in counters)

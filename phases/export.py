@@ -1,10 +1,10 @@
-"""The phase between training and report: the drafter in its own format and for an engine."""
+"""The phase between training and report: save the drafter, and write it for an engine."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from drafters.acceptance_head import adaptive_note
@@ -21,16 +21,17 @@ CARD = "README.md"
 
 
 def save_drafter(run: Run, drafter: TrainedDrafter) -> None:
-    """run/drafter in the project's own format."""
+    """Write run/drafter, in the project's own format."""
     with whole_folder(run.folder / "drafter", ours=True) as partial:
         drafter.save_pretrained(partial)
 
 
-def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, Any]:
-    """run/export/<engine>, for the first engine in the table of kinds, with a card that holds no
-    results yet; a target that was trained with the drafter lies beside it. Returns what the report
-    says of it: the engine and the folder, or the error. A failed export keeps nobody from the
-    drafter, nor from its report."""
+def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
+    """Write run/export/<engine>, for the first engine in the table of kinds, with a card that holds
+    no results yet; a target that was trained with the drafter lies beside it. Returns the part
+    `export` of the report: `engine`, `folder` and `target`, or `engine` and `error`, or nothing
+    where no engine serves the drafter. An export that fails does not raise: the drafter is saved,
+    and its report follows."""
     kind = kind_of(drafter)
     if not kind.writers:
         print(f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
@@ -46,7 +47,7 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, Any]:
             name, out = shown(target.name, run.folder), out / "drafter"
         card = run_card(run, drafter, engine, name, None)
         write(served, out, Export(card, name, run.config.eval.K, ours=True))
-    except Exception as error:  # whatever a writer finds wrong, the drafter is worth its report
+    except Exception as error:  # of any writer: the report is written all the same
         print(hide("".join(traceback.format_exception(error)), []), file=sys.stderr)
         return {"engine": engine, "error": f"{type(error).__name__}: {error}"}
     print(f"export: {out}")
@@ -56,6 +57,7 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, Any]:
 def run_card(
     run: Run, drafter: TrainedDrafter, engine: str, target: str, report: dict[str, Any] | None
 ) -> str:
+    """Write the model card of an export; `report`: None before the drafter is measured."""
     kind = kind_of(drafter)
     assert kind.method is not None
     return model_card(
@@ -73,10 +75,10 @@ def run_card(
 
 
 def complete_card(
-    run: Run, drafter: TrainedDrafter, exported: dict[str, Any], report: dict[str, Any]
+    run: Run, drafter: TrainedDrafter, exported: Mapping[str, str], report: dict[str, Any]
 ) -> None:
-    """Write what was measured into the card of an export."""
+    """Write the results into the card of an export."""
     if "folder" in exported:
-        folder: Path = run.folder / exported["folder"]
+        folder = run.folder / exported["folder"]
         card = run_card(run, drafter, exported["engine"], exported["target"], report)
         rewrite(folder, {CARD: card}, ours=True)

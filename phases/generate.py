@@ -1,4 +1,4 @@
-"""The first phase of a run: prompts, and the target's traces of them."""
+"""The first phase of a run: choose prompts, and generate the target's traces of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
@@ -18,7 +17,7 @@ from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
 from data.traces import Trace
-from drafters.base import weights_hash
+from drafters.base import TrainedDrafter, weights_hash
 from engines.vllm_server import vllm_server
 from eval.config import EvalConfig, tree_of
 from phases.run import Run, check_model_pair, check_places
@@ -29,7 +28,7 @@ from trainer.config import UserError
 
 
 def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, evaluation) prompts, disjoint."""
+    """Choose the (training, evaluation) prompts, which are disjoint."""
     data, evaluation = config.data, config.eval
     common = {
         "config": data.prompts_config,
@@ -40,7 +39,7 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     toy = data.prompts == "toy" or data.prompts.startswith("toy:")
     train = load_prompts(
         data.prompts,
-        count=data.num_prompts if own or toy else sys.maxsize,  # both sides want theirs
+        count=data.num_prompts if own or toy else sys.maxsize,  # both are taken from these
         response_column=data.response_column,
         seed=config.run.seed,
         **common,
@@ -64,18 +63,17 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 def _generate(
     run: Run, plan: GenerationPlan, folder: Path, label: str, served: Target | None = None
 ) -> list[Trace]:
-    """`served`: another target than the run's, whose text this process generates alone."""
+    """Generate the traces of `plan`. `served`: another target than the run's, whose text this
+    process generates alone. UserError if every prompt is too long."""
     data, accelerator = run.config.data, run.accelerator
-    together: dict[str, Any] = {
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "barrier": run.barrier,
-    }
+    alone = served is not None
     traces = generate_traces(
         served or run.target, plan, folder, batch_size=data.batch_size,
         rows_per_shard=data.rows_per_shard, label=label,
         servers=(lambda: _servers(run)) if plan.served else None,
-        **({} if served else together),
+        rank=0 if alone else accelerator.process_index,
+        world=1 if alone else accelerator.num_processes,
+        barrier=(lambda: None) if alone else run.barrier,
     )  # fmt: skip
     if not traces:
         raise UserError(
@@ -87,13 +85,14 @@ def _generate(
 
 @contextlib.contextmanager
 def _servers(run: Run) -> Iterator[Sequence[str]]:
-    """The addresses of those that generate; a server of our own is started by the first process."""
+    """Yield the addresses of the servers that generate; the first process starts one of our own if
+    data.servers names none."""
     data = run.config.data
     if data.engine == "openai":
         yield data.servers
         return
     with contextlib.ExitStack() as stack:
-        found: list[Any] = [None]
+        found = [""]
         if run.accelerator.is_main_process:
             print("starting vLLM", flush=True)
             found = [stack.enter_context(vllm_server(run.target, data.engine_options))]
@@ -102,7 +101,7 @@ def _servers(run: Run) -> Iterator[Sequence[str]]:
 
 
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:
-    """Where the traces of these prompts lie: data.traces, else by their identity in the cache."""
+    """The folder of these prompts' traces: data.traces, else by their identity in the cache."""
     if run.config.data.traces:
         return Path(run.config.data.traces)
     plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
@@ -110,8 +109,8 @@ def training_folder(run: Run, prompts: list[Prompt]) -> Path:
 
 
 def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
-    """The training traces. Those of the report are generated too: by all processes, and so that
-    what is wrong with its prompts is known before the training is paid for."""
+    """Generate all traces and return those to train on. The report's are generated now as well, by
+    all processes, so that errors in its prompts show before the training."""
     if run.config.run.stage is None:
         check_room(run.config.eval, run.target.context)
     traces = training_traces(run, train)
@@ -122,9 +121,12 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Tr
 
 
 def contents(
-    run: Run, drafter: Any, traces: list[Trace], texts: Mapping[str, PackedBatches] | None = None
+    run: Run,
+    drafter: TrainedDrafter,
+    traces: list[Trace],
+    texts: Mapping[str, PackedBatches] | None = None,
 ) -> dict[str, str]:
-    """Hashes of what a run is made of; `texts`: raw text by stage."""
+    """Hash what a run is made of; `texts`: raw text by stage."""
     text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
     return {
         "target": str(run.target.fingerprint["weights"]),
@@ -135,6 +137,7 @@ def contents(
 
 
 def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
+    """Generate the target's traces of the training prompts, or read them where they are stored."""
     plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
     return _generate(run, plan, training_folder(run, prompts), "training traces")
 
@@ -142,8 +145,8 @@ def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
 def evaluation_traces(
     run: Run, prompts: list[Prompt], temperature: float, served: Target | None = None
 ) -> tuple[list[Trace], GenerationPlan]:
-    """Traces of the held-out prompts at one temperature, with look-ahead for the engine's
-    counters; by the target that is `served` where it is not the run's own."""
+    """Generate traces of the held-out prompts at one temperature, with look-ahead for the engine's
+    counters; by the target `served` where it is given, else by the run's own."""
     evaluation = run.config.eval
     if not prompts:
         raise UserError(
@@ -164,7 +167,8 @@ def evaluation_traces(
 
 
 def check_room(config: EvalConfig, context: int) -> None:
-    """The target's context holds a prompt, the answer and what is drafted beyond it."""
+    """Refuse settings for which a prompt, the answer and the tokens drafted beyond it cannot fit
+    into the target's context."""
     new, room = config.max_new_tokens, context - config.max_new_tokens
     require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
     rule = f"draft fewer than {room} tokens: the target's context {context} less "
@@ -174,13 +178,13 @@ def check_room(config: EvalConfig, context: int) -> None:
 
 
 def tree_depth(config: EvalConfig) -> int:
-    """Tokens that a path of eval.tree may have, 0 without one."""
+    """The most tokens that a path of eval.tree may have, 0 without a tree."""
     tree = tree_of(config)
     return 0 if tree is None else tree.deepest(config.K)
 
 
 def describe(config: Config) -> None:
-    """What a run would read and write, without loading a model."""
+    """Print what a run would read and write, without loading a model."""
     check_model_pair(config)
     check_places(config)
     train, held_out = choose_prompts(config)

@@ -1,8 +1,8 @@
-"""What every key of the configuration means: for `help=true` and for docs/config.md.
+"""The meaning of every key of the configuration, for `help=true` and for docs/config.md.
 
 All of it is read from the code that it describes. The meaning of a key is the comment at its field,
-the default is the field's, and what is allowed is what the section's own checks answer to values
-that they refuse.
+the default is the field's, and the allowed values are read from the messages with which the
+section's own checks refuse other values.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key of the configuration. `name`: with its section; `default`, `allowed`, `meaning`: as
-    they are shown."""
+class KeyHelp:
+    """The help of one key. `name`: the key with its section; `default`, `allowed`, `meaning`: the
+    words that are shown."""
 
     name: str
     default: str
@@ -49,9 +49,9 @@ class Key:
     meaning: str
 
 
-def keys_of(section: str, settings: DataclassInstance) -> list[Key]:
-    """The keys of `settings`, a dataclass of that section. A default that a recipe's YAML changed
-    is shown as it is there."""
+def keys_of(section: str, settings: DataclassInstance) -> list[KeyHelp]:
+    """List the keys of `settings`, a dataclass of that section. Where a recipe's YAML changes a
+    default, its value is shown."""
     plain, found = type(settings)(), []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -59,13 +59,15 @@ def keys_of(section: str, settings: DataclassInstance) -> list[Key]:
             value = _default(field)
         name = f"{section}.{field.name}"
         rules = _rules(settings, name, field)
-        found.append(Key(name, _shown(value), rules, comments(type(settings)).get(field.name, "")))
+        found.append(
+            KeyHelp(name, _shown(value), rules, comments(type(settings)).get(field.name, ""))
+        )
     return found
 
 
 def comments(kind: type) -> dict[str, str]:
-    """What the comments at the fields of a dataclass say: the lines right above a field and the one
-    behind it. A field without a comment has that of the class that it is inherited from."""
+    """Read the comments at the fields of a dataclass, by field: the lines right above a field and
+    the one behind it. A field without a comment has that of the class that it is inherited from."""
     found: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(cls))
@@ -97,12 +99,12 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 
 def _shown(value: object) -> str:
-    """As it is written on a command line."""
+    """Write a value as on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[object]) -> str:
-    """The type of a key, and what its checks say when they refuse a value."""
+    """Describe the allowed values of a key: its type, and the rules of its checks."""
     declared = str(field.type)
     kind, optional = declared.removesuffix(" | None"), declared.endswith(" | None")
     rules: list[str] = []
@@ -120,14 +122,13 @@ def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[obje
             inner = re.findall(r"\w+", kind)[-1]
             words += f" of {TYPES.get(inner, 'any value')}" + "s" * (inner in ("int", "float"))
         rules = [rule.removeprefix("be ").removeprefix("lie ") for rule in rules]
-        # what a text must be says that it is one
+        # a rule for a text implies that it is one
         text = "; ".join(rules if kind == "str" and rules else [words, *rules])
     return text if not optional or "null" in text else f"{text}; or null"
 
 
 def _shared_options_once(choices: str) -> str:
-    """`choices`: named specs. Options that all of them have, such as `[,temperature=<t>]`, are said
-    once, behind them."""
+    """Move the options that all `choices` have, such as `[,temperature=<t>]`, behind them."""
     options = re.findall(r"\[,[^]]*\]", choices)
     number = re.sub(r"\[,[^]]*\]", "", choices).count(", ") + 1
     shared = [one for one in dict.fromkeys(options) if options.count(one) == number > 1]
@@ -137,7 +138,7 @@ def _shared_options_once(choices: str) -> str:
 
 
 def _rule_in(complaint: str, name: str) -> list[str]:
-    """What a complaint about this very key asks for."""
+    """Read the rule out of an error message about key `name`."""
     found = re.match(rf"(?:\w+Error: )?{re.escape(name)}\S* must (.+), got ", complaint)
     if found:
         return [found[1]]
@@ -149,19 +150,19 @@ def _rule_in(complaint: str, name: str) -> list[str]:
 
 
 def sections(config: Config) -> Iterator[tuple[str, DataclassInstance]]:
-    """(name, settings) of every section, the recipe's own first."""
+    """Yield (name, settings) of every section, the recipe's own first."""
     for name in ORDER:
         yield name, getattr(config, name)
 
 
 def composed(recipe: str, preset: str | None = None) -> Config:
-    """The configuration of a recipe and a preset without any further word on the command line."""
+    """Compose the configuration of a recipe and a preset without any further word."""
     module, files = base.load(recipe, preset)
     return compose(recipe, module.Config, files, [])
 
 
 def recipe_help(config: Config, width: int = 100) -> str:
-    """Every key of one recipe, for a terminal: what it is set to, the meaning, what is allowed."""
+    """List every key of one recipe, for a terminal: its value, its meaning, and what is allowed."""
     module, _ = base.load(config.recipe)
     lines = [f"recipe={config.recipe}: {_first_line(module)}"]
     for section, settings in sections(config):
@@ -174,7 +175,7 @@ def recipe_help(config: Config, width: int = 100) -> str:
 
 
 def config_page() -> str:
-    """docs/config.md."""
+    """Write the text of docs/config.md."""
     parts = [PREFACE]
     names = base.names()
     for section, settings in sections(composed(names[0])):
@@ -195,7 +196,7 @@ def config_page() -> str:
 
 
 def _changed(config: Config, base: Config | None = None) -> list[str]:
-    """`key=value` of what differs from `base`, by default from the schema's defaults."""
+    """List `key=value` of the keys that differ from `base`, else from the schema's defaults."""
     words = []
     for section, settings in sections(config):
         plain = getattr(base, section) if base else type(settings)()
@@ -206,7 +207,7 @@ def _changed(config: Config, base: Config | None = None) -> list[str]:
     return words
 
 
-def _table(keys: list[Key]) -> str:
+def _table(keys: list[KeyHelp]) -> str:
     rows = [
         f"| `{key.name}` | `{key.default}` | {escape_markdown(key.allowed)} | "
         f"{escape_markdown(key.meaning)} |"

@@ -1,14 +1,14 @@
-"""What two measurements of the same prompts say of each other."""
+"""Comparisons of two measurements of the same prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from eval.config import EvalConfig
 from eval.measure import Measurement
 from eval.metrics import paired_difference
-from eval.report.rows import STAGES
+from eval.report.rows import STAGES, Row
 
 FROM_DECODING = (
     "plain_tokens_per_s",
@@ -23,7 +23,8 @@ FROM_DECODING = (
 
 
 def merge(offline: Measurement, real: Measurement, temperature: float, config: EvalConfig) -> None:
-    """What only decoding knows goes to the row measured without it, if that is the same thing."""
+    """Copy what only decoding measures to the row that was measured without it, if both have the
+    same policy and verifier."""
     if any(offline.row[key] != real.row[key] for key in ("policy", "verifier")):
         return
     offline.row |= {key: real.row[key] for key in FROM_DECODING if key in real.row}
@@ -33,8 +34,8 @@ def merge(offline: Measurement, real: Measurement, temperature: float, config: E
 
 def against(
     tree: Measurement, chain: Measurement, temperature: float, config: EvalConfig
-) -> list[dict[str, Any]]:
-    """A tree and the chain of the same drafter."""
+) -> list[Row]:
+    """Compare a tree with the chain of the same drafter."""
     diff = paired_difference(
         tree.counters, chain.counters, "tokens_per_round", draws=config.bootstrap_draws,
         seed=config.seed,
@@ -46,9 +47,10 @@ def against(
 
 
 def compare(
-    name: str, measured: dict[str, Measurement], temperature: float, config: EvalConfig
-) -> list[dict[str, Any]]:
-    """Drafter `name` and each of those that it is compared with, and stage against stage."""
+    name: str, measured: Mapping[str, Measurement], temperature: float, config: EvalConfig
+) -> list[Row]:
+    """Compare drafter `name` with the rows before, control and offline, and each stage with the one
+    before it."""
     rows = []
     pairs = [(name, other) for other in ("before", "control", "offline") if other in measured]
     stages = [one for one in STAGES if one in measured]
@@ -67,8 +69,8 @@ def compare(
 
 
 def differing_prompts(offline: Measurement, real: Measurement) -> int:
-    """At T=0 the replay must give the very counters of decoding, prompt by prompt; a difference
-    means near-ties (float32) and is said aloud."""
+    """Count the prompts whose counters differ between replay and decoding. At T=0 there should be
+    none: a difference means near-ties (float32) and is printed."""
     fields = (
         "rounds",
         "emitted",

@@ -1,16 +1,15 @@
 """The part of a report on draft length: policies tuned on held-out training text, measured on the
-report's prompts, the chosen ones by decoding too."""
+report's prompts, the chosen ones by decoding as well."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from data.prompts import Prompt
 from data.traces import Trace
 from drafters.acceptance_head import AcceptanceSettings
-from drafters.base import acceptance_of
+from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget
 from eval.costs import cost_of
 from eval.measure import Bench
@@ -19,7 +18,7 @@ from eval.policies import rollouts
 from eval.policies.drafted import Drafted
 from eval.policies.rollouts import FAMILIES, Rollouts
 from eval.policies.table import POLICIES
-from eval.report.rows import TRAINED
+from eval.report.rows import TRAINED, Row
 from eval.speed_model import COST_RATIOS
 from phases.generate import evaluation_traces
 from phases.run import Run
@@ -31,15 +30,19 @@ TUNED_AT = COST_RATIOS[1]  # cost of a drafted token, in target forwards
 
 @dataclasses.dataclass
 class Policies:
-    points: list[dict[str, Any]]  # of the report's part `policies`
-    rows: list[dict[str, Any]]
-    comparisons: list[dict[str, Any]]
-    rounds: list[dict[str, Any]]
+    """The measurements that are added to a report. `points`: the report's part `policies`."""
+
+    points: list[Row]
+    rows: list[Row]
+    comparisons: list[Row]
+    rounds: list[dict[str, object]]  # lines of rounds.jsonl
 
 
-def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Trace]) -> Policies:
-    """Of a drafter with an acceptance head; `dev` chooses thresholds and K. Leaves what was chosen
-    with the head."""
+def measure_policies(
+    run: Run, drafter: TrainedDrafter, prompts: list[Prompt], dev: list[Trace]
+) -> Policies:
+    """Tune and measure the policies of a drafter with an acceptance head; `dev` chooses thresholds
+    and K, which are stored in the head's settings."""
     out, progress = Policies([], [], [], []), TokenProgress("report, policies")
     config, own = run.config.eval, acceptance_of(drafter).settings
     if not any(len(trace.response_ids) > 1 for trace in dev):
@@ -84,19 +87,21 @@ def measure_policies(run: Run, drafter: Any, prompts: list[Prompt], dev: list[Tr
 
 
 def longest(run: Run, own: AcceptanceSettings, traces: Sequence[Trace]) -> int:
-    """Tokens that a round may draft anywhere in these texts."""
+    """The most tokens that a round may draft anywhere in these texts."""
     texts = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
     return max(1, min(own.K_max, run.target.context - texts - 2))
 
 
 def best(bank: Rollouts, family: str, K_min: int, cost_ratio: float = TUNED_AT) -> Budget:
-    """The family's fastest at this cost of a drafted token, modelled."""
+    """Choose the family's policy with the highest modelled speed-up at this cost of a drafted
+    token, in target forwards."""
     budgets = POLICIES[family].grid(bank.K, K_min)
     return max(budgets, key=lambda budget: rollouts.speed(bank.counters(budget), cost_ratio))
 
 
 def matching(bank: Rollouts, head: Budget) -> float:
-    """The confidence threshold with which transformers, which has no head, verifies as often."""
+    """Choose the confidence threshold with which transformers, which has no acceptance head,
+    verifies as often as `head` does."""
 
     def verified(budget: Budget) -> float:
         return rollouts.rates(bank.counters(budget))["verification_rate"]
@@ -117,9 +122,10 @@ def _points(
     bank: Rollouts,
     temperature: float,
     K_min: int,
-    chosen: dict[str, Budget],
-    decoded: dict[str, dict[str, float]],
-) -> list[dict[str, Any]]:
+    chosen: Mapping[str, Budget],
+    decoded: Mapping[str, dict[str, float]],
+) -> list[Row]:
+    """Model every policy of every family; the chosen ones carry their numbers by decoding."""
     found = []
     for family in FAMILIES:
         mine = chosen[family]
@@ -136,12 +142,12 @@ def _points(
 
 
 def _compare(
-    decoded: dict[str, list[PromptCounters]],
+    decoded: Mapping[str, list[PromptCounters]],
     temperature: float,
-    chosen: dict[str, Budget],
+    chosen: Mapping[str, Budget],
     run: Run,
-) -> list[dict[str, Any]]:
-    """The head's modelled speed-up against that of the others, as decoded, paired by prompt."""
+) -> list[Row]:
+    """Compare the modelled speed-up of the head with that of the others, as decoded, by prompt."""
     config, rows = run.config.eval, []
 
     def counters(family: str, cost_ratio: float) -> list[PromptCounters]:
@@ -161,4 +167,5 @@ def _compare(
 
 
 def named(budget: Budget) -> str:
+    """The name of a policy in comparisons."""
     return budget.policy if budget.stop is not None else f"fixed K = {budget.max_tokens}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +28,7 @@ from eval.costs import cost_of, read_per_round
 from eval.measure import Bench, next_token_loss
 from eval.policies.table import budget_for, parse_policy
 from eval.replay import rank_accuracy
-from eval.report.rows import BASELINE
+from eval.report.rows import BASELINE, Row
 from eval.report.schema import (
     build_report,
     headline_numbers,
@@ -41,7 +42,7 @@ from phases.export import complete_card, export_run, save_drafter
 from phases.generate import evaluation_traces, tree_depth
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
-from phases.readings import Readings
+from phases.readings import ReadingCollector
 from phases.run import Run, read_facts
 from phases.serve import check_engine, served_rows
 from target.model import Target
@@ -52,11 +53,13 @@ from trainer.progress import TokenProgress
 from trainer.store import FitResult
 from trainer.tracking import track_report
 
+ReportDrafter = TrainedDrafter | TrainingFree  # of a row of the report
 
-def baselines(run: Run, drafter: Any) -> dict[str, Any]:
-    """Rows every table has: the same shape untrained, those of eval.baselines, the target as its
-    own drafter."""
-    found: dict[str, Any] = {}
+
+def baselines(run: Run, drafter: ReportDrafter) -> dict[str, ReportDrafter]:
+    """Make the drafters that every report compares with, by row: the same shape untrained, those of
+    eval.baselines, the target as its own drafter."""
+    found: dict[str, ReportDrafter] = {}
     if isinstance(drafter, TrainedDrafter):
         with torch.random.fork_rng():
             torch.manual_seed(run.config.run.seed)
@@ -69,22 +72,26 @@ def baselines(run: Run, drafter: Any) -> dict[str, Any]:
 
 
 def baseline_name(drafter: TrainingFree, text: str) -> str:
-    """Of its rows: the spec; the usual prompt lookup has another name in all reports there are."""
+    """The name of a baseline's rows: its spec `text`. The usual prompt lookup has the name that all
+    reports give it."""
     return "prompt_lookup" if drafter == PromptLookup() else text
 
 
-def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = False) -> None:
-    """What eval.* asks of it, before anything is paid for: a drafter with one head per depth drafts
-    no deeper, an engine must be able to serve it, and an acceptance head must be there if it
-    decides, or come with the training."""
+def check_drafter(
+    drafter: TrainedDrafter, target: Target, config: EvalConfig, trains_acceptance: bool = False
+) -> None:
+    """Refuse settings of eval.* that do not suit the drafter, before any text is generated: a
+    drafter with one head per depth drafts no deeper, an engine must be able to serve it, and a
+    policy of the acceptance head needs one, or `trains_acceptance`, a training that makes one."""
     kind_of(drafter)  # a network without a row there could not be saved or exported in the end
     check_engine(drafter, config)
     if parse_policy(config.policy).uses_head and not trains_acceptance:
         acceptance_of(drafter)
-    most = getattr(drafter, "max_depth", None)
+    most = drafter.max_depth
     asked = max(config.K, tree_depth(config))
-    context = drafter.shared.target.context if drafter.target_layers else asked + 1
-    require(asked < context, "eval.K", f"be below the target's context {context}", asked)
+    if drafter.target_layers:
+        context = target.context
+        require(asked < context, "eval.K", f"be below the target's context {context}", asked)
     calibrated = config.tree is not None and parse_tree(config.tree).needs_accuracy
     if calibrated and not drafter.target_layers and drafter.rank_accuracy is None:
         raise UserError(
@@ -98,8 +105,9 @@ def check_drafter(drafter: Any, config: EvalConfig, trains_acceptance: bool = Fa
         )
 
 
-def tree_of(drafter: Any, config: EvalConfig) -> Shape | None:
-    """eval.tree for this drafter; a calibrated tree is built from its own accuracies."""
+def tree_of(drafter: ReportDrafter, config: EvalConfig) -> Shape | None:
+    """Build eval.tree for this drafter; a calibrated tree is built from the drafter's accuracies.
+    None without a tree, and for a drafter that cannot draft one."""
     if config.tree is None or not isinstance(drafter, TrainedDrafter):
         return None
     try:
@@ -115,8 +123,9 @@ def tree_of(drafter: Any, config: EvalConfig) -> Shape | None:
     return shape
 
 
-def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
-    """How often each rank of each depth is the target's, on held-out training traces."""
+def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
+    """Measure how often each rank of each depth is the target's token, on held-out training traces,
+    and set the drafter's `rank_accuracy`."""
     if dev and drafter.target_layers:
         depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
         target = drafter.served_target() or run.target
@@ -130,31 +139,37 @@ def calibrate(run: Run, drafter: Any, dev: list[Trace]) -> None:
 
 @dataclasses.dataclass
 class Measured:
-    rows: list[dict[str, Any]]
-    comparisons: list[dict[str, Any]]
-    rounds: list[dict[str, Any]]  # lines of rounds.jsonl
-    readings: list[dict[str, Any]]
+    """The measurements of a report."""
+
+    rows: list[Row]
+    comparisons: list[Row]
+    rounds: list[dict[str, object]]  # lines of rounds.jsonl
+    readings: list[Row]
 
 
-def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: str) -> Measured:
-    """Every drafter at every temperature from the target's traces; `decoded` also by decoding, and
-    compared in pairs with "before", "control" and "offline"."""
+def measure(
+    run: Run, drafters: Mapping[str, ReportDrafter], prompts: list[Prompt], decoded: str
+) -> Measured:
+    """Measure every drafter at every temperature on the target's traces; measure the one of row
+    `decoded` by decoding as well, and compare it in pairs with "before", "control" and "offline".
+    """
     config, progress = run.config.eval, TokenProgress("report")
     for drafter in drafters.values():
         if isinstance(drafter, torch.nn.Module):
             drafter.eval()
+    subject: Any = drafters[decoded]  # with weights or without
     chains = {n: budget_for(d, config.policy, config.K) for n, d in drafters.items()}
-    own = cost_of(drafters[decoded], run.target, chains[decoded])  # of all drafters of its shape
+    own = cost_of(subject, run.target, chains[decoded])  # for all drafters of this shape
     free = [n for n, d in drafters.items() if isinstance(d, TrainingFree) and n != decoded]
     others = {*free, "target"}
     costs = {
         n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
     }
-    shape = tree_of(drafters[decoded], config)
+    shape = tree_of(subject, config)
     tree = None if shape is None else Budget.of(shape)
-    tree_cost = None if tree is None else cost_of(drafters[decoded], run.target, tree)
+    tree_cost = None if tree is None else cost_of(subject, run.target, tree)
     out = Measured([], [], [], [])
-    readings = Readings(prompts, run.target.tokenizer)
+    readings = ReadingCollector(prompts, run.target.tokenizer)
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
@@ -166,7 +181,7 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         for n in free:
             measured[n].row["role"] = BASELINE
         bench = benches[decoded]
-        real = bench.decoded(decoded, drafters[decoded], costs[decoded], shown=shown)
+        real = bench.decoded(decoded, subject, costs[decoded], shown=shown)
         readings.add(real)
         mine = measured[decoded]
         merge(mine, real, temperature, config)
@@ -175,18 +190,17 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
         out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
-            out.rows += served_rows(bench, decoded, drafters[decoded], costs[decoded])
-        if tree is None or tree_cost is None:
+            out.rows += served_rows(bench, decoded, subject, costs[decoded])
+        if shape is None or tree is None or tree_cost is None:
             continue
-        real = bench.decoded(decoded, drafters[decoded], tree_cost, tree, shown)
+        real = bench.decoded(decoded, subject, tree_cost, tree, shown)
         readings.add(real)
         out.rows.append(real.row)
         out.rounds += [
-            {"temperature": temperature, "tree": shape.describe(), **r.line()}  # type: ignore[union-attr]
-            for r in real.rounds
+            {"temperature": temperature, "tree": shape.describe(), **r.line()} for r in real.rounds
         ]
         if bench.verifier(tree).replayable(sampling):
-            replayed = bench.replayed_tree(decoded, drafters[decoded], tree_cost, tree)
+            replayed = bench.replayed_tree(decoded, subject, tree_cost, tree)
             merge(replayed, real, temperature, config)
             out.rows.append(replayed.row)
             out.comparisons += against(replayed, mine, temperature, config)
@@ -195,9 +209,10 @@ def measure(run: Run, drafters: dict[str, Any], prompts: list[Prompt], decoded: 
     return out
 
 
-def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Bench:
-    """Where the drafter brings a target of its own: that one, on the text that it writes itself.
-    How far it went from the run's target shows on the text of the latter."""
+def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prompt]) -> Bench:
+    """The bench to measure this drafter on: `frozen`, unless the drafter was trained with its
+    target. Then the trained target verifies, on text that it writes itself; its distance from the
+    run's target is measured on the text of the latter."""
     served = drafter.served_target()
     if served is None:
         return frozen
@@ -217,20 +232,20 @@ def bench_of(run: Run, drafter: Any, frozen: Bench, prompts: list[Prompt]) -> Be
 
 
 def written(folder: Path) -> dict[str, Any] | None:
-    """The report of a run that is finished. One that is damaged counts as not written."""
+    """Read the report of a finished run; None where there is none, or a damaged one."""
     path = folder / "report.json"
     if not path.exists():
         return None
     try:
         return read_report(path)
     except UserError as error:
-        print(f"{error}: it is written again")
+        print(f"{error}: the report is written again")
         return None
 
 
 def show(report: dict[str, Any], folder: Path) -> None:
-    """The report's main numbers on the terminal, and where the rest is; its pages are made again
-    where they are gone."""
+    """Print the report's main numbers, and where its pages are; write these again where they are
+    missing."""
     pages = folder / "report.md", folder / "report.html"
     if not all(page.exists() and page.stat().st_size for page in pages):
         write_report(report, folder)
@@ -238,26 +253,28 @@ def show(report: dict[str, Any], folder: Path) -> None:
 
 
 def failed_export(report: dict[str, Any]) -> int:
-    """The exit code of a run whose report is whole: 3, and a line, where its export failed."""
+    """Return the exit code of a run whose report is whole: 3, after a line that says so, where its
+    export failed, else 0."""
     error = (report["drafter"].get("export") or {}).get("error")
     if error is None:
         return 0
-    print(f"error: the drafter was trained and saved, but not exported: {error}; run python -m "
-          "scripts.export once that is mended", file=sys.stderr)  # fmt: skip
+    print(f"error: the drafter was trained and saved, but not exported: {error}; fix that and run "
+          "python -m scripts.export", file=sys.stderr)  # fmt: skip
     return 3
 
 
 def finish(
     run: Run,
-    base: Any,
-    trained: dict[str, Any],
-    results: dict[str, FitResult],
+    base: TrainedDrafter,
+    trained: Mapping[str, TrainedDrafter],
+    results: Mapping[str, FitResult],
     prompts: list[Prompt],
     dev: list[Trace],
-    about: dict[str, Any] | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> None:
     """Measure, save and export the drafter, write the three reports; report.json comes last.
-    `about`: what the recipe says of the drafter."""
+    `base`: the drafter that the run started with; `trained`: the drafters of the stages by row;
+    `about`: the recipe's own facts about the drafter."""
     after = trained["after"]
     if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
         raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
@@ -312,11 +329,11 @@ def finish(
             track_report(run.config.trainer, run.folder, run.folder.name, settings, numbers, files)
 
 
-def facts(drafter: Any, target: Target) -> dict[str, Any]:
-    """What the report says about a drafter: its size, and what it reads of the target."""
+def facts(drafter: ReportDrafter, target: Target) -> dict[str, object]:
+    """List what the report says about a drafter: its size, and what it reads of the target."""
     if isinstance(drafter, TrainingFree):
         return {"kind": drafter.name, "parameters": 0}
-    found = {
+    found: dict[str, object] = {
         "kind": drafter.kind,
         "parameters": drafter.num_parameters,
         "trained_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
@@ -332,5 +349,6 @@ def facts(drafter: Any, target: Target) -> dict[str, Any]:
     return found
 
 
-def write_rounds(folder: Path, rounds: list[dict[str, Any]]) -> None:
+def write_rounds(folder: Path, rounds: list[dict[str, object]]) -> None:
+    """Write rounds.jsonl, a line for each round of decoding."""
     write_atomic(folder / "rounds.jsonl", "".join(json.dumps(one) + "\n" for one in rounds))

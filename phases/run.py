@@ -1,4 +1,4 @@
-"""A run: its configuration, its target, its folder, and how it ends."""
+"""A run: its configuration, its target, its folder, and its exit code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from types import FrameType, TracebackType
+from typing import IO, NoReturn, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -46,8 +47,7 @@ from trainer.redaction import hide, redacted, shown_command
 
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-
-
+# keys of the configuration that say how the target is loaded
 OF_TARGET = tuple(
     f"model.{field.name}"
     for field in dataclasses.fields(ModelConfig)
@@ -55,9 +55,20 @@ OF_TARGET = tuple(
 )
 
 
+class _Resumed(TypedDict, total=False):
+    resumed: list[Mapping[str, object]]
+
+
+class RunFacts(_Resumed):
+    """The part of run.json that is read back. `contents`: hashes of what the run is made of;
+    `resumed`: facts of each part of the run that had other versions. The rest is `provenance`."""
+
+    contents: dict[str, str]
+
+
 @dataclass
 class Run:
-    """One run on its way: configuration, models, text."""
+    """A run in progress."""
 
     config: Config
     accelerator: Accelerator
@@ -66,7 +77,7 @@ class Run:
 
     @classmethod
     def open(cls, config: Config) -> Run:
-        """Load the target; nothing stays written."""
+        """Check the configuration and load the target. Writes no file that stays."""
         check_model_pair(config)
         check_places(config)
         accelerator = make_accelerator(config.trainer)
@@ -74,12 +85,14 @@ class Run:
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
 
     def barrier(self) -> None:
-        """Processes wait for each other; until then they help each other with the target."""
+        """Wait for the other processes. Until all have come, a target that is sharded over them
+        goes on serving the others."""
         self.target.sync()
         self.accelerator.wait_for_everyone()
 
 
 def load_target(config: Config, device: torch.device | str) -> Target:
+    """Load the target as `model.*` says."""
     model = config.model
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
@@ -89,7 +102,7 @@ def load_target(config: Config, device: torch.device | str) -> Target:
 
 
 def check_model_pair(config: Config) -> None:
-    """What of the models cannot go together, before anything is loaded."""
+    """Refuse settings of the models that exclude each other, before anything is loaded."""
     engine = config.eval.engine
     if engine != "own" and config.model.quantization:
         raise UserError(
@@ -115,8 +128,8 @@ def check_model_pair(config: Config) -> None:
 
 
 def check_words(arguments: list[str], reads: Collection[str], command: str, **instead: str) -> None:
-    """Refuse what the schema knows and `command` would pass over. `reads`: the keys and sections
-    that it reads; `instead`: by key, with _ for the dot, what does there what the user meant."""
+    """Refuse keys that the schema knows and `command` does not read. `reads`: the keys and sections
+    that it reads; `instead`: by key, with _ for the dot, the sentence that names its substitute."""
     owners = {
         "data": "train.py and scripts.generate",
         "eval": "train.py and scripts.evaluate",
@@ -132,30 +145,30 @@ def check_words(arguments: list[str], reads: Collection[str], command: str, **in
 
 
 def check_places(config: Config) -> None:
-    """What is generated can be kept where it is said, before anything is loaded."""
+    """Refuse folders that text cannot be written to, before anything is loaded."""
     require_folder("data.cache_dir", config.data.cache_dir)
     if config.data.traces:
         require_folder("data.traces", config.data.traces)
 
 
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
-    """Several machines see the same run.dir and data.cache_dir: the first process leaves a mark
-    that all must find. Raises UserError in all of them."""
+    """Check that several machines see the same run.dir and data.cache_dir: the first process writes
+    a file that all must see. Raises UserError in all of them."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
     if here == accelerator.num_processes:
         return
     folders = {"run.dir": config.run_dir, "data.cache_dir": Path(config.data.cache_dir)}
-    told: list[Any] = [f".seen-{uuid.uuid4().hex}", None]
+    name, fault = f".seen-{uuid.uuid4().hex}", ""
     made = []
     if accelerator.is_main_process:
         for key, folder in folders.items():
             try:
                 made += [] if folder.exists() else [folder]
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / told[0]).touch()
+                (folder / name).touch()
             except OSError as error:
-                told[1] = f"{key}={folder} cannot be written ({error.strerror})"
-    name, fault = broadcast_object_list(told)
+                fault = f"{key}={folder} cannot be written ({error.strerror})"
+    name, fault = broadcast_object_list([name, fault])
     if fault:
         raise UserError(fault)
     marks = {key: folder / name for key, folder in folders.items()}
@@ -181,8 +194,8 @@ SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a f
 
 
 def check_folder(config: Config) -> None:
-    """The run folder holds this very configuration, or none yet. A key that was not there yet when
-    it was begun had what is its default now."""
+    """Refuse a run folder that holds another configuration. A key that is missing there, since it
+    is newer than the run, had what is its default now."""
     require_folder("run.dir", config.run_dir)
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
@@ -207,9 +220,9 @@ def check_folder(config: Config) -> None:
 
 
 def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
-    """Write config.yaml and run.json, or find that the folder was begun with the same `contents`:
-    hashes of the target, the text and the starting drafter, which a path alone does not fix. What
-    an earlier part of the run reported no longer counts."""
+    """Write config.yaml and run.json, or check that the folder was begun with the same `contents`:
+    hashes of the target, the text and the starting drafter, which a path alone does not fix. A
+    report of an earlier part of the run is deleted."""
     stored = run.folder / "config.yaml"
     if run.accelerator.is_main_process:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -240,35 +253,37 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
     run.barrier()
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """run.json: how the run was begun, and under `resumed` how it went on under other versions."""
+def read_facts(folder: Path) -> RunFacts:
+    """Read run.json: how the run was begun, and in `resumed` how it was resumed."""
     remedy = "without it nobody knows what this run was begun with: choose another run.dir"
-    facts = read_json(folder / "run.json", remedy)
+    facts: RunFacts = read_json(folder / "run.json", remedy)  # type: ignore[assignment] - checked below
     if not isinstance(facts.get("contents"), dict):
         raise damaged(folder / "run.json", "it names no contents", remedy)
     return facts
 
 
-def _note_versions(folder: Path, facts: dict[str, Any], command: list[str]) -> None:
-    """Say and keep that a run goes on under other versions: its numbers are of both."""
+def _note_versions(folder: Path, facts: RunFacts, command: list[str]) -> None:
+    """Print and record that a run is resumed under other versions: its numbers are of both."""
     now, resumed = provenance(command), facts.get("resumed", [])
-    before = resumed[-1] if resumed else facts
+    before: Mapping[str, object] = resumed[-1] if resumed else facts
     changed = [name for name in VERSIONS if before.get(name) != now[name]]
     if not changed:
         return
     named = "; ".join(f"{name} {before.get(name)}, now {now[name]}" for name in changed)
     print(
-        f"run.dir={folder} goes on under other versions ({named}): its losses may differ slightly"
+        f"run.dir={folder} is resumed under other versions ({named}): its losses may differ "
+        "slightly"
     )
-    kept = {name: now[name] for name in ("date", "command", "machine", *VERSIONS)}
-    facts["resumed"] = [*resumed, kept]
+    row = {name: now[name] for name in ("date", "command", "machine", *VERSIONS)}
+    facts["resumed"] = [*resumed, row]
     write_json(folder / "run.json", facts)
 
 
-_locks: list[IO[str]] = []  # as long as this process works on it
+_locks: list[IO[str]] = []  # of the run folder, held as long as this process works on it
 
 
-def provenance(command: list[str]) -> dict[str, Any]:
+def provenance(command: list[str]) -> dict[str, object]:
+    """Describe what makes the numbers of this command: versions, machine, date."""
     import accelerate
     import transformers
 
@@ -292,7 +307,7 @@ def provenance(command: list[str]) -> dict[str, Any]:
 
 
 def end(command: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command as the whole of this process, with its words, and exit with what it returns.
+    """Run a command as the whole of this process, with its words, and exit with its return value.
 
     A process of a group leaves it first: one that just exits takes the others with it. Then it ends
     without finalising Python. A thread of gloo takes Python's lock to free a tensor after a
@@ -321,8 +336,10 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     os._exit(code)
 
 
-def _show_fault(kind: type[BaseException], fault: BaseException, trace: Any) -> None:
-    """An error of ours, with its traceback: a library may have put a secret into its words."""
+def _show_fault(
+    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback of a bug without secrets: a library may have put one into its message."""
     text = "".join(traceback.format_exception(kind, fault, trace))
     print(hide(text, sys.argv[1:], pairs=False), end="", file=sys.stderr)
 
@@ -332,32 +349,32 @@ def _in_group() -> bool:
 
 
 def stop_softly() -> None:
-    """Let SIGTERM end generation and reporting with 75: what is finished is on the disk, and the
-    same command goes on. (Training saves first, by itself.)"""
+    """Let SIGTERM end generation and reporting with exit code 75: finished parts are on the disk,
+    and the same command resumes the run. (Training saves a checkpoint first.)"""
 
-    def leave_now(number: int, frame: Any) -> None:
-        global _told_to_stop
-        _told_to_stop = True
-        print("stopped; the same command goes on", file=sys.stderr)
+    def leave_now(number: int, frame: FrameType | None) -> None:
+        global _stopping
+        _stopping = True
+        print("stopped: rerun the same command to resume it", file=sys.stderr)
         raise SystemExit(75)
 
     signal.signal(signal.SIGTERM, leave_now)
 
 
-_told_to_stop = False  # a library may take the exception that ends us for a fault of its own
+_stopping = False  # by SIGTERM; a library may turn the exception that ends us into one of its own
 
 
 def fail(error: Exception, words: Sequence[str] = ()) -> int:
-    """One line without the secrets in `words`, those of the command line; 2 for a user's mistake, 3
-    for a fault while running, such as a disk that is full or may not be written. Any other error is
-    one of ours, and raised."""
-    if _told_to_stop:
+    """Print an error in one line, without the secrets in `words`, those of the command line.
+    Returns the exit code: 2 for a user's mistake, 3 for a fault while running, such as a disk that
+    is full or may not be written. Any other error is a bug of ours, and raised."""
+    if _stopping:
         return 75
     if not isinstance(error, UserError | RunFault):
-        # safetensors and torch wrap it
+        # safetensors and torch wrap the error of a full disk
         full = os.strerror(errno.ENOSPC) in str(error)
         if not full and not (isinstance(error, OSError) and error.errno in DISK_FAULTS):
             raise error
-        error = RunFault(f"{error}; mend that and run the same command again")
+        error = RunFault(f"{error}; fix that and rerun the same command")
     print(f"error: {hide(str(error), words)}", file=sys.stderr)
     return 2 if isinstance(error, UserError) else 3

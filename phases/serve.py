@@ -1,11 +1,11 @@
-"""The same drafter in a serving engine: its counters as rows beside ours (`eval.engine=vllm`)."""
+"""The drafter in a serving engine: its counters as rows of the report (`eval.engine=vllm`)."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from drafters.base import TrainedDrafter
 from drafters.export.card import Export
 from drafters.kinds import kind_of, served_by
 from engines.vllm_run import Speculation, serve
@@ -13,14 +13,15 @@ from engines.vllm_server import engine_python
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
-from eval.report.rows import GREEDY_DRAFTS
+from eval.report.rows import GREEDY_DRAFTS, Row
 from eval.served import served_row
 from eval.server import check_server, server_row
 from trainer.config import UserError, is_address
 
 
-def check_engine(drafter: Any, config: EvalConfig) -> None:
-    """Before anything is paid for: the engine is there and can serve this kind of drafter."""
+def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
+    """Refuse an engine that is not there or cannot serve this kind of drafter, before any text is
+    generated."""
     if config.engine == "own":
         return
     kind = kind_of(drafter)
@@ -35,10 +36,10 @@ def check_engine(drafter: Any, config: EvalConfig) -> None:
         engine_python()
 
 
-def served_rows(bench: Bench, name: str, drafter: Any, cost: Cost) -> list[dict[str, Any]]:
-    """Rows of vLLM on the bench's prompts: drafts drawn as ours are, and, where that differs, with
-    vLLM's own default, which drafts the likeliest tokens at every temperature. A server that runs
-    already is asked as it is."""
+def served_rows(bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost) -> list[Row]:
+    """Measure vLLM on the bench's prompts: with drafts drawn as ours are, and, where that differs,
+    with vLLM's own default, which drafts the likeliest tokens at every temperature. A server that
+    runs already is measured with the drafter that it has."""
     config, target = bench.config, bench.target
     if is_address(config.engine):
         return [server_row(bench, name, config.engine, cost).row]

@@ -1,21 +1,22 @@
-"""What a recipe says about itself; the loop and the phases are elsewhere.
+"""The contract of a recipe: `Recipe`, `Stage`, `Objective`, and how a recipe is loaded by name.
 
 A recipe is `<name>.py` with `Config` (defaults are the vetted setting) and `Recipe`, and
 `<name>.yaml` with what differs from the defaults. It is found by its file name. A preset is
 `<name>.<preset>.yaml`, read on top of that: `published` holds the setting of the paper. A `Recipe`
 makes a drafter and lists the stages that train it; each `Stage` carries the `Objective` it trains
-with.
+with. The training loop is in `trainer/`, the phases of a run are in `phases/`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
 from data.batches import Batch
@@ -34,19 +35,27 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 
-Evaluate = Callable[[Any, int], dict[str, Any]]  # (drafter, step) -> numbers for JSON
+DrafterT = TypeVar("DrafterT", bound=TrainedDrafter)
+
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor | float]]  # of LossOutput: (sum, count)
+# (drafter, maybe wrapped for several processes; step) -> numbers for JSON. The checkpoint with the
+# highest `select` is the best one; where `select` is None the last one is taken.
+Evaluate = Callable[[nn.Module, int], dict[str, Any]]
 
 
 @dataclass
 class NoMethod:
-    """For commands that train nothing."""
+    """The empty section `method` of commands that train nothing."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The text of a stage. `mix`: shares of the sources in `data.batches`, drawn per "batch" or
-    per "example"; draft text rises to its share over `ramp_share` of the steps; `teacher`: the
-    compressed teacher stored with the traces; `text`: raw text instead of all this."""
+    """The text that a stage trains on.
+
+    `mix`: shares of the sources in `data.batches`; `per`: whether a "batch" or each "example" draws
+    its source; `ramp_share`: share of the steps over which draft text rises to its share;
+    `teacher`: whether batches carry the compressed teacher that is stored with the traces; `text`:
+    raw text to read instead of all this."""
 
     mix: dict[str, float]
     per: str = "batch"
@@ -57,26 +66,27 @@ class Needs:
 
 @dataclass(frozen=True)
 class Start:
-    """What a stage begins with. `traces`: the training text; `drafters`: by row of the report,
-    those of the stages before it, "before" is where the run started; `max_steps`: of the stage;
-    `max_new_tokens`: of the drafter's own text."""
+    """The state in which a stage begins. `traces`: the training text; `drafters`: the drafters of
+    the stages before it by row of the report, where "before" is the one that the run started with;
+    `max_steps`: number of steps of the stage; `max_new_tokens`: longest text that the drafter
+    writes itself."""
 
-    drafter: Any
+    drafter: TrainedDrafter
     traces: Sequence[Trace]
-    drafters: dict[str, Any]
+    drafters: Mapping[str, TrainedDrafter]
     max_steps: int
     max_new_tokens: int
 
 
 @dataclass
 class Context:
-    """What `Objective.refresh` may use. `batch`: the stored one of this step; `drafter`: as it is
-    now, without the wrappers of several processes; generate(prompts, temperature, max_new_tokens,
-    stream) -> its responses, [B] lists of ids; outputs() -> what `target_request` asks for on that
-    batch; `seed` and `folder`: of the run."""
+    """The things that `Objective.refresh` may use. `batch`: the stored batch of this step;
+    `drafter`: the drafter with its present weights, without the wrappers of several processes;
+    generate(prompts, temperature, max_new_tokens, stream) -> its responses, [B] lists of ids;
+    outputs() -> what `target_request` asks for on that batch; `seed` and `folder`: of the run."""
 
     batch: Batch
-    drafter: Any
+    drafter: TrainedDrafter
     generate: Callable[[list[list[int]], float, int, int], list[list[int]]]
     outputs: Callable[[], TargetOutputs | None]
     seed: int = 0
@@ -84,117 +94,132 @@ class Context:
 
 
 class Objective:
-    """What a stage trains on. One that asks the target by itself calls `target.sync()` before
-    processes wait for each other: before it gathers, and in `loss` before its drafter computes."""
+    """The loss of a stage, and what it needs of the target. An objective that runs the target by
+    itself calls `target.sync()` before processes wait for each other: before it gathers, and in
+    `loss` before its drafter computes."""
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """What `loss` needs of the frozen target; None for nothing."""
+        """Name the outputs of the frozen target that `loss` needs; None for none."""
         return None
 
     def denominators(self, batch: Batch, step: int) -> Sequence[float]:
-        """One per term of the loss. They are known before the forward pass, so that the loop can
-        sum them over ranks and accumulation steps before it scales a loss: exact for any mixture of
-        lengths, under DeepSpeed too."""
+        """Return the denominator of each term of the loss. They are known before the forward pass,
+        so that the loop can sum them over ranks and accumulation steps before it scales a loss:
+        exact for any mixture of lengths, under DeepSpeed too."""
         return [batch.num_supervised]
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
-        """`drafter` may be wrapped for several processes: it is called, and `unwrapped` gives its
-        attributes."""
+        """Compute the terms of the loss: sums with a gradient, denominators and weights. `drafter`
+        may be wrapped for several processes: call it, and read attributes of `unwrapped(drafter)`.
+        `target_outputs`: what `target_request` asked for."""
         raise NotImplementedError
 
     def refresh(self, step: int, context: Context) -> Batch | None:
-        """The batch that is trained on in place of the stored one; None for none."""
+        """Return the batch to train on in place of the stored one; None to take no step on it."""
         return context.batch
 
     def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
-        """What to evaluate the drafter with on the held-out training texts `dev`, in place of the
-        usual `evaluate`."""
+        """Return the function that evaluates the drafter on the held-out training texts `dev`, in
+        place of the usual `evaluate`; None for no evaluation."""
         return evaluate
 
     def state_dict(self) -> State:
-        """What a resumed run needs beside weights and optimiser."""
+        """Return what a resumed run needs beside weights and optimiser."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore `state_dict`."""
+        """Restore what `state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """One training of the recipe.
 
-    `data`: its text; `overrides`: of trainer.*; `prepare`: makes what is trained of the drafter it
-    starts with, which is that of the stage before ("previous") or where the run started ("base");
-    `row`: how the report calls its drafter, None for intermediate stages; `packs`: several texts
-    may share a row; `lr_multiplier`: of trainer.lr, by the parameter's name; `shared`: the settings
-    that decide the stage's weights, where other runs may take them from the cache."""
+    `data`: the text; `overrides`: settings of trainer.* that the stage has its own values for;
+    `start`: "previous" to start with the drafter of the stage before, "base" with the one that the
+    run started with; `prepare`: makes the module to train out of that drafter; `row`: name of the
+    stage's drafter in the report, None for intermediate stages; `packs`: whether several texts may
+    share a row; `lr_multiplier`: factor on trainer.lr, by name of the parameter; `shared`: the
+    settings that decide the stage's weights, where other runs may take them from the cache."""
 
     name: str
     objective: Objective
     data: Needs
-    overrides: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Start], Any] = lambda start: start.drafter
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    prepare: Callable[[Start], TrainedDrafter] = lambda start: start.drafter
     start: str = "previous"
     row: str | None = None
     packs: bool = False
     lr_multiplier: Callable[[str], float] = lambda name: 1.0
-    shared: dict[str, Any] | None = None
+    shared: Mapping[str, object] | None = None
 
 
 class Recipe:
-    """`builds_from_traces`: `build` counts their tokens; `size_search`: short trainings before
-    `build`; `unserved`: why no engine serves what it trains; `no_lora`: why trainer.lora_rank means
-    nothing to it; `trains_acceptance`: its drafter gets an acceptance head."""
+    """A method: the drafter it builds, and the stages that train it.
 
-    builds_from_traces: bool = False
+    `size_search`: short trainings that choose the drafter's size before `build`; `unserved`: why no
+    engine serves the trained drafter, None if one does; `no_lora`: why trainer.lora_rank does not
+    apply, None if it does; `trains_acceptance`: whether the drafter gets an acceptance head."""
+
     size_search: SizeSearch | None = None
     unserved: str | None = None
     no_lora: str | None = None
     trains_acceptance: ClassVar[bool] = False
 
+    @property
+    def builds_from_traces(self) -> bool:
+        """Whether `build` reads the traces, so that it must wait for them."""
+        return False
+
     def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
-        """A fresh drafter, where model.drafter is null."""
+        """Build a fresh drafter, where model.drafter is null."""
         raise NotImplementedError
 
-    def accept(self, drafter: Any) -> None:
-        """Refuse a given drafter that this recipe cannot train, by UserError."""
+    def accept(self, drafter: TrainedDrafter) -> None:
+        """Check model.drafter and start from it; UserError if the recipe cannot train it."""
         raise NotImplementedError
 
     def stages(self) -> list[Stage]:
-        """In order. The same objects each time: objectives keep their state."""
+        """List the stages in order. The same objects each time: objectives keep their state."""
         raise NotImplementedError
 
     @staticmethod
     def describe(config: Config) -> str:
-        """What the stages read beside the traces, for `dry_run`."""
+        """Describe for `dry_run` what the stages read beside the traces."""
         return ""
 
-    def about(self) -> dict[str, Any]:
-        """What the report says of the trained drafter beside the usual facts."""
+    def about(self) -> dict[str, object]:
+        """Return what the report says of the trained drafter beside the usual facts."""
         return {}
 
 
-def unwrapped(drafter: nn.Module) -> Any:
-    """The drafter itself, of what several processes train."""
-    return getattr(drafter, "module", drafter)
+def unwrapped(drafter: nn.Module) -> TrainedDrafter:
+    """Return the drafter inside of the wrapper that DDP or DeepSpeed puts around it."""
+    inner = getattr(drafter, "module", drafter)
+    assert isinstance(inner, TrainedDrafter), "objectives of recipes train drafters"
+    return inner
 
 
-def check_kind(drafter: Any, kind: str, recipe: str) -> None:
-    if drafter.kind != kind:
-        raise UserError(
-            f"model.drafter is a drafter of kind {drafter.kind!r}, recipe={recipe} trains "
-            f"{kind!r}: name another one, or model.drafter=null to begin anew"
-        )
+def check_kind(drafter: TrainedDrafter, wanted: type[DrafterT], recipe: str) -> DrafterT:
+    """Return `drafter`, of the kind that `recipe` trains; UserError for any other kind, those of
+    subclasses of `wanted` included."""
+    if isinstance(drafter, wanted) and drafter.kind == wanted.kind:
+        return drafter
+    raise UserError(
+        f"model.drafter is a drafter of kind {drafter.kind!r}, recipe={recipe} trains "
+        f"{wanted.kind!r}: name another one, or set model.drafter=null to start with a fresh one"
+    )
 
 
 def names() -> list[str]:
+    """List the names of all recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
 
 
 def load(name: str, preset: str | None = None) -> tuple[ModuleType, list[Path]]:
-    """The recipe's module and its YAML files: its own, and that of the preset."""
+    """Load a recipe: its module, and its YAML files, its own and that of the preset."""
     if name not in names():
         raise UserError(
             f"unknown recipe {name!r}; available: {', '.join(names())}{suggest(name, names())}"
@@ -213,7 +238,7 @@ def presets(name: str) -> dict[str, Path]:
 
 
 def listing() -> str:
-    """One line per recipe: its name and the first line of its docstring."""
+    """List the recipes, a line each: the name and the first line of the docstring."""
     lines = []
     for name in names():
         module, _ = load(name)

@@ -1,12 +1,13 @@
 """DistillSpec: distil an existing small causal LM so that the target accepts more of its tokens.
 
 Zhou et al. 2023 (ICLR 2024). Per batch, responses come from the data set ("fixed"), from the
-target, or from the drafter as it is now, and the loss is a divergence between the target's law p
-and the drafter's q at every response position. The paper's named algorithms are settings
-(`method.algorithm`). Departures: the default is jsd(0.5) on target text, which was best on held-out
-training prompts of the toy (benchmarks/distillspec_claims.py) and costs no forward of the target
-once its logits are kept; the share of draft text, where there is some, rises over the first steps,
-since early samples of a weak drafter teach little. Sampled tokens carry no gradient.
+target, or from the drafter with its present weights, and the loss is a divergence between the
+target's distribution p and the drafter's q at every response position. The paper's named algorithms
+are settings (`method.algorithm`). Departures: the default is jsd(0.5) on target text, which was
+best on held-out training prompts of the toy (benchmarks/distillspec_claims.py) and costs no forward
+of the target once its logits are in memory; the share of draft text, where there is some, rises
+over the first steps, since early samples of a weak drafter teach little. Sampled tokens carry no
+gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from torch import nn
 
 from data.batches import SOURCES, Batch, collate
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from recipes import base
-from recipes.base import Context, Needs, Objective, Stage, Start, check_kind, unwrapped
+from recipes.base import (
+    Context,
+    Metrics,
+    Needs,
+    Objective,
+    Stage,
+    Start,
+    check_kind,
+    unwrapped,
+)
 from recipes.common.divergence import DivergenceConfig
 from target.model import ProjectedLogits, Target, TargetOutputs, TargetRequest
 from trainer.chunked import OutputHead, chunked_divergence
@@ -174,11 +185,11 @@ class Recipe(base.Recipe):
         if not config.control:
             return [main]
         # cross-entropy on the data set's own responses, on the target's where it has none
-        hard, text = CrossEntropy(config, self.target), Needs({"fixed": 1.0})
+        hard, text = LabelObjective(config, self.target), Needs({"fixed": 1.0})
         control = Stage("control", hard, text, start="base", row="control", packs=True)
         return [control, main]
 
-    def _begin(self, start: Start) -> Any:
+    def _begin(self, start: Start) -> TrainedDrafter:
         self.distillation.begin(start.max_new_tokens)
         return start.drafter
 
@@ -191,15 +202,15 @@ class Recipe(base.Recipe):
             self.target, num_layers=self.config.draft_layers, hidden_size=width
         )
 
-    def accept(self, drafter: Any) -> None:
-        check_kind(drafter, "causal_lm", "distillspec")
+    def accept(self, drafter: TrainedDrafter) -> None:
+        check_kind(drafter, CausalLMDrafter, "distillspec")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The N supervised positions of a batch: rows, index [N] int64 of their logits; labels [N]
-    int64; the drafter's states [N, d] and its output head; target: logits [B, L, V] where they are
-    live or kept in memory."""
+    """The N supervised positions of a batch. rows, index [N] int64: place of the logits of each;
+    labels [N] int64; states [N, d] float and `head`: the drafter's; target: the target's logits
+    [B, L, V] where they are live or in memory, else None."""
 
     batch: Batch
     rows: torch.Tensor
@@ -210,7 +221,7 @@ class Scored:
     target: torch.Tensor | ProjectedLogits | None
 
 
-class CrossEntropy(Objective):
+class LabelObjective(Objective):
     """Cross-entropy on every token of the responses, whoever wrote them, at the temperatures of the
     divergence in `config`."""
 
@@ -224,7 +235,7 @@ class CrossEntropy(Objective):
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
-        """Masked mean over response positions; prompts and padding are excluded."""
+        """Sum `score` over the response positions; prompts and padding are excluded."""
         full = target_outputs.logits if target_outputs is not None else None
         rows, index = batch.supervised().nonzero(as_tuple=True)
         labels = batch.input_ids[rows, index + 1]
@@ -237,10 +248,11 @@ class CrossEntropy(Objective):
         return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
 
     def score(self, scored: Scored, step: int) -> LossOutput:
-        return self.of(self.divergence.instead("ce_hard"), scored)
+        """Compute the loss of the positions."""
+        return self.summed(self.divergence.instead("ce_hard"), scored)
 
-    def of(self, divergence: Divergence, scored: Scored) -> LossOutput:
-        """That divergence, summed over the positions."""
+    def summed(self, divergence: Divergence, scored: Scored) -> LossOutput:
+        """Sum `divergence` over the positions."""
         config, batch = self.config, scored.batch
         texts, num_texts = batch.texts_of(scored.rows, scored.index), len(batch.prompts)
         if scored.target is None and divergence.name != "ce_hard":
@@ -259,38 +271,39 @@ class CrossEntropy(Objective):
             divergence, scored.states, scored.head,
             teacher if scored.target is not None else None, scored.labels, weights,
         )  # fmt: skip
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         if scored.target is not None:
             metrics["overlap"] = (loss.overlap.sum(), float(len(scored.labels)))
         return LossOutput([(loss.total, count, 1.0)], metrics)
 
 
-class Distillation(CrossEntropy):
-    """D(p || q) on stored text."""
+class Distillation(LabelObjective):
+    """The divergence D(p || q) on stored text."""
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Logits of the live target, unless hard labels or the stored teacher do."""
+        """Request the logits of the live target, unless hard labels or the stored teacher
+        suffice."""
         if self.divergence_at(step).name == "ce_hard" or batch.teacher is not None:
             return None
         return TargetRequest(logits=True)
 
     def divergence_at(self, step: int) -> Divergence:
-        """The divergence of that step."""
+        """The divergence of step `step`: fkl during the warm start."""
         warm = step < self.config.warm_start_steps and self.divergence.name != "ce_hard"
         return self.divergence.instead("fkl") if warm else self.divergence
 
     def score(self, scored: Scored, step: int) -> LossOutput:
-        return self.of(self.divergence_at(step), scored)
+        return self.summed(self.divergence_at(step), scored)
 
 
 class OnPolicyDistillation(Distillation):
-    """The same on a mixture of stored text and the drafter's own, which is sampled while it
-    trains."""
+    """The divergence D(p || q) on a mixture of stored text and the drafter's own, which is sampled
+    while it trains."""
 
     max_new_tokens: int
 
     def begin(self, max_new_tokens: int) -> None:
-        """Before the first step. `max_new_tokens`: of a sampled response."""
+        """Get ready for the first step. `max_new_tokens`: longest sampled response."""
         self.max_new_tokens = max_new_tokens
         self._pool: list[Batch] = []  # draft text, re-used between refreshes
         self._ended: list[bool] = []  # whether the latest draft responses were empty
@@ -305,8 +318,9 @@ class OnPolicyDistillation(Distillation):
         return output
 
     def refresh(self, step: int, context: Context) -> Batch | None:
-        """Give the batch's draft rows a response sampled from the current drafter. Between
-        refreshes a batch of the last `refresh_every` ones is used again."""
+        """Give the draft rows of the batch responses that the current drafter samples. Between
+        refreshes a batch of the last `refresh_every` ones is used again. RunFault if the drafter
+        ends most of its responses at once."""
         batch = context.batch
         wanted = [i for i, source in enumerate(batch.sources) if source == "draft"]
         if not wanted:
@@ -333,11 +347,11 @@ class OnPolicyDistillation(Distillation):
         return fresh
 
     def state_dict(self) -> State:
-        """The pools of draft text, one for each process, when they outlive a step."""
-        kept = self._pool if self.config.refresh_every > 1 else []
-        mine = [[b.prompts, b.responses, b.sources, b.index] for b in kept]
+        """Return the pools of draft text, one for each process, where they outlive a step."""
+        pool = self._pool if self.config.refresh_every > 1 else []
+        mine = [[b.prompts, b.responses, b.sources, b.index] for b in pool]
         return {"pools": gather_object([mine])}
 
     def load_state_dict(self, state: State) -> None:
-        pools: Any = state["pools"]
+        pools: Any = state["pools"]  # what state_dict returned
         self._pool = [collate(*row) for row in pools[PartialState().process_index]]

@@ -1,19 +1,19 @@
 """EAGLE-1 training; its drafter decodes chains, the static tree, and EAGLE-2's dynamic tree.
 
-Li et al. 2024, arXiv:2401.15077: regress the target's next final-normed state and match its law
-through its own head. `method.steps` > 1 is HASS's multi-step alignment (Zhang et al. 2024,
-arXiv:2408.15766), in this project's indexing: later steps feed the head's own states, detached;
-`method.top_weight` is its loss on the target's ten best tokens.
-"""
+Li et al. 2024, arXiv:2401.15077: regress the target's next final-normed state and match its
+distribution through its own head. `method.steps` > 1 is HASS's multi-step alignment (Zhang et al.
+2024, arXiv:2408.15766), in this project's indexing: later steps feed the head's own states,
+detached; `method.top_weight` is its loss on the target's ten best tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
+from recipes.base import check_kind
 from recipes.common.heads import HeadConfig, HeadRecipe
 from trainer.config import require
 
@@ -33,11 +33,12 @@ class Config(HeadConfig):
 
 
 class Recipe(HeadRecipe[Config]):
-    kind = "eagle"
+    drafter_type = Eagle1Drafter
 
-    def accept(self, drafter: Any) -> None:
+    def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
-        drafter.settings.detach_recycled = self.config.steps > 1
+        head = check_kind(drafter, Eagle1Drafter, "eagle")
+        head.settings.detach_recycled = self.config.steps > 1
 
     @property
     def depth(self) -> int:

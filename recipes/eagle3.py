@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
-from recipes.common.heads import HeadConfig, HeadRecipe, frequent_tokens, say_coverage
+from recipes.common.heads import HeadConfig, HeadRecipe, frequent_tokens, print_coverage
 from target.model import LayerId, Target, check_layers
 from trainer.config import UserError, require
 
@@ -40,14 +40,14 @@ class Config(HeadConfig):
 
 
 class Recipe(HeadRecipe[Config]):
-    kind = "eagle3"
+    drafter_type = Eagle3Drafter
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
-        layers: list[Any] = list(config.layers) or default_captures(target.num_layers)
+        layers: Sequence[LayerId] = config.layers or default_captures(target.num_layers)
         self._captures = check_layers(layers, target.num_layers)
 
-    def accept(self, drafter: Any) -> None:
+    def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
         if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
             raise UserError(
@@ -71,7 +71,7 @@ class Recipe(HeadRecipe[Config]):
     def build(self, traces: Sequence[Trace]) -> Eagle3Drafter:
         config = self.config
         kept, covered = frequent_tokens(traces, config.draft_vocab_size, self.target)
-        say_coverage(config.draft_vocab_size, covered)
+        print_coverage(config.draft_vocab_size, covered)
         settings = Eagle3Settings(
             list(self.captures), self.target.hidden_size,
             norm_before_residual=config.norm_before_residual, fc_norm=config.fc_norm,

@@ -3,28 +3,27 @@
 Zafrir et al. 2024, arXiv:2411.11055. A small network with the target's tokenizer learns in stages:
 `pretrain` (next-token cross-entropy on packed raw text), `continue` (the same on another mixture,
 with a fresh optimiser and the rate warmed up again) and `align` (on the target's generations:
-cross-entropy, i.e. sequence-level distillation, or a divergence from the target's law, live or
-stored compressed). The paper's acceptance rate is `draft_acceptance_rate` at eval.K=3, its block
-efficiency `tokens_per_round`, its MBSU `mbsu_params`. Departures: learning rates and batch sizes
-are not published, so the ones here are ours; weights start as transformers draws them; `align` ends
-with its best weights by acceptance on held-out text of the target, the others with their last;
-documents packed into one row do not see each other (the paper does not say).
-"""
+cross-entropy, i.e. sequence-level distillation, or a divergence from the target's distribution,
+live or stored compressed). The paper's acceptance rate is `draft_acceptance_rate` at eval.K=3, its
+block efficiency `tokens_per_round`, its MBSU `mbsu_params`. Departures: learning rates and batch
+sizes are not published, so the ones here are ours; weights start as transformers draws them;
+`align` ends with its best weights by acceptance on held-out text of the target, the others with
+their last; documents packed into one row do not see each other (the paper does not say)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from data.batches import Batch, collate
 from data.packing import RawText, check_separation
 from data.raw_text import Source
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from recipes import base, distillspec
-from recipes.base import Context, Needs, Stage, check_kind
+from recipes.base import Context, Needs, Stage, Start, check_kind
 from recipes.common.config import Config as RunConfig
 from recipes.common.divergence import DivergenceConfig
 from recipes.common.draft_size import SizeSearch, check_search
@@ -52,9 +51,9 @@ class Config(DivergenceConfig):
     pretrain_lr: float = 1e-3  # rate of stage pretrain
     continue_steps: int = 1000  # steps of stage continue
     continue_lr: float = 5e-4  # rate of stage continue
-    # share of the steps of both over which the learning rate rises
+    # share of the steps of stages pretrain and continue over which the learning rate rises
     warmup_share: float = 0.02
-    weight_decay: float = 0.1  # of both; stage align has trainer.weight_decay
+    weight_decay: float = 0.1  # weight decay of these two stages; align has trainer.weight_decay
     divergence: str = "ce_hard"  # loss of stage align
     ce_share: float = 0.0  # share of cross-entropy beside another divergence; published: 0.5
     reduction: str = "token"  # mean over tokens, or over the means of the sequences
@@ -104,24 +103,25 @@ class Config(DivergenceConfig):
             )
         if self.train_prompts and self.divergence != "ce_hard":
             raise UserError(
-                "method.train_prompts=true needs method.divergence=ce_hard: the target's law is "
-                "known for what it wrote"
+                "method.train_prompts=true needs method.divergence=ce_hard: the target's "
+                "distribution is known only at the tokens that it wrote"
             )
         check_search(self)
         self.alignment()  # for its checks
 
     def alignment(self) -> distillspec.Config:
+        """The settings of stage align, as those of recipe distillspec."""
         return distillspec.Config(
             divergence=self.divergence, reduction=self.reduction, teacher=self.teacher,
             approx=self.approx, data_mix={"target": 1.0}, control=False,
         )  # fmt: skip
 
 
-SMALLEST_SHARE = 1e-5  # what is below is as good as none
+SMALLEST_SHARE = 1e-5  # smaller shares would never be drawn
 
 
-def check_shares(key: str, shares: Any) -> None:
-    """Positive numbers by source; the sources are parsed, nothing is read."""
+def check_shares(key: str, shares: Mapping[str, float]) -> None:
+    """Refuse shares that are no positive numbers and names that are no sources; read no source."""
     values = list(shares.values()) if shares else [0]
     numbers = all(type(s) in (int, float) and math.isfinite(s) and s > 0 for s in values)
     good = numbers and min(values) >= SMALLEST_SHARE * max(1.0, *values)
@@ -154,11 +154,11 @@ class Alignment(distillspec.Distillation):
         return super().denominators(batch, step) * (2 if self.ce_share else 1)
 
     def score(self, scored: distillspec.Scored, step: int) -> LossOutput:
-        """Both losses of the same states."""
+        """Compute both losses of the same states."""
         soft = super().score(scored, step)
         if not self.ce_share:
             return soft
-        hard = self.of(self.divergence.instead("ce_hard"), scored)
+        hard = self.summed(self.divergence.instead("ce_hard"), scored)
         parts = ((soft, 1 - self.ce_share), (hard, self.ce_share))
         terms = [(total, count, part) for one, part in parts for total, count, _ in one.terms]
         return LossOutput(terms, soft.metrics)
@@ -167,14 +167,17 @@ class Alignment(distillspec.Distillation):
 class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
-        self.pretraining = distillspec.CrossEntropy(config.alignment(), target)
+        self.pretraining = distillspec.LabelObjective(config.alignment(), target)
         self.alignment = Alignment(config, target)
         self.size_search = SizeSearch(config, target) if config.search_parameters else None
-        self.builds_from_traces = self.size_search is not None
         require(
             config.context <= target.context, "ContextError: method.context",
             f"be at most the target's context {target.context}", config.context,
         )  # fmt: skip
+
+    @property
+    def builds_from_traces(self) -> bool:
+        return self.size_search is not None
 
     def stages(self) -> list[Stage]:
         config = self.config
@@ -190,7 +193,7 @@ class Recipe(base.Recipe):
             Stage(
                 name, *parts[name], start="previous" if number else "base",
                 row="after" if name == config.stages[-1] else STAGES[name],
-                prepare=lambda start: self._fit_for_all(start.drafter),
+                prepare=self._prepare,
             )
             for number, name in enumerate(config.stages)
         ]  # fmt: skip
@@ -199,7 +202,7 @@ class Recipe(base.Recipe):
         text = RawText(shares, self.config.context, self.config.separate_documents)
         return Needs({}, text=text)
 
-    def _overrides(self, steps: int, lr: float) -> dict[str, Any]:
+    def _overrides(self, steps: int, lr: float) -> dict[str, object]:
         return {
             "max_steps": steps, "lr": lr, "lr_schedule": "cosine",
             "lr_warmup_steps": round(self.config.warmup_share * steps),
@@ -220,30 +223,33 @@ class Recipe(base.Recipe):
             hidden_size=config.draft_hidden_size or self.target.hidden_size // 2,
             tie_embeddings=config.tie_embeddings,
         )  # fmt: skip
-        return self._fit_for_all(drafter)
+        return self._checked(drafter)
 
-    def accept(self, drafter: Any) -> None:
-        check_kind(drafter, "causal_lm", "fastdraft")
+    def accept(self, drafter: TrainedDrafter) -> None:
+        model = check_kind(drafter, CausalLMDrafter, "fastdraft")
         if self.size_search is not None:
             raise UserError(
                 "method.search_parameters chooses the size of a fresh drafter: leave it out, or "
                 "set model.drafter=null"
             )
         require(
-            self.config.context <= drafter.context, "ContextError: method.context",
-            f"be at most the drafter's context {drafter.context}", self.config.context,
+            self.config.context <= model.context, "ContextError: method.context",
+            f"be at most the drafter's context {model.context}", self.config.context,
         )  # fmt: skip
-        self._fit_for_all(drafter)
+        self._checked(model)
 
-    def _fit_for_all(self, drafter: CausalLMDrafter) -> CausalLMDrafter:
-        """Before anything is paid for: documents that share a row must be kept apart."""
+    def _prepare(self, start: Start) -> CausalLMDrafter:
+        return self._checked(check_kind(start.drafter, CausalLMDrafter, "fastdraft"))
+
+    def _checked(self, drafter: CausalLMDrafter) -> CausalLMDrafter:
+        """Refuse a drafter that cannot separate the documents that share a row."""
         if self.config.separate_documents and set(self.config.stages) != {"align"}:
             check_separation(drafter.model, "set method.separate_documents=false")
         return drafter
 
     @staticmethod
     def describe(config: RunConfig) -> str:
-        """What the stages read of raw text, for `dry_run`."""
+        """Describe the raw text that the stages read, for `dry_run`."""
         method, trainer, lines = config.method, config.trainer, []
         row = trainer.batch_size * trainer.gradient_accumulation_steps * method.context
         for stage, steps, shares in (
@@ -258,5 +264,5 @@ class Recipe(base.Recipe):
                 )
         return "\n".join(lines)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         return {"size_search": self.size_search.rows} if self.size_search else {}

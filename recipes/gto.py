@@ -1,16 +1,17 @@
 """GTO: fine-tune a trained EAGLE head for the trees it drafts, not for one greedy path.
 
 Group Tree Optimization, arXiv:2509.22134 (ICLR 2026). At adjacent positions of a text the drafter
-and a frozen copy of it, the reference, draft trees; the target says how many tokens of each it
-would accept. What the drafter gains over the reference, standardised within the group of adjacent
+and a frozen copy of it, the reference, draft trees; the target scores how many tokens of each it
+would accept. The drafter's gain over the reference, standardised within the group of adjacent
 positions, is the advantage of a clipped policy-gradient step on the accepted path. The head's own
-token loss goes on beside it: L = L_token + omega L_tree. Without `model.drafter` the head is
-trained first (stage base), by its own recipe. At the first step of stage gto both drafters are the
-same, so that all advantages are 0 and only the token loss acts.
+token loss is added: L = L_token + omega L_tree. Without `model.drafter` the head is trained first
+(stage base), by its own recipe. At the first step of stage gto both drafters are the same, so that
+all advantages are 0 and only the token loss acts.
 
 Departures, where the paper is silent: clip 0.2; the population's standard deviation; positions are
-drawn from the text itself, so that a text always has the same; a round begins after a token of the
-target's own, and at least two more follow in the answer. EAGLE heads have no dropout to turn off.
+drawn with the text as seed, so that a text always has the same positions; a round begins after a
+token that the target wrote, and at least two more follow in the answer. EAGLE heads have no dropout
+to turn off.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import copy
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -32,6 +33,8 @@ from torch import nn
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter, weights_hash
+from drafters.eagle import EagleDrafter
+from drafters.eagle3 import Eagle3Drafter
 from drafters.load import load_drafter
 from drafters.round import Shape
 from drafters.trees.table import parse_shape
@@ -39,6 +42,7 @@ from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
 from recipes import base, eagle, eagle3
 from recipes.base import (
     Evaluate,
+    Metrics,
     Needs,
     Objective,
     Stage,
@@ -46,14 +50,14 @@ from recipes.base import (
     check_kind,
     unwrapped,
 )
-from recipes.common.heads import HeadObjective, HeadRecipe
+from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
 from recipes.common.reference_rewards import ReferenceRewards, check_rewards
 from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target, TargetOutputs, TargetRequest
 from trainer.config import UserError, make_settings, require
 from trainer.losses import LossOutput
 
-# settings that the reference's rewards depend on, and those that a trained drafter tells of
+# settings that the reference's rewards depend on, and those that drafter.json records
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
 RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega")
 REWARDS_KEY = "method.reference_rewards"
@@ -74,7 +78,7 @@ class Config:
     tree: str = "dynamic:60:7:10"  # tree that is drafted in training; should be eval.tree
     num_groups: int = 16  # groups of adjacent positions in a text at which trees are drafted
     group_size: int = 8  # positions of a group
-    aggregation: str = "lse"  # what a tree is worth, from the expected lengths of its branches
+    aggregation: str = "lse"  # how the expected lengths of a tree's branches make its reward
     eta: float = 1.0  # sharpness of lse and lse_mean
     reward_temperature: float = 1.0  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
@@ -105,6 +109,7 @@ class Config:
         self.shape()
 
     def shape(self) -> Shape:
+        """The tree that is drafted in training."""
         shape = parse_shape(self.tree, "method.tree")
         rule = f"hold at least as many nodes as its depth {shape.depth}"
         require(shape.num_nodes >= shape.depth, "method.tree", rule, self.tree)
@@ -115,21 +120,22 @@ class Recipe(base.Recipe):
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
         self.shape = config.shape()
-        self._head_recipe: HeadRecipe[Any] | None = None
+        self._head_recipe: HeadRecipe[HeadConfig] | None = None
         self._trained = False
-        self._given: Any = None  # method.reference
+        self._given: TrainedDrafter | None = None  # method.reference
         if config.reference is not None:
             self._given = load_drafter(config.reference, target, key="method.reference")
 
     # --- the recipe of the token loss ------------------------------------------------------------
 
     @property
-    def head_recipe(self) -> HeadRecipe[Any]:
+    def head_recipe(self) -> HeadRecipe[HeadConfig]:
+        """The recipe of the head's token loss."""
         if self._head_recipe is None:
             self._head_recipe = self._make_head_recipe(self.config.base or "eagle3", {})
         return self._head_recipe
 
-    def _make_head_recipe(self, name: str, known: dict[str, Any]) -> HeadRecipe[Any]:
+    def _make_head_recipe(self, name: str, known: Mapping[str, object]) -> HeadRecipe[HeadConfig]:
         module = BASES[name]
         try:
             settings = make_settings(module.Config, {**known, **self.config.base_options})
@@ -139,6 +145,7 @@ class Recipe(base.Recipe):
 
     @cached_property
     def objective(self) -> TreeObjective:
+        """The objective of stage gto."""
         return TreeObjective(self.config, self.target, self.head_recipe.objective)
 
     @property
@@ -150,11 +157,11 @@ class Recipe(base.Recipe):
         self._check(drafter)
         return drafter
 
-    def accept(self, drafter: Any) -> None:
-        """A trained head: stage base falls away, the token loss is that of its kind."""
+    def accept(self, drafter: TrainedDrafter) -> None:
+        """Start from a trained head: stage base is left out, the token loss is that of its kind."""
         name = drafter.kind
         if name not in BASES:
-            check_kind(drafter, "eagle3", "gto")
+            check_kind(drafter, Eagle3Drafter, "gto")
         if self.config.base not in (None, name):
             raise UserError(
                 f"model.drafter is a head of recipe {name}, got method.base={self.config.base}: "
@@ -164,12 +171,12 @@ class Recipe(base.Recipe):
         self._head_recipe = self._make_head_recipe(name, known)
         self._head_recipe.accept(drafter)
         self._check(drafter)
-        self.__dict__.pop("objective", None)  # it was made for the default base
+        self.__dict__.pop("objective", None)  # one made before now is for the default base
         made_of = self.objective.made_of(self._given or drafter)
         check_rewards(self.config.reference_rewards, made_of, REWARDS_KEY)
         self._trained = True
 
-    def _check(self, drafter: Any) -> None:
+    def _check(self, drafter: TrainedDrafter) -> None:
         rule = f"have at most {drafter.draft_vocab_size} children under a node, its vocabulary"
         require(self.shape.width <= drafter.draft_vocab_size, "method.tree", rule, self.config.tree)
         if self._given is not None:
@@ -195,11 +202,11 @@ class Recipe(base.Recipe):
             row="before",
             shared=shared,
         )
-        tuned = Stage("gto", self.objective, text, row="after", prepare=self._keep_reference)
+        tuned = Stage("gto", self.objective, text, row="after", prepare=self._freeze_reference)
         return [tuned] if self._trained else [first, tuned]
 
-    def _keep_reference(self, start: Start) -> Any:
-        """The reference is what stage gto begins with, and stays that."""
+    def _freeze_reference(self, start: Start) -> TrainedDrafter:
+        """Freeze a copy of the drafter as the reference, unless method.reference names one."""
         drafter, objective = start.drafter, self.objective
         objective.compare_with(self._given or copy.deepcopy(drafter))
         drafter.provenance = {
@@ -211,10 +218,10 @@ class Recipe(base.Recipe):
 
 
 class TreeObjective(Objective):
-    """The head's own token loss, and the tree reward against a frozen reference beside it.
-    `tokens`: the token loss."""
+    """The head's own token loss, and the policy-gradient loss of its trees against a frozen
+    reference. `tokens`: the objective of the token loss."""
 
-    reference: Any
+    reference: TrainedDrafter
     rewards: ReferenceRewards
 
     def __init__(self, config: Config, target: Target, tokens: HeadObjective):
@@ -223,15 +230,15 @@ class TreeObjective(Objective):
         self.tree_scorer = TreeScorer(target, self.shape, config.reward_temperature)
         self._warned = False
 
-    def compare_with(self, reference: Any) -> None:
+    def compare_with(self, reference: TrainedDrafter) -> None:
         """Freeze the drafter that rewards are measured against."""
         self.reference = reference.eval().requires_grad_(False)
         self.rewards = ReferenceRewards(
             self.config.reference_rewards, self.made_of(self.reference), REWARDS_KEY
         )
 
-    def made_of(self, reference: Any) -> dict[str, Any]:
-        """What the reference's rewards depend on."""
+    def made_of(self, reference: TrainedDrafter) -> dict[str, object]:
+        """List what the reference's rewards depend on."""
         return {
             "reference": weights_hash(reference),
             "target": self.target.fingerprint,
@@ -255,7 +262,7 @@ class TreeObjective(Objective):
     ) -> LossOutput:
         output = self.tokens.loss(drafter, batch, target_outputs, step)
         assert target_outputs is not None
-        config, metrics = self.config, dict[str, Any]()
+        config, metrics = self.config, Metrics()
         texts = self.texts(batch)
         paths, rewards, found = self.paths(unwrapped(drafter), texts, batch.input_ids.device)
         self.target.sync()  # each process scored as many trees as it has
@@ -277,7 +284,7 @@ class TreeObjective(Objective):
         return LossOutput([*output.terms, term], output.metrics | metrics)
 
     def texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
-        """Of each row its ids, and the first prefix length of each of its groups."""
+        """List for each row its ids, and the first prefix length of each of its groups."""
         mask = batch.loss_mask
         first, number = mask.long().argmax(1).tolist(), mask.sum(1).tolist()
         ids = batch.input_ids.tolist()
@@ -288,7 +295,7 @@ class TreeObjective(Objective):
         ]
 
     def groups(self, ids: list[int], first: int) -> list[int]:
-        """The first prefix length of each group; `first`: index of the answer's first token. A
+        """Draw the first prefix length of each group; `first`: index of the answer's first token. A
         prefix ends in a token of the answer, and two more follow."""
         config = self.config
         low = first + 1
@@ -307,6 +314,7 @@ class TreeObjective(Objective):
         return [low + int(gap) + i * config.group_size for i, gap in enumerate(sorted(gaps))]
 
     def lengths(self, starts: list[int]) -> list[int]:
+        """List the prefix lengths of all positions of these groups."""
         return [start + i for start in starts for i in range(self.config.group_size)]
 
     def paths(
@@ -315,9 +323,9 @@ class TreeObjective(Objective):
         texts: list[tuple[list[int], list[int]]],
         device: torch.device,
     ) -> tuple[Paths, torch.Tensor, dict[str, torch.Tensor]]:
-        """Of all P prefixes of a batch: the accepted paths, the rewards [P] less the reference's
-        where asked for, and for the log node_sum [P] and whether the drafter's own greedy path was
-        pruned [P]."""
+        """Draft and score the trees at all P prefixes of a batch. Returns the accepted paths, the
+        rewards [P] float (with `debias` less the reference's), and for the log node_sum [P] and
+        whether the drafter's own greedy path was pruned [P]."""
         config = self.config
         nothing = torch.zeros(0, device=device)
         paths, rewards = Paths.none(self.shape.depth, device), [nothing]
@@ -326,16 +334,16 @@ class TreeObjective(Objective):
             if not starts:
                 continue
             lengths = self.lengths(starts)
-            kept = self.rewards.get(ids, lengths) if config.debias else None
-            both = config.debias and kept is None
+            known = self.rewards.get(ids, lengths) if config.debias else None
+            both = config.debias and known is None
             scored = self.tree_scorer(
                 ids, lengths, [drafter, self.reference] if both else [drafter]
             )
             own, *others = (self._reward(one) for one in scored)
             if both:
-                kept = others[0]
-                self.rewards.put(ids, lengths, kept)
-            rewards.append(own if kept is None else own - kept.to(own.device))
+                known = others[0]
+                self.rewards.put(ids, lengths, known)
+            rewards.append(own if known is None else own - known.to(own.device))
             node_sum.append(scored[0].node_sum())
             pruned.append((scored[0].greedy_depth() < self.shape.depth).float())
             paths.add(row, lengths, *scored[0].accepted(config.acceptance))
@@ -348,14 +356,15 @@ class TreeObjective(Objective):
     # --- which checkpoint is best ----------------------------------------------------------------
 
     def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
-        """The usual numbers, and those of trees, which choose here."""
+        """Add the numbers of trees, which choose the checkpoint here, to the usual ones."""
         if evaluate is None:
             return None
-        return lambda drafter, step: evaluate(drafter, step) | self.dev_metrics(drafter, dev)
+        return lambda drafter, step: (
+            evaluate(drafter, step) | self.dev_metrics(unwrapped(drafter), dev)
+        )
 
-    def dev_metrics(self, drafter: Any, traces: Sequence[Trace]) -> dict[str, float]:
-        """Expected tokens of a round at the positions of held-out texts: what trees give, which a
-        chain's tokens per round do not tell."""
+    def dev_metrics(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> dict[str, float]:
+        """Measure the expected tokens per round with trees, at the positions of held-out texts."""
         values = []
         for trace in traces:
             ids = trace.prompt_ids + trace.response_ids
@@ -369,13 +378,16 @@ class TreeObjective(Objective):
         return {"select": tokens, "tree_tokens_per_round": tokens}
 
 
-def check_same_network(reference: Any, drafter: Any) -> None:
-    """The ratio compares two laws over the same tokens, made from the same states."""
+def check_same_network(reference: TrainedDrafter, drafter: TrainedDrafter) -> None:
+    """Refuse a reference that is not an earlier state of the same head: the loss compares two
+    distributions over the same tokens, made from the same states."""
     if reference.kind != drafter.kind:
         raise UserError(
             f"method.reference is a drafter of kind {reference.kind!r}, the trained one of "
             f"{drafter.kind!r}: name an earlier state of the same head"
         )
+    assert isinstance(reference, EagleDrafter)  # as all kinds of BASES
+    assert isinstance(drafter, EagleDrafter)
     theirs, ours = reference.kept, drafter.kept
     same = theirs is ours if theirs is None or ours is None else torch.equal(theirs, ours)
     if not same:

@@ -30,7 +30,7 @@ class Config(HeadConfig):
 
 
 class Recipe(HeadRecipe[Config]):
-    kind = "hydra"
+    drafter_type = HydraDrafter
 
     @property
     def depth(self) -> int:

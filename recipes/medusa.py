@@ -24,7 +24,7 @@ class Config(HeadConfig):
 
 
 class Recipe(HeadRecipe[Config]):
-    kind = "medusa"
+    drafter_type = MedusaDrafter
 
     @property
     def depth(self) -> int:

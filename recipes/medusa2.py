@@ -1,10 +1,11 @@
 """Medusa-2: Medusa's heads, then heads and target together, the target through LoRA.
 
-Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^(k-1) D_k. L_LM holds
-the target to what it was: KL(p || p') of the original's law p and the adapted p', or next-token
-cross-entropy. Stage 1 trains heads alone, as recipe medusa does; it is left out where model.drafter
-names trained ones. In stage 2 they follow p', the law that will verify them. The report's `before`
-is what stage 1 or model.drafter gave. Departures: those of recipe medusa.
+Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^(k-1) D_k. L_LM keeps
+the target close to its original: KL(p || p') of the original distribution p and the adapted p', or
+next-token cross-entropy. Stage 1 trains heads alone, as recipe medusa does; it is left out where
+model.drafter names trained ones. In stage 2 the heads follow p', the distribution that will verify
+them. The row `before` of the report is the drafter of stage 1 or of model.drafter. Departures:
+those of recipe medusa.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from data.batches import Batch
+from drafters.base import TrainedDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import ADAPTER, Medusa2Drafter
 from recipes import medusa
-from recipes.base import Needs, Stage, Start, check_kind, unwrapped
+from recipes.base import Metrics, Needs, Stage, Start, check_kind, unwrapped
 from recipes.common.heads import HeadObjective, Term
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target, TargetOutputs
@@ -41,16 +42,16 @@ HEADS_WEIGHTS = {"distill": 0.01, "ce": 0.2}  # published
 
 @dataclass
 class Config(medusa.Config):
-    # what holds the target to what it was: distill, the divergence from the original; ce,
+    # loss that keeps the target close to its original: distill, the divergence from it; ce,
     # next-token cross-entropy
     lm_loss: str = "distill"
     # weight of the heads' loss beside that of the target; null: 0.01 with distill, 0.2 with ce
     heads_weight: float | None = None
     heads_ramp: str = "sine"  # how that weight rises to its full size over stage 2
     heads_lr_multiplier: float = 4.0  # rate of the heads over trainer.lr, that of the adapter
-    lora_rank: int = 32  # of the target's adapter
+    lora_rank: int = 32  # rank of the target's adapter
     lora_alpha: float = 16.0  # scale of the adapter, divided by its rank
-    lora_dropout: float = 0.05  # of the adapter
+    lora_dropout: float = 0.05  # dropout of the adapter
     lora_lm_head: bool = False  # put an adapter on the target's output matrix too
 
     def __post_init__(self) -> None:
@@ -62,11 +63,12 @@ class Config(medusa.Config):
             self.heads_weight = HEADS_WEIGHTS[self.lm_loss]
         for name in ("heads_weight", "heads_lr_multiplier"):
             require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
-        rule = "be 0: stage 2 trains the very states that the noise would blur"
+        rule = "be 0: stage 2 trains the states that the noise would be added to"
         require(self.feature_noise == 0, "method.feature_noise", rule, self.feature_noise)
         self.lora()  # for its checks
 
     def lora(self) -> LoraSettings:
+        """The shape of the target's adapter."""
         return LoraSettings(
             self.lora_rank, self.lora_alpha, self.lora_dropout, lm_head=self.lora_lm_head
         )
@@ -78,7 +80,7 @@ class Recipe(medusa.Recipe):
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
-        AdaptedTarget(target, config.lora())  # what is refused is refused before the first stage
+        AdaptedTarget(target, config.lora())  # refuses a target before the first stage trains
         self._joint = JointObjective(config, target, self.depth, self.captures)
         self._given_heads = False
 
@@ -95,24 +97,24 @@ class Recipe(medusa.Recipe):
         )  # fmt: skip
         return [second] if self._given_heads else [heads, second]
 
-    def accept(self, drafter: Any) -> None:
-        """Trained heads, with or without an adapter to go on from."""
-        if isinstance(drafter, Medusa2Drafter) and drafter.lora != self.config.lora():
+    def accept(self, drafter: TrainedDrafter) -> None:
+        """Start from trained heads, with or without a trained adapter; refuse other drafters."""
+        if drafter.kind != Medusa2Drafter.kind:
+            check_kind(drafter, MedusaDrafter, "medusa2")
+        elif (lora := check_kind(drafter, Medusa2Drafter, "medusa2").lora) != self.config.lora():
             raise UserError(
-                f"model.drafter has an adapter of another shape, {drafter.lora}: set "
-                "method.lora_* to that"
+                f"model.drafter has an adapter of another shape, {lora}: set method.lora_* to that"
             )
-        if not isinstance(drafter, Medusa2Drafter):
-            check_kind(drafter, self.kind, "medusa2")
         self.check_depth(drafter)
         self._given_heads = True
 
-    def _adapt(self, start: Start) -> MedusaDrafter:
-        """The heads come with an adapter from here on."""
+    def _adapt(self, start: Start) -> Medusa2Drafter:
+        """Give the heads an adapter of the target, where they have none yet."""
         self._joint.max_steps = start.max_steps
-        if isinstance(start.drafter, Medusa2Drafter):
-            return start.drafter
-        return Medusa2Drafter.adapt(start.drafter, self.config.lora())
+        if start.drafter.kind == Medusa2Drafter.kind:
+            return check_kind(start.drafter, Medusa2Drafter, "medusa2")
+        heads = check_kind(start.drafter, MedusaDrafter, "medusa2")
+        return Medusa2Drafter.adapt(heads, self.config.lora())
 
     def _lr_multiplier(self, name: str) -> float:
         own = name.startswith(f"{ADAPTER}.")
@@ -120,9 +122,9 @@ class Recipe(medusa.Recipe):
 
 
 class JointObjective(HeadObjective):
-    """Heads and adapter together: the loss of the heads on the adapted target's states, and of the
-    adapted target against the original one. `max_steps`: of the stage, over which the heads' weight
-    rises."""
+    """The loss of heads and adapter together: that of the heads on the adapted target's states, and
+    that of the adapted target against the original one. `max_steps`: number of steps of the stage,
+    over which the heads' weight rises."""
 
     config: Config
     max_steps: int
@@ -135,12 +137,12 @@ class JointObjective(HeadObjective):
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
-        """`target_outputs`: of the original target."""
+        """Compute both losses in one forward. `target_outputs`: of the original target."""
         assert target_outputs is not None
-        original, metrics = target_outputs.hidden["final_norm"], dict[str, Any]()
+        original, metrics = target_outputs.hidden["final_norm"], Metrics()
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
-        own = unwrapped(drafter)
+        own = check_kind(unwrapped(drafter), Medusa2Drafter, "medusa2")
         heads: Callable[[int, torch.Tensor], list[Term]] | None = None
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
@@ -163,9 +165,10 @@ class JointObjective(HeadObjective):
         original: torch.Tensor,
         states: torch.Tensor,
         head: OutputHead,
-        metrics: dict[str, Any],
+        metrics: Metrics,
     ) -> Term:
-        """The adapted target's states [B, L, d] against the original's, at every response token."""
+        """The loss of the adapted target: its states [B, L, H] against the `original` ones [B, L,
+        H], at every response token."""
         rows, index = batch.supervised().nonzero(as_tuple=True)
         weights, count = position_weights(rows, len(batch.input_ids), self.config.reduction)
         value = chunked_divergence(

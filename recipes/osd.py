@@ -1,20 +1,20 @@
 """OSD: a drafter that learns while it serves, from the tokens that the target corrected.
 
 Liu et al. 2023 (ICML 2024), arXiv:2310.07177. Requests are answered by exact speculative decoding;
-wherever a draft is rejected, the target's law at that position is a label that costs nothing. After
+wherever a draft is rejected, the target's distribution there is a label that costs nothing. After
 every interval of `trainer.batch_size` requests (times accumulation and processes) one step is taken
 on D(p || q) there, and the new weights serve the next interval. The loss takes raw logits of both,
 at temperature 1: as the served temperature falls, p tends to one-hot and the signal with it.
 
 Departures from the published code, which trains the position *after* each correction and every
 bonus token (`method.positions=published_code` does that): only rejected positions, at the logits
-that drafted them. The target's law is computed again by one forward of the finished answers.
+that drafted them. One forward of the finished answers computes the target's distribution again.
 
 The stream is the training prompts in their order, from the start again when it is over; or
-`method.log`, a growing file of requests that another server answers. There the rounds are not
-known; given the text, the probability that decoding would have rejected a draft is, and weighs the
-position (eval.offline): the expectation of what serving the same text would train. The prompts are
-then only the text of the offline reference and of the evaluation.
+`method.log`, a growing file of requests that another server answers. Its rounds are not known, but
+the probability that decoding the same text would have rejected a draft is (eval.offline). It weighs
+the position, so that the expected loss is that of serving the text. The prompts are then only the
+text of the offline reference and of the evaluation.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from data.batches import Batch
 from data.request_log import RequestLog
 from data.traces import Trace
 from drafters.bank import DrafterBank, NaiveBayes
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Needs, Objective, Stage, Start, check_kind, unwrapped
@@ -43,10 +44,11 @@ from recipes.common.online import (
     Replay,
     Served,
     Tally,
+    bank_of,
     check_context,
     online_batch,
     publish,
-    target_laws,
+    target_logits,
 )
 from recipes.common.stream import Stream
 from target.model import Target, TargetOutputs
@@ -68,7 +70,7 @@ class Config(DivergenceConfig):
     positions: str = "rejected"
     reduction: str = "token"  # mean over tokens, or over the means of the requests
     replay_share: float = 0.0  # share of an update's rows that come from earlier requests
-    replay_size: int = 256  # earlier requests that each drafter remembers for that
+    replay_size: int = 256  # earlier requests that each drafter remembers for replay
     bank: bool = False  # one drafter for each domain, chosen by the tokens of the prompt
     # probability of a domain below which the drafter of the most frequent one answers
     min_confidence: float = 0.0
@@ -76,7 +78,7 @@ class Config(DivergenceConfig):
     log_wait_s: float = 0.0  # seconds to wait for new lines before the log counts as complete
     publish_every: int = 0  # updates between versions that are written for a server; 0: none
     offline: bool = True  # also distil offline, from as many requests, as a row to compare with
-    offline_lr: float | None = None  # learning rate of that; null: trainer.lr
+    offline_lr: float | None = None  # learning rate of stage offline; null: trainer.lr
     draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
     draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
@@ -124,7 +126,7 @@ class Recipe(base.Recipe):
                 "launch with scripts/accelerate/ddp.yaml or zero2.yaml, or set it to 0"
             )
         if config.log is not None:
-            # what is wrong with it is said before anything is generated
+            # a bad log is refused before anything is generated
             look = RequestLog(config.log, target, target.context)
             found = look.read(100)
             look.check()
@@ -133,7 +135,7 @@ class Recipe(base.Recipe):
                     f"method.log={config.log} holds no request yet: name a log with whole lines, "
                     "or set method.log_wait_s to the seconds to wait for them"
                 )
-        # each member is a causal LM that an engine loads, what chooses among them is ours
+        # an engine loads each member, but does not choose among them
         publishes = "method.publish_every writes the weights that a server loads while they train"
         self.no_lora = publishes if config.publish_every else None
         self.unserved = "it serves one drafter, not a bank" if config.bank else None
@@ -146,7 +148,7 @@ class Recipe(base.Recipe):
         if not self.config.offline:
             return [online]
         # the published offline schedule; as many rows as the stream has requests
-        schedule: dict[str, Any] = {"lr_schedule": "cosine"}
+        schedule: dict[str, object] = {"lr_schedule": "cosine"}
         if self.config.offline_lr is not None:
             schedule["lr"] = self.config.offline_lr
         offline = Stage("offline", self._offline, text, schedule, start="base", row="offline")
@@ -159,28 +161,28 @@ class Recipe(base.Recipe):
             self.target, num_layers=config.draft_layers, hidden_size=width
         )
 
-    def accept(self, drafter: Any) -> None:
-        check_kind(drafter, "causal_lm", "osd")
+    def accept(self, drafter: TrainedDrafter) -> None:
+        check_kind(drafter, CausalLMDrafter, "osd")
 
-    def _begin(self, start: Start) -> Any:
-        """What serves: the drafter, or as many copies of it as the stream has domains."""
+    def _begin(self, start: Start) -> TrainedDrafter:
+        """Make what serves: the drafter, or a copy of it for each domain of the stream."""
         self._online.begin(start)
         if not self.config.bank:
             return start.drafter
         traces = self._online.stream.traces
-        # the prompts of the whole stream, as a labelled set known before it
+        # the prompts of the whole stream, as a labelled set that is known before it begins
         router = NaiveBayes.fit(
             [t.prompt_ids for t in traces], [t.domain for t in traces],
             self.target.vocab_size, self.config.min_confidence,
         )  # fmt: skip
-        bank = DrafterBank.copies_of(start.drafter, router)
+        bank = DrafterBank.copies_of(check_kind(start.drafter, CausalLMDrafter, "osd"), router)
         self._online.num_members = len(bank.members)
         return bank
 
 
 class OnlineObjective(Objective):
-    """The divergence at the positions that serving, or reading a log, marks. `num_members`: of the
-    bank of drafters, 1 without one."""
+    """The divergence at the positions that serving, or reading a log, marks. `num_members`: number
+    of drafters in the bank, 1 without a bank."""
 
     num_members = 1
 
@@ -190,36 +192,35 @@ class OnlineObjective(Objective):
         self.processes = PartialState()
 
     def begin(self, start: Start) -> None:
-        """The stream in the order of the prompts, and whom the served drafter is compared with."""
+        """Open the stream, in the order of the prompts, and take the drafters to compare with."""
         traces = sorted(start.traces, key=lambda t: (t.index, t.sample_index, t.turn))
         names = {"before": "static", "offline": "offline"}
         self.references = {names[row]: d for row, d in start.drafters.items() if row in names}
         self.max_steps = start.max_steps
-        self.version = self.requests = 0  # of updates, of requests
-        self.folder = Path()  # of the run
-        self.step, self.updated = -1, False  # the step under way, whether it has an update
+        self.version = self.requests = 0  # numbers of updates and of requests so far
+        self.folder = Path()  # folder of the run
+        self.step, self.updated = -1, False  # the present step, and whether it has an update
         self.last: list[Served] = []  # this process's rows of the interval
         self.tally, self.clock = Tally(), Clock()
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
-        drafter = self.references["static"]
+        drafter = check_kind(start.drafters["before"], CausalLMDrafter, "osd")
         room = start.max_new_tokens + self.config.K
         check_context(drafter, [t.prompt_ids for t in traces], room)
-        own = getattr(drafter.model.config, "max_position_embeddings", self.target.context)
         self.stream = Stream(
             self.config, self.target, traces, self.references, start.max_new_tokens,
-            min(self.target.context, own),
+            min(self.target.context, drafter.context),
         )  # fmt: skip
 
     @property
     def served_version(self) -> int:
-        """Of the weights as they are after the step under way."""
+        """The version of the weights after the present step."""
         return self.version + self.updated
 
     # --- the stream ------------------------------------------------------------------------------
 
     def refresh(self, step: int, context: Context) -> Batch | None:
-        """Answer, or read, the requests of this batch with the weights as they are; what is to be
-        trained of them. None where nothing was rejected: then no step is taken at all."""
+        """Answer, or read, the requests of this batch with the present weights, and return the
+        tokens to train on. None where nothing was rejected: then no step is taken at all."""
         network = context.drafter
         self.tally.add({"update_s": self.clock.stop()})
         index = context.batch.index
@@ -249,16 +250,16 @@ class OnlineObjective(Objective):
         return batch
 
     def _collect(self, rows: list[Served], index: int) -> OnlineBatch:
-        """Fresh rows and, to the share asked for, rows of before."""
+        """Collate the fresh rows and, to the share `replay_share`, rows of earlier intervals."""
         share = self.config.replay_share
         fresh = [row for row in rows if any(row.weights)]
-        wanted = len(fresh) * share / (1 - share)  # kept on average where it is no whole number
+        wanted = len(fresh) * share / (1 - share)  # on average, where it is no whole number
         old = self.replay.draw(wanted, index, self.processes.process_index)
-        laws = [self.stream.laws[row.number] for row in fresh]
-        laws += target_laws(self.target, old) if old else []
-        return online_batch([*fresh, *old], laws, index)
+        logits = [self.stream.target_logits[row.number] for row in fresh]
+        logits += target_logits(self.target, old) if old else []
+        return online_batch([*fresh, *old], logits, index)
 
-    def _publish(self, network: Any, folder: Path) -> None:
+    def _publish(self, network: TrainedDrafter, folder: Path) -> None:
         if self.processes.is_main_process:
             place = folder / "published"
             place.mkdir(parents=True, exist_ok=True)
@@ -267,11 +268,11 @@ class OnlineObjective(Objective):
     # --- what is said about it -------------------------------------------------------------------
 
     def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace] = ()) -> Evaluate:
-        """Acceptance on the requests since the last evaluation, measured
-        before they were trained on, beside what held-out text says. No weights are chosen: what
-        serves last is the result."""
+        """Return an evaluation that adds the acceptance on the requests since the last one,
+        measured before they were trained on, to that on held-out text. No checkpoint is chosen: the
+        weights that serve last are the result."""
 
-        def with_served(drafter: Any, step: int) -> dict[str, Any]:
+        def with_served(drafter: nn.Module, step: int) -> dict[str, object]:
             self.tally.add({"update_s": self.clock.stop()})
             if step == self.max_steps and self.config.publish_every:
                 self._publish(unwrapped(drafter), self.folder)
@@ -282,9 +283,10 @@ class OnlineObjective(Objective):
 
         return with_served
 
-    def _series(self) -> dict[str, Any]:
+    def _series(self) -> dict[str, object]:
+        """The numbers of the requests since the last evaluation, whose sums start again from 0."""
         tally, self.tally = self.tally, Tally()
-        row: dict[str, Any] = {"request": self.requests, "version": self.served_version}
+        row: dict[str, object] = {"request": self.requests, "version": self.served_version}
         if self.stream.log is not None:
             row["log_lines_skipped"] = self.stream.log.num_bad
             row["retokenised_share"] = tally.ratio("retokenised", "requests")
@@ -299,7 +301,7 @@ class OnlineObjective(Objective):
         return row | {name: value for name, value in known.items() if value is not None}
 
     def state_dict(self) -> State:
-        """Version, place in the stream, the buffer of replay, and sums not yet reported."""
+        """Return version, place in the stream, the replay buffer, and sums not yet reported."""
         log = self.stream.log
         return {
             "version": self.served_version, "requests": self.requests,
@@ -309,18 +311,18 @@ class OnlineObjective(Objective):
         }  # fmt: skip
 
     def load_state_dict(self, state: State) -> None:
-        found: dict[str, Any] = state
-        self.version, self.requests = found["version"], found["requests"]
-        self.tally.sums = dict(found["sums"])
-        self.replay.load_state_dict(found["replay"], self.version)
+        stored: dict[str, Any] = state
+        self.version, self.requests = stored["version"], stored["requests"]
+        self.tally.sums = dict(stored["sums"])
+        self.replay.load_state_dict(stored["replay"], self.version)
         if self.stream.log is not None:
-            self.stream.log.load_state_dict(found["log"])
+            self.stream.log.load_state_dict(stored["log"])
 
     # --- loss ------------------------------------------------------------------------------------
 
     def _weights(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
-        """For each drafter: which of the N supervised positions are its own [N] bool, their weights
-        [N], the denominator."""
+        """Weigh the N supervised positions. For each drafter of the bank: which positions are its
+        own [N] bool, the weights of all positions [N] float, the denominator."""
         rows = supervised(batch.loss_mask).nonzero(as_tuple=True)[0]
         weights = torch.ones(len(rows), device=rows.device)
         members = torch.zeros(len(batch.input_ids), dtype=torch.long, device=rows.device)
@@ -343,13 +345,13 @@ class OnlineObjective(Objective):
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
-        """For each drafter: weighted mean of D(p || q) over the positions that are trained. The
-        target's logits came with the batch."""
+        """For each drafter of the bank, the weighted sum of D(p || q) over its trained positions.
+        The target's logits come with the batch."""
         rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
         network = unwrapped(drafter)
-        if isinstance(network, DrafterBank):
+        if (bank := bank_of(network)) is not None:
             assert isinstance(batch, OnlineBatch)
-            network.chosen = batch.members
+            bank.chosen = batch.members
 
         def score(depth: int, states: torch.Tensor) -> LossOutput:
             return self._score(
@@ -359,23 +361,25 @@ class OnlineObjective(Objective):
         return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
 
     def _score(
-        self, network: Any, states: torch.Tensor, labels: torch.Tensor, batch: Batch
+        self, network: TrainedDrafter, states: torch.Tensor, labels: torch.Tensor, batch: Batch
     ) -> LossOutput:
-        """states [N, d]; labels [N]"""
+        """Compute the loss from the drafter's states [N, d] float and the labels [N] int64."""
         terms: list[tuple[torch.Tensor, torch.Tensor | float, float]] = []
         overlap = torch.zeros((), device=states.device)
+        bank = bank_of(network)
 
         def teacher(at: torch.Tensor) -> torch.Tensor:
             """The target's logits [n, V] at those of the N positions."""
             assert isinstance(batch, OnlineBatch)
-            return batch.laws[at]
+            return batch.target_logits[at]
 
         for member, (own, weights, count) in enumerate(self._weights(batch)):
-            bank = isinstance(network, DrafterBank)
-            if bank and not bool(own.any()):  # no gradient at all: a zero one would still move it
+            if bank is not None and not bool(
+                own.any()
+            ):  # no gradient at all: a zero one would still move it
                 terms.append((states.new_zeros(()), 0.0, 1.0))
                 continue
-            head = (network.members[member] if bank else network).output_head(1)
+            head = (network if bank is None else bank.members[member]).output_head(1)
             places = own.nonzero(as_tuple=True)[0]
             value = chunked_divergence(
                 self.divergence, states[own], head,
@@ -388,5 +392,6 @@ class OnlineObjective(Objective):
 
 
 def _share(sums: dict[str, float], part: str, rest: str) -> float | None:
+    """The share of sum `part` in `part` and `rest` together; None where both are 0."""
     whole = sums.get(part, 0.0) + sums.get(rest, 0.0)
     return sums.get(part, 0.0) / whole if whole else None

@@ -1,22 +1,20 @@
 """SpecDec++: a head on a frozen drafter that says when to stop drafting and verify.
 
 Huang, Guo and Wang 2024, arXiv:2405.19715. On the target's text X the drafter draws a token Y at
-every position; its label is the chance min(1, p(Y) / q(Y)) that the target accepts it. Contexts mix
-both: a share `mix` of the tokens is X's, the rest Y's, and the head is trained at Y's by a weighted
-binary cross-entropy that counts rejections `reject_weight` times. Departures: independent blocks
-(the published code repeats one), tokens drawn anew at every visit of a text (`static_mix` keeps
-them, as the code does), laws as served (`temperature`, `top_k`, `top_p`), and the checkpoint of the
-lowest binary KL after the weighting is inverted. Where the law changes with the depth of a round
-(EAGLE), the first `depths` of them are trained. Without model.drafter a causal LM is distilled
-first.
-"""
+every position; its label is the probability min(1, p(Y) / q(Y)) that the target accepts it.
+Contexts mix both: a share `mix` of the tokens is X's, the rest Y's, and the head is trained at Y's
+by a weighted binary cross-entropy that counts rejections `reject_weight` times. Departures:
+independent blocks (the published code repeats one), tokens drawn anew at every visit of a text
+(with `static_mix` they stay the same, as in the code), distributions as served (`temperature`,
+`top_k`, `top_p`), and the checkpoint of the lowest binary KL after the weighting is inverted. Where
+the drafter's distribution changes with the depth of a round (EAGLE), the first `depths` depths are
+trained. Without model.drafter a causal LM is distilled first."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -30,9 +28,9 @@ from drafters.acceptance_head import (
     calibrate,
     check_exposed,
 )
-from drafters.base import acceptance_of
+from drafters.base import TrainedDrafter, acceptance_of
 from recipes import base, distillspec
-from recipes.base import Context, Evaluate, Needs, Objective, Stage, Start, unwrapped
+from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
 from trainer.chunked import CHUNK_ELEMENTS
@@ -52,9 +50,9 @@ class Config:
     reject_weight: float = 6.0
     mix: float = 0.15  # share of the target's tokens in the contexts, the rest are the drafter's
     static_mix: bool = False  # draw the same tokens at every visit of a text
-    temperature: float = 1.0  # of target and drafter, as they will be served
-    top_k: int = 0  # as they will be served
-    top_p: float = 1.0  # as they will be served
+    temperature: float = 1.0  # temperature of target and drafter, as they will be served
+    top_k: int = 0  # top-k of both, as they will be served; 0: off
+    top_p: float = 1.0  # top-p of both, as they will be served
     # depths of a round that are trained, where the drafter's distribution changes with the depth
     depths: int = 4
     K_min: int = 2  # fewest tokens of a round
@@ -81,21 +79,25 @@ class Config:
         require(self.K_max >= self.K_min, "method.K_max", rule, self.K_max)
 
 
+def _no_positions() -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.long)
+
+
 @dataclass
 class Drawn(Batch):
     """A batch with its draws at N positions of D depths. mixed [D * B, L] int64: contexts, depth by
-    depth; rows, places [N] int64: of each judged token in `mixed`; accept [N] float in [0, 1]: its
-    label; depth [N] int64, from 1."""
+    depth; rows, places [N] int64: row and column of each judged token in `mixed`; accept [N] float
+    in [0, 1]: its label; depth [N] int64, from 1."""
 
-    mixed: Any = None
-    rows: Any = None
-    places: Any = None
-    accept: Any = None
-    depth: Any = None
+    mixed: torch.Tensor = field(default_factory=_no_positions)
+    rows: torch.Tensor = field(default_factory=_no_positions)
+    places: torch.Tensor = field(default_factory=_no_positions)
+    accept: torch.Tensor = field(default_factory=_no_positions)
+    depth: torch.Tensor = field(default_factory=_no_positions)
 
 
 class Recipe(base.Recipe):
-    no_lora = "recipe=specdecpp trains a new acceptance head, and the drafter not at all"
+    no_lora = "recipe=specdecpp trains an acceptance head and leaves the drafter unchanged"
     trains_acceptance = True
 
     def __init__(self, config: Config, target: Target):
@@ -117,14 +119,14 @@ class Recipe(base.Recipe):
         )  # fmt: skip
         return [head] if self._given else [drafter, head]
 
-    def build(self, traces: Sequence[Trace]) -> Any:
+    def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
         return self._distill.build(traces)
 
-    def accept(self, drafter: Any) -> None:
+    def accept(self, drafter: TrainedDrafter) -> None:
         check_exposed(drafter)
         self._given = True
 
-    def _add_head(self, start: Start) -> Any:
+    def _add_head(self, start: Start) -> TrainedDrafter:
         """Freeze the drafter and give it a fresh head."""
         config, drafter = self.config, start.drafter
         names = ("num_layers", "shared_blocks", "reject_weight", "temperature", "top_k", "top_p",
@@ -138,7 +140,7 @@ class Recipe(base.Recipe):
 
 
 class AcceptanceObjective(Objective):
-    """Weighted binary cross-entropy of the acceptance head at drafted tokens. `layers`: the states
+    """Weighted binary cross-entropy of the acceptance head at drafted tokens. `layers`: the layers
     of the target that the frozen drafter reads."""
 
     layers: tuple[LayerId, ...] = ()
@@ -150,7 +152,8 @@ class AcceptanceObjective(Objective):
     # --- draws ------------------------------------------------------------------------------------
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Logits for the labels; then only the states that the drafter reads."""
+        """Request logits for the labels; once these are drawn, only the states that the drafter
+        reads."""
         if isinstance(batch, Drawn):
             return TargetRequest(self.layers, logits=False) if self.layers else None
         return TargetRequest(self.layers, logits=True)
@@ -162,10 +165,14 @@ class AcceptanceObjective(Objective):
 
     @torch.no_grad()
     def draw(
-        self, drafter: Any, batch: Batch, outputs: TargetOutputs, salt: int | None = None
+        self,
+        drafter: TrainedDrafter,
+        batch: Batch,
+        outputs: TargetOutputs,
+        salt: int | None = None,
     ) -> Drawn:
-        """What the drafter would draw behind the target's text, its labels, and the mixed contexts.
-        `salt`: tells visits of a text apart, the batch's index unless given."""
+        """Draw the drafter's tokens along the target's text, their labels, and the mixed contexts.
+        `salt`: distinguishes visits of a text, the batch's index unless given."""
         depths = self.config.depths if self.layers else 1
         visit = 0 if self.config.static_mix else batch.index if salt is None else salt
         keys = [
@@ -190,7 +197,7 @@ class AcceptanceObjective(Objective):
 
     def _label(
         self,
-        drafter: Any,
+        drafter: TrainedDrafter,
         depth: int,
         rows: torch.Tensor,
         index: torch.Tensor,
@@ -199,7 +206,7 @@ class AcceptanceObjective(Objective):
         keys: torch.Tensor,
         batch: Batch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(drafted token, chance of acceptance), [N] each, at the logit indices of `rows`."""
+        """Draw a token at each logit index, and the probability that it is accepted, [N] each."""
         assert outputs.logits is not None
         size, tokens, labels = self.target.vocab_size, [], []
         coins = keyed_uniform(keys[rows], index + 1, f"draft {depth}")
@@ -218,8 +225,8 @@ class AcceptanceObjective(Objective):
         if bool(wrong.any()):
             first = int(rows[wrong][0])
             raise UserError(
-                f"DataError: the chance that a drafted token is accepted must lie in [0, 1], got "
-                f"{float(accept[wrong][0])} in row {first} of batch {batch.index}, the prompt "
+                "DataError: the probability that a drafted token is accepted must lie in [0, 1], "
+                f"got {float(accept[wrong][0])} in row {first} of batch {batch.index}, the prompt "
                 f"{self.target.tokenizer.decode(batch.prompts[first])[:40]!r}: the drafter or the "
                 "target gives no number"
             )
@@ -228,7 +235,7 @@ class AcceptanceObjective(Objective):
     # --- loss ------------------------------------------------------------------------------------
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        """The weighted mass of the labels."""
+        """Sum the weights of the labels."""
         if not isinstance(batch, Drawn):  # another rank's step: this one has nothing to train on
             return [0.0]
         return [float(self._mass(batch.accept).sum())]
@@ -245,7 +252,7 @@ class AcceptanceObjective(Objective):
         total = weighted_loss(logits, batch.accept, self.config.reject_weight)
         f = calibrate(logits.detach().softmax(-1)[:, ACCEPT], self.config.reject_weight)
         count = float(len(batch.accept))
-        metrics = {
+        metrics: Metrics = {
             "binary_kl": (binary_kl(batch.accept, f).sum(), count),
             "acceptance": (batch.accept.sum(), count),
         }
@@ -254,8 +261,8 @@ class AcceptanceObjective(Objective):
     def judge(
         self, drafter: nn.Module, batch: Drawn, outputs: TargetOutputs | None
     ) -> torch.Tensor:
-        """Logits [N, 2] at the drafted tokens: the state at a token of depth d is what scores depth
-        d + 1."""
+        """Compute the head's logits [N, 2] at the drafted tokens: the state at a token of depth d
+        is the one that scores depth d + 1."""
         most = len(batch.mixed) // len(batch.input_ids)
         hidden = {} if outputs is None else outputs.hidden
         repeated = {layer: states.repeat(most, 1, 1) for layer, states in hidden.items()}
@@ -278,13 +285,13 @@ class AcceptanceObjective(Objective):
     # --- which checkpoint is best -----------------------------------------------------------------
 
     def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
-        """The head on held-out text, its draws fixed."""
+        """Return an evaluation of the head on held-out text, with fixed draws."""
         if not dev:
             return evaluate
         drawn: list[tuple[Drawn, TargetOutputs]] = []
 
         @torch.no_grad()
-        def judged(drafter: Any, step: int) -> dict[str, Any]:
+        def judged(drafter: nn.Module, step: int) -> dict[str, object]:
             own = unwrapped(drafter)
             if not drawn:
                 drawn.extend(self._draw_all(own, dev))
@@ -295,7 +302,9 @@ class AcceptanceObjective(Objective):
 
         return judged
 
-    def _draw_all(self, drafter: Any, dev: Sequence[Trace]) -> list[tuple[Drawn, TargetOutputs]]:
+    def _draw_all(
+        self, drafter: TrainedDrafter, dev: Sequence[Trace]
+    ) -> list[tuple[Drawn, TargetOutputs]]:
         found = []
         order = sorted(dev, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
         for i in range(0, len(order), DEV_BATCH):
@@ -309,28 +318,29 @@ class AcceptanceObjective(Objective):
 
 
 def _drawn(batch: Batch, parts: Sequence[torch.Tensor]) -> Drawn:
-    known: dict[str, Any] = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
-    known["num_supervised"] = len(parts[1])
-    return Drawn(
-        **known, **dict(zip(("mixed", "rows", "places", "accept", "depth"), parts, strict=True))
-    )
+    mixed, rows, places, accept, depth = parts
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+    fields["num_supervised"] = len(rows)
+    return Drawn(**fields, mixed=mixed, rows=rows, places=places, accept=accept, depth=depth)
 
 
 def _empty(batch: Batch) -> Drawn:
-    """Nothing to judge: a sum of 0 that has a gradient."""
+    """The batch without a token to judge, whose loss is a sum of 0 that has a gradient."""
     none = batch.input_ids.new_zeros(0)
     return _drawn(batch, [batch.input_ids, none, none, none.float(), none])
 
 
 def weighted_loss(logits: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> torch.Tensor:
-    """Sum of -w (1 - a) log(1 - f) - a log f, f the softmax of logits [N, 2] and a = accept [N]."""
+    """Sum -w (1 - a) log(1 - f) - a log f over the N tokens, where f is the softmax of logits [N,
+    2], a = accept [N] and w = reject_weight."""
     log_f = F.log_softmax(logits.float(), -1)
     rejected = reject_weight * (1 - accept) * log_f[:, 1 - ACCEPT]
     return -(rejected + accept * log_f[:, ACCEPT]).sum()
 
 
 def binary_kl(accept: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-    """KL(a || f) of two coins, [N], in nats; labels of 0 and 1 are allowed."""
+    """KL(a || f) of two Bernoulli distributions, [N] float64, in nats; labels of 0 and 1 are
+    allowed."""
     f = f.double().clamp(1e-12, 1 - 1e-12)
     a = accept.double()
     entropy = torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)
@@ -338,9 +348,9 @@ def binary_kl(accept: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
 
 
 def quality(f: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> dict[str, float]:
-    """How well probabilities [N] foretell labels [N]: binary KL after the weighting is inverted,
-    as trained, and of a constant; area under the ROC curve, each label an accepted and a rejected
-    share; expected calibration error in ten bins after inversion."""
+    """Measure how well probabilities f [N] predict the labels accept [N]: binary KL after the
+    weighting is inverted, as trained, and of a constant; area under the ROC curve, where each label
+    is an accepted and a rejected share; expected calibration error in ten bins after inversion."""
     a = calibrate(f.double(), reject_weight)
     accept = accept.double()
     bins = (a * BINS).long().clamp(max=BINS - 1)
@@ -355,8 +365,8 @@ def quality(f: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> dict
 
 
 def area(score: torch.Tensor, accept: torch.Tensor) -> float:
-    """The chance that an accepted token has a higher score than a rejected one, ties half; 0.5
-    where all labels are alike."""
+    """The area under the ROC curve: the probability that an accepted token has a higher score [N]
+    than a rejected one, where ties count half; 0.5 where all labels are alike."""
     values, place = score.unique(return_inverse=True)
     zeros = torch.zeros(len(values), dtype=torch.double, device=score.device)
     good, bad = zeros.index_add(0, place, accept), zeros.index_add(0, place, 1 - accept)

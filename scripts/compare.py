@@ -5,17 +5,17 @@
     python -m scripts.compare runs/*/report.json script.rows=after,target
 
 Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Chains
-and trees of any size share a table, their shape beside them. Rows that were not measured alike
+and trees of any size share a table, which names their shape. Rows that were not measured alike
 stand in separate tables: acceptance on other prompts, at another temperature, by another verifier
-or of another target says nothing about the drafter. What belongs to no run, the target and
-training-free drafters, has one row in each. `script.rows`: only drafters of these names.
+or of another target says nothing about the drafter. The target and training-free drafters, which
+belong to no run, have one row in each table. `script.rows`: only drafters of these names.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from eval.report.render import (
     to_markdown,
     with_interval,
 )
-from eval.report.rows import BASELINE, PLAIN, TARGET, draft_shape, label, num_nodes
+from eval.report.rows import BASELINE, PLAIN, TARGET, Row, draft_shape, label, num_nodes
 from eval.report.schema import read_report
 from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from eval.report.web import to_html
@@ -36,8 +36,8 @@ from trainer.config import UserError, suggest
 from trainer.files import write_atomic
 from trainer.redaction import hide
 
-Entry = tuple[str, dict[str, Any], dict[str, Any]]  # run, report, row
-OF_NO_RUN = (BASELINE, TARGET)  # roles
+Entry = tuple[str, Mapping[str, Any], Row]  # name of the run, its report, row
+OF_NO_RUN = (BASELINE, TARGET)  # roles of rows that belong to no run
 
 
 def main(arguments: list[str]) -> None:
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
-    """Report paths (or run folders), `script.out` and `script.rows`."""
+    """Parse the command line: paths of reports (or run folders), `script.out`, `script.rows`."""
     paths: list[Path] = []
     rows: list[str] = []
     out = Path("runs/leaderboard")
@@ -80,7 +80,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
 
 
 def run_names(paths: list[Path]) -> list[str]:
-    """The folder of each report; the whole path where two folders share a name."""
+    """Name each report by its folder, by the whole path where two folders share a name."""
     names = [path.resolve().parent.name for path in paths]
     return [
         name if names.count(name) == 1 else str(path.parent)
@@ -88,8 +88,11 @@ def run_names(paths: list[Path]) -> list[str]:
     ]
 
 
-def leaderboard(reports: list[tuple[str, dict[str, Any]]], rows: Sequence[str] = ()) -> list[Block]:
-    """One table per way of measuring, best tokens per round first; only `rows`, if there are."""
+def leaderboard(
+    reports: Sequence[tuple[str, Mapping[str, Any]]], rows: Sequence[str] = ()
+) -> list[Block]:
+    """Lay out the leaderboard: one table per way of measuring, most tokens per round first.
+    `reports`: with the names of their runs; `rows`: the drafters to show, all if empty."""
     known = sorted({row["drafter"] for _, report in reports for row in report["results"]})
     for name in rows:
         if name not in known:
@@ -140,12 +143,12 @@ def leaderboard(reports: list[tuple[str, dict[str, Any]]], rows: Sequence[str] =
     return blocks
 
 
-def _title(run: str, row: dict[str, Any]) -> str:
+def _title(run: str, row: Row) -> str:
     return f"{run}: {label(row)}" if run else label(row)
 
 
 def table(entries: Sequence[Entry]) -> Table:
-    """One line per row."""
+    """Lay out a table, a line per row."""
     lines = [
         [
             f"{run}: {row['drafter']}" if run else row["drafter"],
@@ -167,14 +170,14 @@ def table(entries: Sequence[Entry]) -> Table:
     return Table(headers, lines)
 
 
-def parameters(report: dict[str, Any], row: dict[str, Any]) -> int | None:
-    """Of the run's own network, trained or not; unknown for the others."""
+def parameters(report: Mapping[str, Any], row: Row) -> int | None:
+    """The number of parameters of the run's own network, trained or not; None for other rows."""
     other = row["role"] in OF_NO_RUN
     return None if other else report["drafter"].get("parameters")
 
 
 def unequal_verification(entries: Sequence[Entry]) -> list[str]:
-    """A warning where tokens per round were bought with different amounts of verification."""
+    """Warn where rows have the target verify different numbers of nodes."""
     nodes = sorted({num_nodes(row) or 0 for *_, row in entries})
     if len(nodes) == 1:
         return []
@@ -186,8 +189,8 @@ def unequal_verification(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def measured_how(row: dict[str, Any], target: dict[str, Any]) -> dict[str, str]:
-    """What two rows must share before their numbers may be compared."""
+def measured_how(row: Row, target: Mapping[str, object]) -> dict[str, str]:
+    """List the conditions that two rows must share before their numbers may be compared."""
     fingerprint = target.get("fingerprint")
     if isinstance(fingerprint, dict):
         fingerprint = json.dumps(fingerprint, sort_keys=True)

@@ -1,14 +1,13 @@
-"""Measure any drafter, own or exported, against its target.
+"""Measure any drafter, in this project's format or exported, against its target.
 
     python -m scripts.evaluate eval.drafter=runs/distillspec-0123456789/drafter eval.K=3
     python -m scripts.evaluate eval.drafter=Qwen/Qwen3-0.6B model.target=Qwen/Qwen3-8B \\
         eval.prompts=mt_bench.jsonl script.out=reports/qwen
     python -m scripts.evaluate eval.drafter=lookup:3 model.target=Qwen/Qwen3-8B
 
-A drafter inside a run folder brings that run's configuration: target, prompts and all, but no leave
-to run code that comes with a model, and no server to send prompts to: name those again. The report
-holds the drafter, the same shape untrained, those of eval.baselines and the target as its own
-drafter.
+A drafter inside a run folder brings the configuration of that run, except the permission to run
+code that comes with a model and the address of a server: give these again. The report holds the
+drafter, the same shape untrained, the drafters of eval.baselines and the target as its own drafter.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from trainer.config import UserError, is_address, load_yaml
 from trainer.redaction import shown
 from trainer.specs import form
 
-# of data.* what decides the held-out prompts, and where and how the target's text is generated
+# of data.* the keys that decide the held-out prompts, and where and how the target's text is
+# generated
 READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
          "data.prompts", "data.prompts_config", "data.prompts_split", "data.prompts_column",
          "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
@@ -42,6 +42,7 @@ READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
 
 
 def resolve(arguments: list[str]) -> Config:
+    """Compose the configuration, from that of the drafter's run where there is one."""
     given = [word.partition("=")[2] for word in arguments if word.startswith("eval.drafter=")]
     if not given:
         raise UserError(
@@ -61,7 +62,7 @@ def resolve(arguments: list[str]) -> Config:
     if "model.trust_remote_code" not in asked:
         config.model.trust_remote_code = False
     if "eval.engine" not in asked and is_address(config.eval.engine):
-        print(f"eval.engine={config.eval.engine} of {stored} is not asked: name it again for that")
+        print(f"eval.engine={config.eval.engine} of {stored} is not used: name it again to use it")
         config.eval.engine = EvalConfig.engine
     if "model.target" not in asked:
         print(f"model.target={config.model.target}, from {stored}")
@@ -69,11 +70,12 @@ def resolve(arguments: list[str]) -> Config:
 
 
 def drafter_of(config: EvalConfig, target: Target) -> TrainedDrafter | TrainingFree:
+    """Load eval.drafter, and check that eval.* suits it."""
     name = str(config.drafter)
     if is_training_free(name):
         return parse_training_free(name, "eval.drafter")
     drafter = load_drafter(name, target, key="eval.drafter")
-    report.check_drafter(drafter, config)
+    report.check_drafter(drafter, target, config)
     return drafter
 
 
@@ -84,6 +86,7 @@ def measure(
     folder: Path,
     arguments: list[str],
 ) -> None:
+    """Measure the drafter and write the report to `folder`."""
     name = shown(str(this.config.eval.drafter))
     others = report.baselines(this, drafter)
     if name in ORDER or name in others:  # a folder called like another row

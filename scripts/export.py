@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from drafters.acceptance_head import adaptive_note, attach
 from drafters.base import DrafterJson, TrainedDrafter
@@ -42,7 +41,9 @@ def export_drafter(
     K: int | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Export the drafter folder `drafter` to `out`; what is not given comes from its run."""
+    """Export the drafter folder `drafter` to `out`, and return the folder that was written.
+    Arguments that are None come from the drafter's run. UserError where the engine does not serve
+    its kind."""
     if not os.path.exists(drafter / "drafter.json"):
         raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
     require_files("script.drafter", drafter)
@@ -54,10 +55,10 @@ def export_drafter(
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
     report = read_report(stored_report) if stored_report.exists() else None
-    model: dict[str, Any] = {"target": target}
+    revision = None
     if target is None:
         model = config.get("model", {})
-        target = model.get("target")
+        target, revision = model.get("target"), model.get("target_revision")
         if not isinstance(target, str):
             raise UserError(
                 f"{drafter} lies in no run folder (no {stored_config} with a target): "
@@ -65,21 +66,17 @@ def export_drafter(
             )
         print(f"model.target={target}, from {stored_config}")
     _check_out(out, {"model.target": target, "script.drafter": str(drafter)})
-    num_tokens: Any = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
+    num_tokens = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
     counts = isinstance(num_tokens, int) and num_tokens >= 1
     require(counts, "eval.K", "be a whole number >= 1", num_tokens)
-    card = {
-        "report": report,
-        "recipe": config.get("recipe"),
-        "table": markdown_table(report["results"]) if report and report["results"] else None,
-        "license": "apache-2.0" if target == ModelConfig.target else None,
-    }
+    table = markdown_table(report["results"]) if report and report["results"] else None
+    license = "apache-2.0" if target == ModelConfig.target else None
     if kind.load is None:  # a causal LM is written without its target
         whole: TrainedDrafter = _causal_lm(drafter, about)
     else:  # in float32, so that the comparison after writing is exact
         loaded = Target.load(
             target,
-            revision=model.get("target_revision"),
+            revision=revision,
             dtype="float32",
             trust_remote_code=trust_remote_code,
         )
@@ -90,15 +87,15 @@ def export_drafter(
         out, target = out / "drafter", trained.name
     assert kind.method is not None, "a kind with writers has a name that engines know"
     text = model_card(
-        **card, target=target, num_assistant_tokens=num_tokens, engine=engine, method=kind.method,
-        words=kind.words,
+        report, target=target, recipe=config.get("recipe"), num_assistant_tokens=num_tokens,
+        table=table, license=license, engine=engine, method=kind.method, words=kind.words,
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
     return kind.writers[engine](served, out, Export(text, target, num_tokens))
 
 
 def _check_out(out: Path, read: dict[str, str]) -> None:
-    """What is read must not lie where it is written to."""
+    """Refuse an `out` that holds one of the folders `read`, by key."""
     place = out.resolve()
     for key, name in read.items():
         source = Path(name).resolve()
@@ -121,7 +118,7 @@ def _check_engine(kind: Kind, engine: str) -> None:
 
 
 def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:
-    """In the dtype of its weights, with what drafter.json says of its target."""
+    """Load a causal LM in the dtype of its weights. `about`: the content of drafter.json."""
     try:
         dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
         made_for = about["target"]

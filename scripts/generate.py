@@ -1,4 +1,4 @@
-"""Only the traces: what the target says to the prompts of a configuration.
+"""Generate the target's traces of the prompts of a configuration, and nothing else.
 
     python -m scripts.generate data.prompts=gsm8k.jsonl model.target=Qwen/Qwen3-8B
 
@@ -14,7 +14,7 @@ from phases import generate, run
 from recipes.base import NoMethod
 from recipes.common.config import compose
 
-# of the target, the prompts, and which of them are held out
+# keys of the target, of the prompts, and of which prompts are held out
 READS = ("dry_run", "run.seed", *run.OF_TARGET,
          *(f"data.{f.name}" for f in fields(DataConfig) if not f.name.startswith("features")),
          *(f"eval.prompts{part}" for part in ("", "_config", "_split", "_column")),

@@ -2,11 +2,10 @@
 
     python -m scripts.make_toy --work /tmp/toy --out assets/toy
 
-Resumable: stopped at any moment, the same command goes on from the last checkpoint in `--work`.
-The target takes a few hours on one CPU core, minutes on a GPU; the drafter minutes. Hidden
-matrices are trained with Muon (Jordan et al. 2024; torch.optim.Muon), the rest with AdamW. The
-supervised drafter stops once its training loss has fallen less than 0.5 % over the last fifth
-of its steps.
+If it is stopped, the same command resumes from the last checkpoint in `--work`. The target takes a
+few hours on one CPU core, minutes on a GPU; the drafter minutes. Hidden matrices are trained with
+Muon (Jordan et al. 2024; torch.optim.Muon), the rest with AdamW. The supervised drafter stops once
+its training loss has fallen less than 0.5 % over the last fifth of its steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,17 +31,14 @@ from transformers import (
 )
 
 from data.toy import DOMAINS, Document, documents, sample
-from target.cache import CachedModel
-from target.decode import Continuation, Request, decode
-from target.model import Target
-from target.sampling import Sampling, row_key
+from scripts.toy_card import write_card
 
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|mask|>", "<|user|>", "<|assistant|>"]
 VOCAB_SIZE = 2048
 CONTEXT = 512
 MATH_DOCUMENTS = 24000
 EVAL_DOCUMENTS = 150
-TARGET_SHAPE: dict[str, Any] = dict(
+TARGET_SHAPE: dict[str, int] = dict(
     hidden_size=192,
     intermediate_size=544,
     num_hidden_layers=8,
@@ -50,7 +46,7 @@ TARGET_SHAPE: dict[str, Any] = dict(
     num_key_value_heads=2,
     head_dim=32,
 )
-DRAFT_SHAPE: dict[str, Any] = dict(
+DRAFT_SHAPE: dict[str, int] = dict(
     hidden_size=96,
     intermediate_size=192,
     num_hidden_layers=1,
@@ -60,7 +56,16 @@ DRAFT_SHAPE: dict[str, Any] = dict(
 )
 
 
+class Progress(TypedDict):
+    """The progress of a training, as its checkpoint holds it. `losses`: of every step."""
+
+    step: int
+    tokens: int
+    losses: list[float]
+
+
 def pretraining_documents() -> list[Document]:
+    """Collect the text of the training, without the documents that evaluation prompts come from."""
     held_out = {d.text for domain in ("code", "prose") for d in documents(domain, "eval")}
     chosen: list[Document] = []
     for domain in DOMAINS:
@@ -74,6 +79,7 @@ def pretraining_documents() -> list[Document]:
 
 
 def build_tokenizer(texts: list[str], out: Path) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `texts`, or load it from `out`."""
     if (out / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(out)
     tokenizer = Tokenizer(models.BPE())
@@ -97,7 +103,8 @@ def build_tokenizer(texts: list[str], out: Path) -> PreTrainedTokenizerFast:
 
 
 def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) -> list[list[int]]:
-    """Indices grouped by similar length, groups in random order: little padding, no packing."""
+    """Group the texts by similar length, for little padding. Returns indices, groups in random
+    order."""
     rng = random.Random(epoch)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]) + rng.random() * 8)
     groups, group, width = [], [], 0
@@ -112,7 +119,10 @@ def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) 
     return groups
 
 
-def batch_loss(model, rows: list[list[int]], device, reduction="mean"):
+def batch_loss(
+    model: LlamaForCausalLM, rows: list[list[int]], device: str, reduction: str = "mean"
+) -> torch.Tensor:
+    """Compute the cross-entropy of these texts, in nats, [] float."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), 1)
     labels = torch.full((len(rows), width), -100)
@@ -127,8 +137,10 @@ def batch_loss(model, rows: list[list[int]], device, reduction="mean"):
 
 
 @torch.no_grad()
-def domain_losses(model, encoded: dict[str, list[list[int]]], device) -> dict[str, float]:
-    """Nats per token of each domain's held-out documents, prompt included."""
+def domain_losses(
+    model: LlamaForCausalLM, encoded: dict[str, list[list[int]]], device: str
+) -> dict[str, float]:
+    """Measure the nats per token of each domain's held-out documents, prompt included."""
     losses = {}
     for domain, rows in encoded.items():
         total = sum(
@@ -140,10 +152,19 @@ def domain_losses(model, encoded: dict[str, list[list[int]]], device) -> dict[st
 
 
 def train(
-    model, encoded, held_out, work: Path, steps, tokens_per_batch, lr, muon_lr, plateau, device
-):
+    model: LlamaForCausalLM,
+    encoded: list[list[int]],
+    held_out: dict[str, list[list[int]]],
+    work: Path,
+    steps: int,
+    tokens_per_batch: int,
+    lr: float,
+    muon_lr: float,
+    plateau: bool,
+    device: str,
+) -> Progress:
     """Train to `steps` with the rate falling over the last quarter; or, with `plateau`, at the full
-    rate until the loss is flat."""
+    rate until the loss is flat. A checkpoint in `work` is resumed."""
     work.mkdir(parents=True, exist_ok=True)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
@@ -152,7 +173,7 @@ def train(
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01),
     ]
     base = [muon_lr, lr]
-    state = {"step": 0, "tokens": 0, "losses": []}
+    state: Progress = {"step": 0, "tokens": 0, "losses": []}
     saved = work / "checkpoint.pt"
     if saved.exists():
         loaded = torch.load(saved, weights_only=True, map_location="cpu")
@@ -160,7 +181,8 @@ def train(
         for optimizer, part in zip(optimizers, loaded["optimizers"], strict=True):
             optimizer.load_state_dict(part)
         state = loaded["state"]
-    began, began_tokens, epoch, groups, used = time.monotonic(), state["tokens"], -1, [], 0
+    began, began_tokens, epoch, used = time.monotonic(), state["tokens"], -1, 0
+    groups: list[list[int]] = []
     skip = state["step"]
     while state["step"] < steps:
         tested = plateau and state["step"] >= 2000 and state["step"] % 200 == 0
@@ -188,7 +210,9 @@ def train(
         state["losses"].append(round(loss.item(), 4))
         if state["step"] % 100 == 0 or state["step"] == steps:
             rate = (state["tokens"] - began_tokens) / (time.monotonic() - began)
-            row = {"step": state["step"], "tokens": state["tokens"], "tokens_per_s": round(rate)}
+            row: dict[str, object] = {
+                "step": state["step"], "tokens": state["tokens"], "tokens_per_s": round(rate),
+            }  # fmt: skip
             row["loss"] = round(sum(state["losses"][-100:]) / 100, 4)
             if state["step"] % 500 == 0 or state["step"] == steps:
                 row["held_out"] = domain_losses(model, held_out, device)
@@ -209,17 +233,18 @@ def train(
 
 
 def is_flat(losses: list[float]) -> bool:
-    """Less than 0.5 % gained over the last fifth of the steps against the fifth before it."""
+    """Whether the loss fell by less than 0.5 % from one fifth of the steps to the last."""
     fifth = len(losses) // 5
     late, before = sum(losses[-fifth:]), sum(losses[-2 * fifth : -fifth])
     return (before - late) / before < 0.005
 
 
-def save_model(model, tokenizer, out: Path) -> None:
-    half = model.to(torch.float16)
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Save the weights in float16, with a configuration that has them computed in float32."""
+    half = model.half()
     half.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=1)
     half.save_pretrained(out)
-    # half the size on disk, but to be computed in float32 everywhere: dtype "auto" reads this
+    # half the size on disk, but computed in float32 everywhere: dtype "auto" reads this
     config = json.loads((out / "config.json").read_text()) | {"dtype": "float32"}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(out)
@@ -239,7 +264,7 @@ def main() -> None:
     torch.manual_seed(0)
 
     docs = pretraining_documents()
-    if arguments.part in ("draft", "card"):  # the target is there, and its ids are what counts
+    if arguments.part in ("draft", "card"):  # the target is there, and the ids must be its own
         tokenizer = AutoTokenizer.from_pretrained(arguments.out / "target")
     else:
         tokenizer = build_tokenizer([d.text for d in docs], arguments.work / "tokenizer")
@@ -269,7 +294,7 @@ def main() -> None:
     }
     print(f"{len(encoded)} documents, {sum(map(len, encoded))} tokens", flush=True)
 
-    common: dict[str, Any] = dict(
+    common: dict[str, object] = dict(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
@@ -284,8 +309,9 @@ def main() -> None:
     ):
         if arguments.part not in ("all", name):
             continue
-        model: Any = LlamaForCausalLM(LlamaConfig(**common, **shape))
-        model = model.to(device)
+        model = LlamaForCausalLM(LlamaConfig.from_dict({**common, **shape}))
+        if device == "cuda":
+            torch.nn.Module.cuda(model)
         print(name, sum(p.numel() for p in model.parameters()), "parameters", flush=True)
         state = train(
             model,
@@ -316,101 +342,7 @@ def main() -> None:
             + "\n"
         )
     if (arguments.out / "target").exists() and (arguments.out / "draft").exists():
-        write_card(arguments.out, device)
-
-
-CARD = """# The embedded toy
-
-A tiny target and its supervised drafter, so that every recipe runs on a laptop in minutes. Rebuilt
-end to end by `python -m scripts.make_toy --work <scratch> --out assets/toy`.
-
-| | target | draft ("before") |
-| --- | ---: | ---: |
-{table}
-
-Llama architecture, byte-level BPE of {vocabulary} tokens with reserved `<|mask|>`, `<|user|>` and
-`<|assistant|>`, context of {context}; float16 on disk, computed in float32. Text:
-functions of Python's standard library and its tests (`code`), its documentation strings and the
-language reference (`prose`, twice per epoch), and generated word problems (`math`); the modules
-that evaluation prompts are drawn from were left out. The drafter is trained on the same text by
-cross-entropy until its loss falls less than 0.5 % over a fifth of its steps, then for a third
-more with a falling rate. It has seen nothing of the target.
-
-Of {count} held-out prompts per domain, at most {limit} new tokens:
-
-| domain | T=0 ends with EOS | mean length | T=1 ends with EOS | mean length | entropy, nats/token |
-| --- | ---: | ---: | ---: | ---: | ---: |
-{ends}
-
-Licence: Apache-2.0 for the weights; the standard library is under the PSF licence.
-
-## Samples of the target, T=1
-
-{samples}
-"""
-
-
-def write_card(out: Path, device: str, count: int = 60, limit: int = 192) -> None:
-    """README.md of the folder: what was trained on what, how answers end, samples."""
-    facts = [json.loads((out / name / "training.json").read_text()) for name in ("target", "draft")]
-    rows = [
-        [f["parameters"] for f in facts],
-        [f["steps"] for f in facts],
-        [f["tokens"] for f in facts],
-    ]
-    rows += [[f["held_out_nats_per_token"][d] for f in facts] for d in DOMAINS]
-    names = ["parameters", "steps", "tokens", *(f"held-out nats per token, {d}" for d in DOMAINS)]
-    table = "\n".join(f"| {n} | {a} | {b} |" for n, (a, b) in zip(names, rows, strict=True))
-    target = Target.load(str(out / "target"), device=device)
-    ends, samples = [], []
-    for domain in DOMAINS:
-        documents_ = sample((domain,), "eval", count, 1)
-        cells = []
-        for temperature in (0.0, 1.0):
-            requests = [
-                Request(ids, row_key(0, ids, 0), Sampling(temperature), ids)
-                for ids in (target.tokenizer(d.prompt).input_ids for d in documents_)
-            ]
-            found = list(
-                decode(
-                    CachedModel(target.model),
-                    requests,
-                    max_new_tokens=limit,
-                    eos_ids=target.eos_ids,
-                    batch_size=20,
-                )
-            )
-            ended = sum(row.finish_reason == "eos" for row in found) / len(found)
-            length = sum(len(row.response_ids) for row in found) / len(found)
-            cells.append(f"{ended:.0%} | {length:.0f}")
-        shown = [target.tokenizer.decode(row.request.tag + row.response_ids) for row in found[:2]]
-        samples += [f"```\n{text}\n```" for text in shown]
-        ends.append(f"| {domain} | {' | '.join(cells)} | {mean_entropy(target, found):.2f} |")
-    (out / "README.md").write_text(
-        CARD.format(
-            table=table,
-            vocabulary=VOCAB_SIZE,
-            context=CONTEXT,
-            count=count,
-            limit=limit,
-            ends="\n".join(ends),
-            samples="\n\n".join(samples),
-        )
-    )
-
-
-def mean_entropy(target: Target, rows: list[Continuation]) -> float:
-    """Nats per token of the target's law on its own samples."""
-    total, positions = 0.0, 0
-    for row in rows:
-        ids = torch.tensor([row.request.tag + row.response_ids], device=target.device)
-        logits = target.outputs(ids).logits
-        assert logits is not None
-        first = len(row.request.tag) - 1
-        law = logits[0, first:-1].float().log_softmax(-1)
-        total += float(-(law.exp() * law).sum())
-        positions += len(law)
-    return total / positions
+        write_card(arguments.out, device, VOCAB_SIZE, CONTEXT)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from pathlib import Path
 from shutil import copy2, copytree, ignore_patterns
-from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -40,9 +39,9 @@ KEYS = ["script.run", "script.repo", "script.private"]
 LINKED_BYTES = 1 << 26  # larger files are linked, not copied, to be uploaded
 
 
-def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
-    """Upload in one commit a repository; returns their addresses. `api` has `repo_info`,
-    `create_repo` and `upload_folder` of `huggingface_hub.HfApi`."""
+def push(run: Path, repo: str, private: bool, api: HfApi) -> list[str]:
+    """Upload drafter and report, and the target if it was trained too, in one commit to each
+    repository. Returns the addresses of the repositories."""
     if not run.is_dir():
         raise UserError(f"script.run: there is no folder {str(run)!r}")
     missing = [name for name in REPORTS if not (run / name).exists()]
@@ -93,7 +92,7 @@ def push(run: Path, repo: str, private: bool, api: Any) -> list[str]:
 
 
 def _stage(folder: Path, staged: Path) -> None:
-    """Without the marker, which knows the card as it was written."""
+    """Copy a folder without the marker, which holds the hash of the card before it is edited."""
     copytree(folder, staged, copy_function=_copy, ignore=ignore_patterns(MARKER))
 
 
@@ -104,8 +103,9 @@ def _copy(source: str, destination: str) -> None:
         Path(destination).symlink_to(Path(source).resolve())
 
 
-def refuse_public(name: str, api: Any) -> None:
-    """`create_repo` leaves a repository that exists as it is, whatever it is asked for."""
+def refuse_public(name: str, api: HfApi) -> None:
+    """Refuse to upload something private to a public repository: `create_repo` would not make one
+    that exists private."""
     try:
         public = not api.repo_info(name).private
     except RepositoryNotFoundError:
@@ -118,7 +118,7 @@ def refuse_public(name: str, api: Any) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Leave out of report and card where files lie here; refuse what no one else may read."""
+    """Remove this machine's folders from report and card; UserError where a file holds a secret."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         text = _text(path)
@@ -135,7 +135,7 @@ def clean(folder: Path) -> None:
 
 
 def _text(path: Path) -> str:
-    """What can be read in the file: all of it, of safetensors the header, of other weights ''."""
+    """Read a file as text: all of a text file, the header of safetensors, '' for other weights."""
     try:
         if path.suffix != ".safetensors":
             return path.read_text(encoding="utf-8")
@@ -147,11 +147,11 @@ def _text(path: Path) -> str:
 
 
 def _line(text: str) -> str:
-    """On one line, without a token: that of `hf auth login` stands in no variable."""
+    """Write a message on one line, without the token of `hf auth login`."""
     return " ".join(hide(text, [f"token={get_token() or ''}"]).split())
 
 
-def main(arguments: list[str], api: Any = None) -> int:
+def main(arguments: list[str], api: HfApi | None = None) -> int:
     try:
         given = parse_overrides(arguments, KEYS)
         for key in ("script.run", "script.repo"):

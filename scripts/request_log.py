@@ -1,4 +1,4 @@
-"""Write down what an OpenAI-compatible server (vLLM) answers, for `recipe=osd method.log=...`.
+"""Log the requests to an OpenAI-compatible server (vLLM), for `recipe=osd method.log=...`.
 
     python -m scripts.request_log script.server=http://127.0.0.1:8000 script.port=8001 \\
         script.log=requests.jsonl
@@ -12,8 +12,8 @@ Only its owner may read the log. `script.keep_days=30` deletes what is older whi
 and, without `script.server`, at once: `script.keep_days=0` deletes all. `script.forget=TEXT`
 deletes at once every exchange that holds TEXT in its request or answer, such as a user's name, a
 sentence or the id of an answer; a prompt that was sent as token ids is found by its answer only. A
-proxy that writes and a run that reads go on: deleted lines become blank. What a run has read by
-then stays in the checkpoints that it keeps.
+proxy that writes and a run that reads are not disturbed: deleted lines become blank. Requests that
+a run has read before stay in its checkpoints.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engines import request_file
 from engines.request_proxy import DAY_S, RequestProxy
@@ -53,32 +53,36 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check(given: dict[str, Any]) -> None:
+def _check(given: dict[str, object]) -> None:
+    """Refuse values of script.* that are missing or of the wrong type."""
     deletes = "keep_days" in given or "forget" in given
     require("server" in given or deletes, "script.server", "be given", None)
     require("log" in given, "script.log", "be given", None)
     if "forget" in given and "server" in given:
-        raise UserError("script.forget deletes and ends: leave script.server out")
+        raise UserError("script.forget deletes lines and starts no proxy: leave script.server out")
     if isinstance(given.get("allowed_hosts"), str):
         given["allowed_hosts"] = [given["allowed_hosts"]]
 
-    def number(value: Any) -> bool:
-        return type(value) in (int, float) and math.isfinite(value)
+    def number(value: object) -> float:
+        """The value of a finite number; nan, which no rule allows, for anything else."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return math.nan
+        return value if math.isfinite(value) else math.nan
 
-    rules = {
+    rules: dict[str, tuple[str, Callable[[object], bool]]] = {
         "port": ("be a number", lambda v: type(v) is int),
         "token_ids": ("be true or false", lambda v: isinstance(v, bool)),
         "allowed_hosts": ("be a list of names",
                           lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v)),
-        "max_body_mb": ("be a number > 0", lambda v: number(v) and v > 0),
-        "keep_days": ("be a number >= 0", lambda v: number(v) and v >= 0),
+        "max_body_mb": ("be a number > 0", lambda v: number(v) > 0),
+        "keep_days": ("be a number >= 0", lambda v: number(v) >= 0),
     }  # fmt: skip
     for key, (rule, holds) in rules.items():
         require(key not in given or holds(given[key]), f"script.{key}", rule, given.get(key))
 
 
 async def serve(proxy: RequestProxy) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Run the proxy until SIGINT or SIGTERM."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -89,16 +93,17 @@ async def serve(proxy: RequestProxy) -> None:
                 "can ask the server, and adds to the log",
                 file=sys.stderr,
             )
-        kept = "for ever" if proxy.keep_days is None else f"for {proxy.keep_days:g} days"
+        how_long = "for ever" if proxy.keep_days is None else f"for {proxy.keep_days:g} days"
         print(
-            f"{proxy.address} answers for {proxy.upstream}; answers go to {proxy.log} and are kept "
-            f"{kept}",
+            f"{proxy.address} answers for {proxy.upstream}; answers go to {proxy.log} and are "
+            f"stored {how_long}",
             flush=True,
         )
         await ended.wait()
 
 
 def delete(log: Path, keep_days: float | None, text: str | None) -> None:
+    """Delete the lines of a log that are older than `keep_days` or hold `text`."""
     if not is_file("script.log", log):
         raise UserError(f"script.log={log} does not exist: name the file that was written")
     count = 0
@@ -109,7 +114,7 @@ def delete(log: Path, keep_days: float | None, text: str | None) -> None:
             count += request_file.delete_with(log, text)
     except OSError as error:
         raise RunFault(
-            f"{log} cannot be written ({error.strerror}): mend that and run the same command again"
+            f"{log} cannot be written ({error.strerror}): fix that and rerun the same command"
         ) from error
     print(f"{count} lines of {log} were deleted")
 

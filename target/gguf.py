@@ -64,7 +64,8 @@ def load_gguf(
         if name in vars(owner):
             delattr(owner, name)
     model.config.quantized_from = quantization(reader)
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type] - transformers hides its arguments
+    return model.eval(), tokenizer
 
 
 def read(file: Path, key: str) -> GGUFReader:

@@ -504,7 +504,7 @@ def test_a_disk_that_is_full_or_closed_is_one_line(refused, monkeypatch, fault):
         raise fault
 
     monkeypatch.setattr(report, "write_report", write)
-    refused("recipe=distillspec", says="mend that and run the same command again", code=3,
+    refused("recipe=distillspec", says="fix that and rerun the same command", code=3,
             written=True)  # fmt: skip
 
 

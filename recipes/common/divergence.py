@@ -1,4 +1,4 @@
-"""The setting `method.divergence` of the recipes that have one."""
+"""The setting `method.divergence`, for the recipes that have one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from trainer.specs import spelled
 
 @dataclass
 class DivergenceConfig(Section):
-    """`divergence`: a name of trainer/divergence.py with its options."""
+    """Settings of a method with a divergence. `divergence`: a name of trainer/divergence.py with
+    its options."""
 
     MOVED: ClassVar[Mapping[str, str]] = {
         "beta": "method.divergence=jsd:<beta>",
@@ -32,13 +33,15 @@ class DivergenceConfig(Section):
 
     @property
     def parsed_divergence(self) -> Divergence:
+        """The divergence that `divergence` names."""
         return parse_divergence(self.divergence, "method.divergence")
 
     @classmethod
-    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
+    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
+        """Translate the options of earlier versions, which were keys of their own."""
         new = {key: value for key, value in stored.items() if key not in cls.MOVED}
-        name = stored.get("divergence", cls.divergence)
-        given = dict(stored)
+        given: dict[str, Any] = dict(stored)
+        name = given.get("divergence", cls.divergence)
         if "loss_temperature_scale" in given:
             given["temperature_scale"] = given.pop("loss_temperature_scale")
         kind = DIVERGENCES.get(name)

@@ -1,4 +1,4 @@
-"""Which size of a fresh drafter: acceptance after a short training against what drafting costs.
+"""The search for the size of a fresh drafter: acceptance after a short training against its cost.
 
 Acceptance grows with the size ever more slowly, the cost of a round in proportion to it, so the
 predicted speed-up has a maximum. Layers cost time one after another while width hardly does
@@ -7,12 +7,13 @@ predicted speed-up has a maximum. Layers cost time one after another while width
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafters.causal_lm import CausalLMDrafter, shrunk_config
 from eval.costs import cost_of
@@ -22,13 +23,56 @@ from target.model import Target
 from trainer.config import UserError, require
 from trainer.files import read_json, write_json
 
-PREDICTIONS = ("mbsu_params", "mbsu", "modelled_speedup")
 FOUND = "size_search.json"
-Trial = Callable[[int, str, CausalLMDrafter], dict[str, Any]]
 
 
-def check_search(config: Any) -> None:
-    """Of a recipe's Config: search_parameters, _layers, _steps and _by."""
+class ShapeRow(TypedDict):
+    """One shape in `size_search.json` and in the report."""
+
+    layers: int
+    hidden_size: int
+    parameters: int
+    parameters_besides_embeddings: int
+    alpha: float
+    tokens_per_round: float
+    mbsu_params: float
+    mbsu: float
+    modelled_speedup: float
+
+
+PREDICTIONS: Mapping[str, Callable[[ShapeRow], float]] = {
+    "mbsu_params": lambda row: row["mbsu_params"],
+    "mbsu": lambda row: row["mbsu"],
+    "modelled_speedup": lambda row: row["modelled_speedup"],
+}
+
+
+class SearchConfig(Protocol):
+    """The settings of a recipe that its search reads; recipes/fastdraft.py says what they mean."""
+
+    search_parameters: list[int]
+    search_layers: list[int]
+    search_steps: int
+    search_by: str
+    warmup_share: float
+    draft_layers: int | None
+    draft_hidden_size: int | None
+    tie_embeddings: bool | None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The acceptance on held-out text at the end of a short training."""
+
+    alpha: float
+    tokens_per_round: float
+
+
+Trial = Callable[[int, str, CausalLMDrafter], TrialResult]  # (number, name, drafter)
+
+
+def check_search(config: SearchConfig) -> None:
+    """Check the settings of the search; UserError if one of them is out of range."""
     require(config.search_by in PREDICTIONS, "method.search_by",
             f"be one of {', '.join(PREDICTIONS)}", config.search_by)  # fmt: skip
     for key in ("search_parameters", "search_layers"):
@@ -43,71 +87,76 @@ def check_search(config: Any) -> None:
 
 
 class SizeSearch:
-    def __init__(self, config: Any, target: Target):
+    """The search of one recipe. `rows`: the shapes that were tried, the chosen one first."""
+
+    def __init__(self, config: SearchConfig, target: Target):
         if config.search_by == "modelled_speedup" and target.sharded is not None:
             raise UserError(
                 "method.search_by=modelled_speedup goes by measured times, which mean nothing with "
                 "model.device_map=fsdp2: take mbsu"
             )
         self.config, self.target = config, target
-        self.rows: list[dict[str, Any]] = []  # of the shapes tried, best first
+        self.rows: list[ShapeRow] = []
         self.shapes = self._shapes()
 
     @property
-    def overrides(self) -> dict[str, Any]:
-        """Of trainer.* in a trial."""
+    def overrides(self) -> dict[str, object]:
+        """The settings of trainer.* that a trial has its own values for."""
         steps = self.config.search_steps
         warmup = round(self.config.warmup_share * steps)
         return {"max_steps": steps, "lr_warmup_steps": warmup, "eval_every": steps}
 
     def is_done(self, folder: Path) -> bool:
+        """Whether `folder` holds the result of a search."""
         return (folder / FOUND).exists()
 
     def run(
         self, folder: Path, trial: Trial, K: int, is_main: bool, barrier: Callable[[], None]
     ) -> None:
-        """Train every shape and keep what came of it in `folder`; a second call reads that, since
-        times differ from call to call. trial(number, name, drafter) -> what the evaluation on
-        held-out text says at the end, tokens_per_round among it."""
+        """Train every shape and write the result to `folder`; a second call reads it, since times
+        differ from call to call."""
         path = folder / FOUND
         if not self.is_done(folder):
             rows = [self._row(number, trial, K) for number in range(len(self.shapes))]
-            rows.sort(key=lambda row: -row[self.config.search_by])
+            predicted = PREDICTIONS[self.config.search_by]
+            rows.sort(key=lambda row: -predicted(row))
             if is_main:
                 write_json(path, rows)
         barrier()
-        remedy = "delete this file and start the same command again: the sizes are compared anew"
+        remedy = "delete this file and rerun the same command, which compares the sizes again"
         self.rows = read_json(path, remedy, list)
         if is_main:
             print(self.table())
 
-    def _row(self, number: int, trial: Trial, K: int) -> dict[str, Any]:
+    def _row(self, number: int, trial: Trial, K: int) -> ShapeRow:
         layers, width = self.shapes[number]
         torch.manual_seed(0)
         drafter = self._make(layers, width)
-        found = trial(number, f"{layers}x{width}", drafter)
-        drafter.eval()  # training left it as it trains, with dropout
+        result = trial(number, f"{layers}x{width}", drafter)
+        drafter.eval()  # after training, it still has dropout on
         cost = cost_of(drafter, self.target, make_budget("fixed", K))
-        tokens = found["tokens_per_round"]
+        tokens = result.tokens_per_round
         return {
             "layers": layers, "hidden_size": width,
             "parameters": drafter.num_parameters,
             "parameters_besides_embeddings": _inner_parameters(drafter.model),
-            "alpha": found["alpha"], "tokens_per_round": tokens,
+            "alpha": result.alpha, "tokens_per_round": tokens,
             "mbsu_params": mbsu(tokens, 1, cost.round_parameters),
             "mbsu": mbsu(tokens, 1, cost.round_bytes),
             "modelled_speedup": modelled_speedup(tokens, 1, cost.round_time, cost.verify),
         }  # fmt: skip
 
     def chosen(self) -> CausalLMDrafter:
+        """Build a fresh drafter of the chosen shape."""
         return self._make(self.rows[0]["layers"], self.rows[0]["hidden_size"])
 
     def table(self) -> str:
+        """Format the rows for the terminal."""
         lines = [f"{'shape':>9} {'parameters':>11} {'alpha':>6} {'tau':>5} "
                  + " ".join(f"{name:>16}" for name in PREDICTIONS)]  # fmt: skip
         for row in self.rows:
             shape = f"{row['layers']}x{row['hidden_size']}"
-            predicted = " ".join(f"{row[name]:16.3f}" for name in PREDICTIONS)
+            predicted = " ".join(f"{value(row):16.3f}" for value in PREDICTIONS.values())
             lines.append(
                 f"{shape:>9} {row['parameters']:11} {row['alpha']:6.3f} "
                 f"{row['tokens_per_round']:5.2f} {predicted}"
@@ -121,7 +170,8 @@ class SizeSearch:
         )  # fmt: skip
 
     def _shapes(self) -> list[tuple[int, int]]:
-        """(layers, width): of every depth the widths that come closest to the numbers asked for."""
+        """List the shapes to try as (layers, width): of every depth, the widths that come closest
+        to the requested numbers of parameters."""
         config = self.target.model.config.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or self.target.hidden_size // heads
@@ -139,7 +189,9 @@ class SizeSearch:
             return _inner_parameters(AutoModelForCausalLM.from_config(shape))
 
 
-def _inner_parameters(model: Any) -> int:
-    """Without the matrices that look up and score tokens."""
-    ends = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+def _inner_parameters(model: PreTrainedModel) -> int:
+    """Count the parameters, without the matrices that look up and score tokens."""
+    output = model.get_output_embeddings()
+    assert output is not None, "a causal LM scores tokens"
+    ends = {id(matrix.weight) for matrix in (model.get_input_embeddings(), output)}
     return sum(p.numel() for p in model.parameters() if id(p) not in ends)

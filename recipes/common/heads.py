@@ -1,9 +1,10 @@
-"""What the recipes of all heads on the target share: how far they look ahead, and their loss.
+"""Settings, recipe and objective that the recipes of all heads on the target share.
 
 A head drafts the token at depth j of a round from what the target has computed before the round.
-For every depth the loss is a divergence between the target's law and the head's, at exactly the
-positions that decoding visits, in chunks that never hold all logits; optionally a regression of
-the head's states on the target's. The target's law is recomputed from its final-normed state.
+For every depth the loss is a divergence between the target's distribution and the head's, at
+exactly the positions that decoding visits, in chunks that never hold all logits; optionally a
+regression of the head's states on the target's. The target's distribution is recomputed from its
+final-normed state.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from recipes.base import Needs, Objective, Recipe, Stage, check_kind, unwrapped
+from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
 from trainer.chunked import OutputHead, chunked_divergence
@@ -28,7 +29,7 @@ from trainer.config import UserError, require
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.losses import LossOutput, position_weights
 
-Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput
+Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, denominator, weight
 
 ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 
@@ -38,7 +39,7 @@ KEEP_TEACHER_BYTES = 1 << 28
 
 @dataclass
 class HeadConfig(DivergenceConfig):
-    """Settings of every head. The weight of depth j (from 1) is depth_decay ** (j - 1)."""
+    """Settings of every head."""
 
     depth_decay: float = 0.8  # the loss of depth j weighs depth_decay ** (j - 1)
     divergence_weight: float = 1.0  # weight of the divergence
@@ -64,9 +65,9 @@ class HeadConfig(DivergenceConfig):
 
 
 class HeadRecipe(Recipe, Generic[ConfigT]):
-    """A head trained in one stage. `kind`: of the drafters it trains."""
+    """A recipe that trains a head in one stage. `drafter_type`: the class of its drafters."""
 
-    kind: ClassVar[str]
+    drafter_type: ClassVar[type[TrainedDrafter]]
 
     def __init__(self, config: ConfigT, target: Target):
         self.config, self.target = config, target
@@ -74,7 +75,7 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
     @property
     def depth(self) -> int:
-        """How many depths are trained."""
+        """The number of depths that are trained."""
         raise NotImplementedError
 
     @property
@@ -84,7 +85,8 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
     @property
     def objective(self) -> HeadObjective:
-        """Made at its first use, when the drafter that decides what is captured is known."""
+        """The objective of the stage, made at its first use: a given drafter, which decides what is
+        captured, is known by then."""
         if self._objective is None:
             self._objective = HeadObjective(self.config, self.target, self.depth, self.captures)
         return self._objective
@@ -93,12 +95,13 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         text = Needs({"target": 1.0})
         return [Stage("train", self.objective, text, start="base", row="after", packs=True)]
 
-    def accept(self, drafter: Any) -> None:
-        """A head to go on from must be of this kind and reach as deep as is trained."""
-        check_kind(drafter, self.kind, type(self).__module__.rpartition(".")[2])
+    def accept(self, drafter: TrainedDrafter) -> None:
+        """Refuse a head of another kind, or with another depth than the one that is trained."""
+        check_kind(drafter, self.drafter_type, type(self).__module__.rpartition(".")[2])
         self.check_depth(drafter)
 
     def check_depth(self, drafter: TrainedDrafter) -> None:
+        """Refuse a drafter with another number of heads than method.num_heads."""
         if drafter.max_depth is not None and drafter.max_depth != self.depth:
             raise UserError(
                 f"model.drafter has {drafter.max_depth} heads, method.num_heads={self.depth}: set "
@@ -107,8 +110,9 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
 
 class HeadObjective(Objective):
-    """A divergence between the target's distribution and the head's at each depth, and the further
-    terms that `config` has weights for. `captures`: the target's layers that the head reads."""
+    """The divergence between the target's distribution and the head's at each depth, and the
+    further terms that `config` has weights for. `captures`: the target's layers that the head
+    reads."""
 
     def __init__(
         self, config: HeadConfig, target: Target, depth: int, captures: tuple[LayerId, ...]
@@ -120,7 +124,8 @@ class HeadObjective(Objective):
         return TargetRequest(tuple(dict.fromkeys((*self.captures, "final_norm"))), logits=False)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
-        """One per term: the divergence of each depth, then its further terms."""
+        """Count the trained positions, for each term: the divergence of each depth, then the
+        further terms of that depth."""
         out = []
         for depth in range(1, self.depth + 1):
             count = batch.count(batch.supervised(depth), self.config.reduction)
@@ -129,13 +134,14 @@ class HeadObjective(Objective):
 
     @property
     def _further(self) -> int:
+        """The number of terms of a depth besides the divergence."""
         return (self.config.feature_weight > 0) + (self.config.top_weight > 0)
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
         assert target_outputs is not None
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         final = target_outputs.hidden["final_norm"]
         score = self.scorer(unwrapped(drafter), batch, final, self.target.head, metrics)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
@@ -148,7 +154,7 @@ class HeadObjective(Objective):
         outputs: TargetOutputs | None,
         score: Callable[..., list[Term]],
     ) -> list[Term]:
-        """The terms of all depths, from one forward of the drafter."""
+        """Compute the terms of all depths in one forward of the drafter."""
         scored = drafter(
             batch.input_ids,
             outputs,
@@ -166,10 +172,10 @@ class HeadObjective(Objective):
         batch: Batch,
         final: torch.Tensor,
         head: OutputHead,
-        metrics: dict[str, Any],
+        metrics: Metrics,
     ) -> Callable[[int, torch.Tensor], list[Term]]:
-        """(depth, states) -> the terms of that depth, against what `head` says of the target's
-        states `final` [B, L, d]. Acceptance is added to `metrics`."""
+        """Return (depth, states [B, L, d]) -> the terms of that depth, against the distribution
+        that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`."""
         teacher = self._teacher(batch, final, head)
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
@@ -180,8 +186,8 @@ class HeadObjective(Objective):
             weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
             own = drafter.output_head(depth)
             scale = self.config.depth_decay ** (depth - 1)
-            law = teacher(rows, index)
-            value = chunked_divergence(self.divergence, picked, own, law, labels, weights)
+            target_logits = teacher(rows, index)
+            value = chunked_divergence(self.divergence, picked, own, target_logits, labels, weights)
             terms: list[Term] = [(value.total, count, scale * self.config.divergence_weight)]
             if self.config.feature_weight:
                 error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
@@ -189,7 +195,7 @@ class HeadObjective(Objective):
                 terms.append((total, count, scale * self.config.feature_weight))
             if self.config.top_weight:
                 best = chunked_divergence(
-                    DIVERGENCES["ce_top"](), picked, own, law, labels, weights
+                    DIVERGENCES["ce_top"](), picked, own, target_logits, labels, weights
                 )
                 terms.append((best.total, count, scale * self.config.top_weight))
             number = float(len(rows))
@@ -202,8 +208,9 @@ class HeadObjective(Objective):
     def _teacher(
         self, batch: Batch, final: torch.Tensor, head: OutputHead
     ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], torch.Tensor]]:
-        """(rows, logit indices) -> the target's logits of a span of them. Every depth asks for some
-        of the first one's positions, so where all of those fit they are computed once."""
+        """Return (rows [N], logit indices [N]) -> span -> the target's logits [n, V] at that span
+        of them. Every depth asks for some of the positions of the first, so these are computed once
+        where all of them fit."""
         where = batch.supervised(1)
         rows, index = where.nonzero(as_tuple=True)
         size = len(rows) * self.target.vocab_size * final.element_size()
@@ -216,8 +223,8 @@ class HeadObjective(Objective):
         return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Li et al. 2024, EAGLE: uniform noise on the features, scaled by 512 / the tokens of the
-        longest text."""
+        """Add uniform noise to states [B, L, H], scaled by 512 / the tokens of the longest text (Li
+        et al. 2024, EAGLE)."""
         if not self.config.feature_noise:
             return states
         texts = zip(batch.prompts, batch.responses, strict=True)
@@ -228,8 +235,9 @@ class HeadObjective(Objective):
 def frequent_tokens(
     traces: Sequence[Trace], size: int | None, target: Target
 ) -> tuple[torch.Tensor | None, float]:
-    """Ids [size] of the most frequent response tokens, ascending, and the share of all response
-    tokens they cover: what no drafter over them can exceed at T=1. None and 1 without a size."""
+    """Choose the `size` most frequent response tokens. Returns their ids [size] int64, ascending,
+    and the share of all response tokens that they cover, which no drafter over them can exceed at
+    T=1; None and 1 without a size. UserError if there is no response token."""
     if size is None:
         return None, 1.0
     require(
@@ -247,7 +255,8 @@ def frequent_tokens(
     return torch.tensor(sorted(ranked)), covered
 
 
-def say_coverage(size: int | None, covered: float) -> None:
+def print_coverage(size: int | None, covered: float) -> None:
+    """Print the share of tokens that a reduced vocabulary covers; warn where it is low."""
     if size is None:
         return
     print(

@@ -1,10 +1,10 @@
 """Rewards of a frozen reference drafter's trees, computed once for each text.
 
-    folder/manifest.json     what they depend on: reference, target, tree, reward, positions
+    folder/manifest.json     what the rewards depend on: reference, target, tree, reward, positions
     folder/rewards-*.jsonl   one line for each text, every process appends to a file of its own
 
 The reference, the target and the positions of a text never change while a drafter is trained, so
-neither do these rewards: kept in memory, and in a folder where one is named, for later runs.
+neither do these rewards. They stay in memory, and in a folder where one is named, for later runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import hashlib
 import json
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,8 +25,11 @@ MANIFEST = "manifest.json"
 
 
 class ReferenceRewards:
-    def __init__(self, folder: str | Path | None, made_of: dict[str, Any], key: str):
-        """Refuses a folder whose rewards depend on something else. `key`: of the setting."""
+    """The rewards of one reference, by text and positions."""
+
+    def __init__(self, folder: str | Path | None, made_of: Mapping[str, object], key: str):
+        """Read the rewards in `folder`. `made_of`: what rewards depend on; a folder whose rewards
+        depend on something else is refused. `key`: the setting that names the folder."""
         self._known: dict[str, list[float]] = {}
         self._file: Path | None = None
         if folder is None:
@@ -48,11 +50,13 @@ class ReferenceRewards:
         return len(self._known)
 
     def get(self, ids: Sequence[int], lengths: Sequence[int]) -> torch.Tensor | None:
-        """[P] float32 of the prefixes of `ids` with these lengths."""
+        """Return the rewards [P] float32 of the prefixes of `ids` with these lengths; None where
+        they are not known yet."""
         found = self._known.get(_name(ids, lengths))
         return None if found is None else torch.tensor(found, dtype=torch.float32)
 
     def put(self, ids: Sequence[int], lengths: Sequence[int], rewards: torch.Tensor) -> None:
+        """Store the rewards [P] of these prefixes."""
         name, values = _name(ids, lengths), rewards.tolist()
         self._known[name] = values
         if self._file is not None:
@@ -66,8 +70,8 @@ def _name(ids: Sequence[int], lengths: Sequence[int]) -> str:
     return hashlib.sha256(numbers.tobytes()).hexdigest()[:32]
 
 
-def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) -> None:
-    """Refuses a folder whose rewards depend on something else; writes nothing."""
+def check_rewards(folder: str | Path | None, made_of: Mapping[str, object], key: str) -> None:
+    """Refuse a folder whose rewards depend on something else; writes nothing."""
     if folder is None:
         return
     if Path(folder).exists() and not Path(folder).is_dir():
@@ -75,8 +79,8 @@ def check_rewards(folder: str | Path | None, made_of: dict[str, Any], key: str) 
     manifest = Path(folder) / MANIFEST
     if not manifest.exists():
         return
-    stored = read_json(manifest, f"{key}: delete {folder}, its rewards are computed anew")
-    made_of = json.loads(json.dumps(made_of))  # so that tuples compare as they are stored
+    stored = read_json(manifest, f"{key}: delete {folder}, its rewards are then computed again")
+    made_of = json.loads(json.dumps(dict(made_of)))  # so that tuples compare as they are stored
     differing = [name for name in made_of if stored.get(name) != made_of[name]]
     if differing:
         name = differing[0]
@@ -92,4 +96,6 @@ def _read(line: bytes, path: Path) -> dict[str, list[float]]:
         row = json.loads(line)
         return {row["text"]: [float(value) for value in row["rewards"]]}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: delete this file, its rewards come again") from error
+        raise UserError(
+            f"{path} is damaged: delete this file, its rewards are then computed again"
+        ) from error

@@ -1,13 +1,13 @@
-"""Where the requests of online training come from: prompts that are served here, or a log.
+"""The sources of requests for online training: prompts that are served here, or a log.
 
-Either way a request ends as a row of the buffer: its answer, how much each token of it is trained,
-and what the target says there. Every drafter that is compared reads the same answers.
+Either way a request ends as a row of the buffer: its answer, the weight of each token in the loss,
+and the target's logits there. Every drafter that is compared reads the same answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from accelerate import PartialState
@@ -15,62 +15,76 @@ from accelerate.utils import gather_object
 
 from data.request_log import LoggedRequest, RequestLog
 from data.traces import Trace
-from drafters.bank import DrafterBank
+from drafters.base import TrainedDrafter
 from recipes.common.online import (
     Clock,
     Served,
     Server,
-    draft_laws,
+    bank_of,
+    draft_logits,
     expected_rounds,
     marks,
     overlap_sum,
-    target_laws,
+    target_logits,
 )
 from target.model import Target
 from target.sampling import Sampling
 from trainer.config import UserError
 from trainer.interrupt import stop_requested
 
-MEETING_S = 20.0  # the longest that the main process waits for a log while the others wait for it
+SYNC_S = 20.0  # the longest that the main process waits for a log while the others wait for it
 Sums = dict[str, float]  # of one interval, on one process
 
 
+class StreamConfig(Protocol):
+    """The settings of a recipe that its stream reads; recipes/osd.py says what they mean."""
+
+    K: int
+    positions: str
+    log: str | None
+    log_wait_s: float
+
+
 class Stream:
-    """`config`: the recipe's own; `references`: drafters that only watch, by name. Of the last
-    interval `laws`, the target's logits [response, V] by the number of the request, and `foreign`,
-    the lines of a log that the target did not write. `over`: a log has no more lines now."""
+    """The requests of a run. `references`: drafters that are compared and not trained, by name.
+
+    After each interval `target_logits` holds the target's logits [response, V] by number of the
+    request, and `foreign` the lines of a log that the target did not write. `over`: whether the log
+    has no more lines."""
 
     def __init__(
         self,
-        config: Any,
+        config: StreamConfig,
         target: Target,
         traces: Sequence[Trace],
-        references: dict[str, Any],
+        references: Mapping[str, TrainedDrafter],
         max_new_tokens: int,
         context: int,
     ):
         self.config, self.target, self.traces = config, target, list(traces)
         self.references, self.processes = references, PartialState()
         self.server = Server(target, config.K, max_new_tokens)
-        self.laws: dict[int, torch.Tensor] = {}
+        self.target_logits: dict[int, torch.Tensor] = {}
         self.foreign: list[int] = []
         self.log: RequestLog | None = None
-        self.over = self._told = False
+        self.over = self._end_printed = False
         if config.log is not None:
             self.log = RequestLog(config.log, target, context)
 
     def next(
-        self, network: Any, version: int, index: int, size: int, seed: int
+        self, network: TrainedDrafter, version: int, index: int, size: int, seed: int
     ) -> tuple[list[Served], Sums]:
-        """Of batch `index`, `size` requests of this process; fewer where a log is over."""
+        """Answer, or read, the `size` requests of this process in batch `index`; fewer where a log
+        is over. Returns them with the sums of their counters."""
         if self.log is None:
             return self._serve(network, version, index, size, seed)
         return self._follow(self.log, network, version, size)
 
     def _serve(
-        self, network: Any, version: int, index: int, size: int, seed: int
+        self, network: TrainedDrafter, version: int, index: int, size: int, seed: int
     ) -> tuple[list[Served], Sums]:
-        """Request number n is prompt n of the stream; several processes take turns."""
+        """Serve the prompts: request number n is prompt n of the stream, and several processes take
+        turns."""
         first = (index * self.processes.num_processes + self.processes.process_index) * size
         rows = []
         for number in range(first, first + size):
@@ -88,13 +102,13 @@ class Stream:
             for one in answer.rounds:
                 add(sums, accepted=one.accepted, rejected=one.rejected, rounds=1,
                     emitted=one.emitted)  # fmt: skip
-        self._compare(network, rows, target_laws(self.target, rows), sums)
+        self._compare(network, rows, target_logits(self.target, rows), sums)
         return rows, sums
 
     def _follow(
-        self, log: RequestLog, network: Any, version: int, size: int
+        self, log: RequestLog, network: TrainedDrafter, version: int, size: int
     ) -> tuple[list[Served], Sums]:
-        """The next logged requests, in turns too; the main process reads for all."""
+        """Follow the log: its next requests, in turns too; the main process reads for all."""
         rank, first = self.processes.process_index, log.lines
         rows = []
         for offset, one in enumerate(self._read(log, size * self.processes.num_processes)):
@@ -106,20 +120,21 @@ class Stream:
         return self._weigh(network, rows, sums), sums
 
     def _read(self, log: RequestLog, count: int) -> list[LoggedRequest]:
-        """Processes meet between short waits: none of them may wait for another too long. Once a
-        whole wait was in vain the log is over: it is still read, but no more waited for."""
+        """Read `count` requests, fewer where no more come within `log_wait_s`. Processes sync
+        between short waits: none of them may wait for another too long. After a whole wait without
+        a line the log is over: it is still read, but no more waited for."""
         found: list[LoggedRequest] = []
         waits = 0.0 if self.over else self.config.log_wait_s
         while True:
             read, fault = list[LoggedRequest](), None
-            now = min(waits, MEETING_S)
+            now = min(waits, SYNC_S)
             if self.processes.is_main_process:
                 try:
                     read = log.read(count - len(found), now, stop_requested)
                 except UserError as error:
                     fault = error
-            told = read, fault, log.state_dict(), stop_requested()
-            read, fault, place, stopped = gather_object([told])[0]
+            mine = read, fault, log.state_dict(), stop_requested()
+            read, fault, place, stopped = gather_object([mine])[0]
             if fault is not None:
                 raise fault
             log.load_state_dict(place)
@@ -134,25 +149,27 @@ class Stream:
                 return found
 
     def close_log(self, step: int, last: bool) -> None:
-        """Of a log that is over, or of the run: however short, too much of it is too much."""
+        """Check the log at its end or the end of the run, and print what became of it: however
+        short it is, too many bad lines are refused."""
         if self.log is None or not (self.over or last):
             return
         self.log.check()
-        if self.processes.is_main_process and (last or not self._told):
+        if self.processes.is_main_process and (last or not self._end_printed):
             over = f"method.log={self.log.path} is over at step {step + 1}"
             print(self.log.summary() if last else over)
-            self._told = True
+            self._end_printed = True
 
     def _weigh(
-        self, network: Any, read: list[tuple[Served, LoggedRequest]], sums: Sums
+        self, network: TrainedDrafter, read: list[tuple[Served, LoggedRequest]], sums: Sums
     ) -> list[Served]:
-        """Expected rejections of each response; what another model wrote is left out."""
+        """Weigh the tokens of each response by their expected rejections; leave out the responses
+        that another model wrote."""
         self.foreign, rows = [], [row for row, _ in read]
         if not rows:
             return []
-        laws = target_laws(self.target, rows)
-        kept, kept_laws = [], []
-        for (row, one), p, q in zip(read, laws, draft_laws(network, rows), strict=True):
+        logits = target_logits(self.target, rows)
+        own, own_logits = [], []
+        for (row, one), p, q in zip(read, logits, draft_logits(network, rows), strict=True):
             found = expected_rounds(row, p, q, self.config.K)
             if found.foreign:
                 self.foreign.append(one.line)
@@ -161,29 +178,32 @@ class Stream:
             row.weights = [1.0] * len(row.response_ids) if everything else found.weights
             add(sums, accepted=found.accepted, rejected=found.rejected, rounds=found.rounds,
                 emitted=len(row.response_ids) - 1)  # fmt: skip
-            kept.append(row)
-            kept_laws.append(p)
-        self._compare(network, kept, kept_laws, sums)
-        return kept
+            own.append(row)
+            own_logits.append(p)
+        self._compare(network, own, own_logits, sums)
+        return own
 
     def _compare(
-        self, network: Any, rows: list[Served], laws: list[torch.Tensor], sums: Sums
+        self, network: TrainedDrafter, rows: list[Served], logits: list[torch.Tensor], sums: Sums
     ) -> None:
-        """The overlap of every drafter with the target on the same answers, before any of them is
-        trained on."""
-        self.laws = {row.number: law for row, law in zip(rows, laws, strict=True)}
+        """Sum the overlap of every drafter with the target on the same answers, before any of them
+        is trained on."""
+        self.target_logits = {row.number: p for row, p in zip(rows, logits, strict=True)}
         add(sums, requests=len(rows), positions=sum(len(row.response_ids) for row in rows))
         if not rows:
             return
         for name, drafter in {"served": network, **self.references}.items():
-            for row, p, q in zip(rows, laws, draft_laws(drafter, rows), strict=True):
+            for row, p, q in zip(rows, logits, draft_logits(drafter, rows), strict=True):
                 add(sums, **{name: overlap_sum(p, q, row.sampling)})
 
 
-def _member(network: Any, prompt_ids: list[int]) -> int:
-    return network.route(prompt_ids) if isinstance(network, DrafterBank) else 0
+def _member(network: TrainedDrafter, prompt_ids: list[int]) -> int:
+    """The number of the bank's drafter that answers this prompt, 0 without a bank."""
+    bank = bank_of(network)
+    return 0 if bank is None else bank.route(prompt_ids)
 
 
 def add(sums: Sums, **values: float) -> None:
+    """Add `values` to the sums of these names."""
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + float(value)

@@ -22,7 +22,7 @@ from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
 from eval.server import check_server, server_row
-from recipes.common.online import Served, expected_rounds, target_laws
+from recipes.common.online import Served, expected_rounds, target_logits
 from target.model import Target
 from target.sampling import Sampling
 from tests.proxy import running
@@ -104,7 +104,7 @@ def answers(target, address, log):
         Served(i, one.prompt_ids, one.response_ids, one.sampling, "", 0, 0)
         for i, one in enumerate(read)
     ]
-    return rows, target_laws(target, rows)
+    return rows, target_logits(target, rows)
 
 
 def test_what_it_answers_to_others_comes_as_it_was_drawn(target, vllm_python, tmp_path):

@@ -13,8 +13,9 @@ import train
 from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from phases.train import sample_drafter
+from phases.stage import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
@@ -340,7 +341,7 @@ def test_pitfall_3_length_is_capped_and_the_eos_rate_logged(target, traces):
     assert "draft_eos_rate" not in stored.metrics
 
 
-class Given(torch.nn.Module):
+class Given(TrainedDrafter):
     """Stands for a drafter: the logits themselves are the parameter, its head the identity."""
 
     def __init__(self, shape, dtype=torch.float32):

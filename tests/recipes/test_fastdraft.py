@@ -21,7 +21,7 @@ from eval.costs import read_per_step
 from recipes import distillspec
 from recipes.base import Context
 from recipes.common import draft_size
-from recipes.common.draft_size import SizeSearch, _inner_parameters
+from recipes.common.draft_size import SizeSearch, TrialResult, _inner_parameters
 from recipes.fastdraft import Config, Recipe
 from target.model import Target
 from tests.commands import (
@@ -291,7 +291,7 @@ def test_the_search_takes_the_best_prediction_and_keeps_it(by, target, tmp_path)
 
     def trial(number, name, drafter):
         tried.append(name)
-        return {"alpha": 0.5, "tokens_per_round": 1 + 0.1 * number}
+        return TrialResult(alpha=0.5, tokens_per_round=1 + 0.1 * number)
 
     search.run(tmp_path, trial, 3, True, lambda: None)
     predictions = [row[by] for row in search.rows]
@@ -319,7 +319,7 @@ def test_the_search_measures_drafters_as_they_are_served(target, tmp_path, monke
 
     def trial(number, name, drafter):
         drafter.train()
-        return {"alpha": 0.5, "tokens_per_round": 2.0}
+        return TrialResult(alpha=0.5, tokens_per_round=2.0)
 
     monkeypatch.setattr(draft_size, "cost_of", cost_of)
     searched(target, search_layers=[1]).run(tmp_path, trial, 3, True, lambda: None)

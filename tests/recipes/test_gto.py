@@ -646,7 +646,7 @@ def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
     monkeypatch.setattr(shared, "placement", lambda *_: SimpleNamespace(name="elsewhere"))
     monkeypatch.setattr(shared.shutil, "copytree", full)
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *words, "run.stage=base")) == 0
-    assert "base: not kept for other runs in" in capsys.readouterr().out
+    assert "base: not saved for other runs in" in capsys.readouterr().out
     assert len(losses(tmp_path / "run", "base")) == 3
     assert list((tmp_path / "cache" / "stages").iterdir()) == before
 

@@ -114,17 +114,17 @@ def test_a_shared_stage_that_is_damaged_is_named_and_not_taken(given, tmp_path, 
     weights = checkpoint.step_dir(kept, 2)
     checkpoint.write(weights, drafter.state_dict(), {"step": 2, "best_step": None})
     files.write_json(kept / shared.FINISHED, {"step": 2, "best_step": None})
-    shared.take(run, kept, tmp_path / "whole")
+    shared.restore(run, kept, tmp_path / "whole")
     assert checkpoint.is_whole(checkpoint.step_dir(tmp_path / "whole", 2))
     path = weights / checkpoint.WEIGHTS
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     capsys.readouterr()
-    shared.take(run, kept, tmp_path / "damaged")
+    shared.restore(run, kept, tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
     assert f"checkpoint {weights} is damaged" in capsys.readouterr().out
     for text in ("", "[]", "{}"):
         (kept / shared.FINISHED).write_text(text)
-        shared.take(run, kept, tmp_path / "damaged")
+        shared.restore(run, kept, tmp_path / "damaged")
         assert not (tmp_path / "damaged").exists()
         assert f"{kept}" in capsys.readouterr().out

@@ -30,12 +30,12 @@ from recipes.common import stream
 from recipes.common.online import (
     Replay,
     Served,
-    draft_laws,
+    draft_logits,
     expected_rounds,
     marks,
     online_batch,
     publish,
-    target_laws,
+    target_logits,
 )
 from recipes.osd import Config, Recipe
 from target.decode import Request
@@ -166,7 +166,7 @@ def test_exactly_the_logits_that_drafted_a_rejected_token_are_trained(target, tr
     p = target.outputs(batch.input_ids).logits
     with torch.no_grad():
         q = recipe.drafter.eval().draft_logits(batch.input_ids)
-    torch.testing.assert_close(batch.laws, p[rows, index], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batch.target_logits, p[rows, index], rtol=1e-4, atol=1e-4)
     if temperature == 0:
         corrected = batch.input_ids[rows, index + 1]
         assert torch.equal(p[rows, index].argmax(-1), corrected)
@@ -286,7 +286,7 @@ def test_acceptance_is_recorded_before_the_request_is_trained_on(target, traces)
     rows = recipe.last
     matches = sum(
         float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum())
-        for p, q in zip(target_laws(target, rows), draft_laws(served, rows), strict=True)
+        for p, q in zip(target_logits(target, rows), draft_logits(served, rows), strict=True)
     )
     update(recipe, batch, torch.optim.SGD(recipe.drafter.parameters(), 1.0))
     row = recipe.evaluated(None)(None, 1)
@@ -384,7 +384,7 @@ def test_a_long_answer_counts_no_more_than_a_short_one(target, traces):
     rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
     with torch.no_grad():
         q = recipe.drafter.draft_logits(batch.input_ids)[rows, index]
-    values = kl(batch.laws, q)
+    values = kl(batch.target_logits, q)
     means = [values[rows == row].mean() for row in range(4)]
     assert loss_of(recipe, batch).item() == pytest.approx(float(sum(means) / 4), rel=1e-4)
 
@@ -462,7 +462,9 @@ def test_a_share_of_the_rows_is_replayed_with_the_law_they_had(target, traces):
     before = int(mask[:old].sum())
     count = int(mask[old].sum())
     rows = supervised(first.loss_mask).nonzero(as_tuple=True)[0]
-    torch.testing.assert_close(second.laws[before : before + count], first.laws[rows == 0])
+    torch.testing.assert_close(
+        second.target_logits[before : before + count], first.target_logits[rows == 0]
+    )
 
 
 def test_a_share_that_is_no_whole_number_of_rows_is_kept_on_average():
@@ -520,7 +522,7 @@ def test_versions_are_published_whole_and_the_newest_is_named(
     monkeypatch.undo()
     with torch.no_grad():
         next(recipe.drafter.parameters())[0] = float("nan")
-    with pytest.raises(RunFault, match="not published, the one before it stays"):
+    with pytest.raises(RunFault, match="not published, the version before it stays"):
         publish(recipe.drafter, folder, 7, 28)
     assert json.loads((folder / "latest.json").read_text()) == about
 
@@ -559,7 +561,7 @@ def test_a_greedy_log_trains_what_serving_it_would(target, traces, tmp_path):
     found = interval(follower, 0)
     assert torch.equal(found.loss_mask, batch.loss_mask)
     assert torch.equal(found.weights, batch.weights)
-    torch.testing.assert_close(found.laws, batch.laws)
+    torch.testing.assert_close(found.target_logits, batch.target_logits)
     ours, theirs = (one.evaluated(None)(None, 1) for one in (follower, served))
     for key in ("alpha_prequential", "alpha_hat_prequential", "tokens_per_round_prequential"):
         assert ours[key] == pytest.approx(theirs[key])

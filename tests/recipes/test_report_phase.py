@@ -32,28 +32,28 @@ def medusa(target):
 @pytest.mark.parametrize(
     "options", [{"K": 3}, {"K": 1, "tree": "eagle"}, {"K": 2, "tree": "dynamic:9:3:3"}]
 )
-def test_more_depths_than_heads_are_refused(medusa, options):
+def test_more_depths_than_heads_are_refused(medusa, target, options):
     with pytest.raises(UserError, match="has 2 heads, so it drafts at most 2 tokens deep"):
-        check_drafter(medusa, EvalConfig(**options))
-    check_drafter(medusa, EvalConfig(K=2, tree="dynamic:9:2:3"))
+        check_drafter(medusa, target, EvalConfig(**options))
+    check_drafter(medusa, target, EvalConfig(K=2, tree="dynamic:9:2:3"))
 
 
 def test_drafting_beyond_the_context_is_refused(target):
     eagle = build_eagle(target, Eagle1Settings(["final_norm"], target.hidden_size))
     with pytest.raises(UserError, match=rf"eval\.K must be below the target's context {CONTEXT}"):
-        check_drafter(eagle, EvalConfig(K=CONTEXT))
+        check_drafter(eagle, target, EvalConfig(K=CONTEXT))
 
 
 def test_hydra_is_not_asked_of_an_engine(target):
     hydra = HydraDrafter.build(target, HydraSettings())
     with pytest.raises(UserError, match="of kind 'hydra'; engines serve causal_lm: "):
-        check_drafter(hydra, EvalConfig(engine="vllm"))
+        check_drafter(hydra, target, EvalConfig(engine="vllm"))
 
 
-def test_a_missing_engine_is_said_before_training(medusa, monkeypatch, tmp_path):
+def test_a_missing_engine_is_said_before_training(medusa, target, monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"bash scripts/engine_env\.sh"):
-        check_drafter(medusa, EvalConfig(K=2, engine="vllm"))
+        check_drafter(medusa, target, EvalConfig(K=2, engine="vllm"))
 
 
 def test_a_calibrated_tree_needs_accuracies(medusa):
@@ -81,7 +81,7 @@ def test_a_calibrated_tree_that_cannot_be_is_refused_before_a_model_is_loaded(te
 def test_a_calibrated_tree_is_not_asked_of_a_language_model(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
     with pytest.raises(UserError, match="not of a language model: name another tree"):
-        check_drafter(drafter, EvalConfig(tree="calibrated:3"))
+        check_drafter(drafter, target, EvalConfig(tree="calibrated:3"))
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):

@@ -79,7 +79,7 @@ def test_a_report_counts_as_written_when_it_validates(begun, capsys, content):
     (run / "report.json").write_bytes(content)
     trained = [(p, p.stat().st_mtime_ns) for p in run.glob("stages/*/finished.json")]
     assert train.main(words) == 0
-    assert "it is written again" in capsys.readouterr().out
+    assert "the report is written again" in capsys.readouterr().out
     found = json.loads((run / "report.json").read_text())["results"]
     assert [row["tokens_per_round"] for row in found] == [r["tokens_per_round"] for r in expected]
     assert [(p, p.stat().st_mtime_ns) for p in run.glob("stages/*/finished.json")] == trained

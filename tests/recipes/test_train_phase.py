@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,8 @@ from drafters.acceptance_head import AcceptanceHead
 from drafters.base import weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from phases.run import Run
-from phases.train import check_context, chosen_stages, prepare, sample_drafter, train_stages
+from phases.stage import sample_drafter
+from phases.train import check_context, chosen_stages, prepare, train_stages
 from recipes import eagle, medusa
 from recipes.base import Needs, Stage
 from tests.commands import command
@@ -98,7 +97,7 @@ def test_a_stage_asked_for_comes_with_those_it_starts_from(target, tmp_path):
         chosen_stages(run_of(tmp_path, target, "run.stage=x"), recipe)
 
 
-def test_a_shared_stage_is_trained_anew_where_nothing_may_be_resumed(target, tmp_path, capsys):
+def test_a_shared_stage_is_trained_again_where_nothing_may_be_resumed(target, tmp_path, capsys):
     found = []
     for name, resume in (("one", "auto"), ("two", "auto"), ("three", "never")):
         recipe, base = staged(target)
@@ -109,11 +108,14 @@ def test_a_shared_stage_is_trained_anew_where_nothing_may_be_resumed(target, tmp
     assert len({weights_hash(drafter) for _, drafter in found}) == 1
 
 
-def test_a_text_longer_than_the_drafter_sees_is_refused():
+def test_a_text_longer_than_the_drafter_sees_is_refused(target):
     longest = max(len(t.prompt_ids) + len(t.response_ids) for t in TRACES)
-    check_context(SimpleNamespace(context=longest), TRACES)
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    drafter.model.config.max_position_embeddings = longest
+    check_context(drafter, TRACES)
+    drafter.model.config.max_position_embeddings = longest - 1
     with pytest.raises(UserError, match=f"sees {longest - 1} tokens, the longest text has"):
-        check_context(SimpleNamespace(context=longest - 1), TRACES)
+        check_context(drafter, TRACES)
 
 
 def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):
@@ -123,7 +125,7 @@ def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target,
     given.save_pretrained(tmp_path / "given")
     run = run_of(tmp_path, target, "recipe=eagle", f"model.drafter={tmp_path / 'given'}")
     assert prepare(run, recipe, []).acceptance is None
-    assert "its acceptance head was trained for the weights as they are" in capsys.readouterr().out
+    assert "its acceptance head was trained for the present weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -49,7 +49,7 @@ BASE = ["script.server=http://h", "script.log=x"]
         ([*BASE, "script.max_body_mb=.inf"], "script.max_body_mb must be a number > 0"),
         ([*BASE, "script.keep_days=true"], "script.keep_days must be a number >= 0"),
         ([*BASE, "script.keep_days=-1"], "script.keep_days must be a number >= 0"),
-        ([*BASE, "script.forget=me"], "script.forget deletes and ends: leave script.server out"),
+        ([*BASE, "script.forget=me"], "script.forget deletes lines and starts no proxy"),
         (["script.log=x", "script.forget=me"], "script.log=x does not exist"),
         (["script.log=x", "script.forget="], "script.server must be given"),
         ([*BASE, "script.keep_day=3"], "unknown key 'script.keep_day'"),
@@ -96,11 +96,11 @@ def test_a_proxy_that_other_machines_reach_is_warned_of(tmp_path, capsys, monkey
     assert request_log.main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith("http://127.0.0.1:")
-    assert "kept for ever" in out
+    assert "stored for ever" in out
     assert err == ""
     assert request_log.main([*words, "script.host=0.0.0.0", "script.keep_days=2"]) == 0
     out, err = capsys.readouterr()
-    assert "kept for 2 days" in out
+    assert "stored for 2 days" in out
     assert err.startswith("warning: script.host=0.0.0.0 is open to other machines")
 
 

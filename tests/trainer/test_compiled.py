@@ -38,7 +38,7 @@ def losses(folder, target, recipe, backend):
 def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
     recipe, backend, tmp_path, tiny_folder, monkeypatch
 ):
-    monkeypatch.setattr("phases.train.dev_evaluation", lambda *given, **options: None)
+    monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     # live at every step, or nothing of the target is compiled
     monkeypatch.setattr("data.cached_logits.CachedLogits.fits", lambda self: False)
     target = tiny_folder("gemma3")

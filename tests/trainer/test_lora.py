@@ -41,7 +41,7 @@ def tensors(run):
 def test_it_adds_a_matrix_of_low_rank_to_every_layer_and_no_more(
     tmp_path, tiny_folder, monkeypatch, recipe, family
 ):
-    monkeypatch.setattr("phases.train.dev_evaluation", lambda *given, **options: None)
+    monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     target = tiny_folder(family)
     assert train.main(words(tmp_path, target, recipe)) == 0
     before = tensors(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_merged_it_drafts_what_it_drafted(tiny_target):
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, tiny_folder, monkeypatch):
-    monkeypatch.setattr("phases.train.dev_evaluation", lambda *given, **options: None)
+    monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     target = tiny_folder("llama")
     assert train.main(words(tmp_path, target, "medusa")) == 0
     given = (f"model.drafter={tmp_path / 'run' / 'drafter'}", f"trainer.lora_rank={RANK}",
