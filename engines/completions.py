@@ -43,7 +43,7 @@ class ServerError(RunFault):
 
 
 class _Answered(NamedTuple):
-    """What one of the requests of `complete` came to."""
+    """The result of one request of `complete`."""
 
     root: str
     request: Request

@@ -68,9 +68,11 @@ class EngineCounters:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A drafter for vLLM. `method`: draft_model, medusa, eagle or eagle3; `folder`: exported for
-    vLLM; `sampled`: above temperature 0 the drafter samples, as in draftsmith's decoding. vLLM's
-    own default is False: the most likely tokens at any temperature, of which fewer are accepted."""
+    """A drafter for vLLM.
+
+    `method`: draft_model, medusa, eagle or eagle3; `folder`: exported for vLLM; `sampled`: above
+    temperature 0 the drafter samples, as in draftsmith's own decoding. vLLM's default is False: the
+    most likely tokens at any temperature, of which fewer are accepted."""
 
     method: str
     folder: str | Path

@@ -22,7 +22,7 @@ PREFIX = "vllm:spec_decode_num_"
 
 
 class WorkerRequest(TypedDict):
-    """What is to be run."""
+    """The jobs to run."""
 
     engine: dict[str, object]  # arguments of vllm.LLM
     prompts: list[list[int]]  # token ids
@@ -40,7 +40,7 @@ class CounterValues(TypedDict):
 
 
 class JobAnswer(TypedDict):
-    """What one job gave, by prompt."""
+    """The result of a job, by prompt."""
 
     tokens: list[list[int]]
     rounds: list[list[list[int]]]  # [drafted, accepted] of each round
@@ -48,7 +48,7 @@ class JobAnswer(TypedDict):
 
 
 class WorkerAnswer(TypedDict):
-    """What was run."""
+    """The results of all jobs."""
 
     version: str  # of vLLM
     jobs: dict[str, JobAnswer]
@@ -110,8 +110,8 @@ def repair() -> None:
     """Replace a kernel of vLLM's CPU build (0.32.0) by what it computes on a GPU.
 
     The CPU build divides logits by memory that was never written: its `expand` kernel, which
-    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the result.
-    The sampled tokens are then noise."""
+    repeats each prompt's temperature for its drafted tokens, fills a converted copy of the
+    result. The sampled tokens are then noise."""
     import torch
     from vllm.v1.sample import rejection_sampler  # pyright: ignore[reportMissingImports]
 

@@ -56,7 +56,7 @@ class _SlotLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    def take(self, other: _SlotLayer, rows: torch.Tensor) -> None:
+    def copy_rows(self, other: _SlotLayer, rows: torch.Tensor) -> None:
         """Copy these rows of another layer that has been written to."""
         assert other.keys is not None
         assert other.values is not None
@@ -243,7 +243,7 @@ class CachedModel:
         other.begin(len(rows), self.capacity)
         assert other.cache is not None
         for mine, new in zip(self.cache.layers, other.cache.layers, strict=True):
-            new.take(mine, rows)  # type: ignore[union-attr]
+            new.copy_rows(mine, rows)  # type: ignore[union-attr]
         return other
 
     def forward(

@@ -58,7 +58,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
     """Uniform [0, 1) float64 as a function of (key, position, stream): splitmix64 (Steele, Lea and
-    Flood 2014) of the three, 53 bits kept. keys, positions: int64, same shape."""
+    Flood 2014) of the three, cut to 53 bits. keys, positions: int64, same shape."""
     salt = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little", signed=True)
     x = keys
     for part in (positions, torch.full_like(positions, salt)):

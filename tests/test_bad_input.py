@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
     refused, tmp_path, key, folder
 ):
     (tmp_path / "file").touch()
-    says = "is a file: name another place" if folder.startswith("file") else "must be a path of at"
+    says = "is a file: choose another path" if folder.startswith("file") else "must be a path of at"
     words = [f"{key}={tmp_path / folder}", "model.target=none/such"]
     extra = ["eval.drafter=none/such"] if key == "script.out" else []
     script = evaluate if key == "script.out" else None
@@ -140,7 +140,7 @@ def test_a_malformed_command_is_one_line(capsys, arguments, says):
 
 def test_a_divergence_that_is_not_linear_needs_full_logits(refused):
     words = ("method.teacher=compressed", "method.data_mix={target: 1}", "data.teacher_top_k=4")
-    refused(*words, says=["CompressedTeacherError", "jsd", "method.approx=bucket"])
+    refused(*words, says=["CompressedTeacherError", "jsd", "approx=bucket"])
 
 
 def test_draft_text_needs_a_live_teacher(refused):
@@ -158,7 +158,7 @@ def test_a_compressed_teacher_that_is_not_stored_is_asked_for(refused):
 
 def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
     words = ("method.teacher=compressed", "method.data_mix={target: 1}", "method.divergence=fkl")
-    says = ["CompressedTeacherError: top-k alone leaves out", "store data.teacher_samples"]
+    says = ["CompressedTeacherError: the stored top-k leaves out", "store samples of the tail"]
     refused(*words, "data.teacher_top_k=4", "method.control=false", says=says, written=True)
 
 

@@ -99,7 +99,7 @@ def _encodes(text: str) -> bool:
 
 
 def is_address(text: object) -> bool:
-    """Whether it begins as an HTTP address does."""
+    """Whether `text` begins with http:// or https://."""
     return str(text).startswith(("http://", "https://"))
 
 

@@ -90,7 +90,7 @@ def damaged(path: Path, what: str, remedy: str) -> UserError:
 
 
 class FileDigest(TypedDict):
-    """How a file was written."""
+    """Size and checksum of a file."""
 
     bytes: int
     sha256: str  # hexadecimal

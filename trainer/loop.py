@@ -62,7 +62,7 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     group = InitProcessGroupKwargs(timeout=PATIENCE, **({"backend": "gloo"} if gloo else {}))
     # Apple's GPUs have no float64, which exact sampling needs
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
-    # told to use the CPU, accelerate forgets DeepSpeed, which finds by itself what there is
+    # with cpu=True accelerate ignores DeepSpeed, which finds the devices by itself
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",

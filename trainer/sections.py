@@ -65,7 +65,7 @@ class ModelConfig(Section):
     dtype: str = "auto"
     # where the target's layers lie; null: all on the device of the process; auto, balanced,
     # sequential or {module: device}: over the devices of one process, as transformers does it;
-    # fsdp2: shared out over all processes
+    # fsdp2: sharded over all processes
     device_map: Any = None
     # most memory by device, for model.device_map=auto, such as {0: 20GiB, cpu: 64GiB}
     max_memory: dict[Any, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ModelConfig(Section):
             )
         if self.quantization and self.device_map == "fsdp2":
             raise UserError(
-                "model.device_map=fsdp2 shares out weights that are not quantised: leave out "
+                "model.device_map=fsdp2 shards weights that are not quantised: leave out "
                 "model.quantization"
             )
 

@@ -72,7 +72,7 @@ def spelled(named: Named) -> str:
 
 
 def form(kind: type[Named]) -> str:
-    """How a spec of this class is written, with its parameters."""
+    """The form of a spec of this class with its parameters, such as `dynamic:<size>[:<top>]`."""
     text = kind.name
     for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True):
         if field.init and field.kw_only:

@@ -43,7 +43,7 @@ from trainer.replicated import Replicated
 
 @dataclass
 class FitResult:
-    """How a training ended."""
+    """The result of a training."""
 
     steps: int
     best_step: int | None  # None where nothing was evaluated

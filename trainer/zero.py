@@ -118,7 +118,7 @@ class _Optimizer(Protocol):
     single_partition_of_fp32_groups: list[torch.Tensor]  # stages 1 and 2
 
 
-class _Engine(Protocol):
+class _DeepSpeedEngine(Protocol):
     """What is used of DeepSpeed's engine, a package that is not required."""
 
     optimizer: _Optimizer
@@ -126,7 +126,7 @@ class _Engine(Protocol):
     def destroy(self) -> None: ...
 
 
-def _engine(model: nn.Module) -> _Engine:
+def _engine(model: nn.Module) -> _DeepSpeedEngine:
     """`model` as the DeepSpeed engine that `prepare` returned."""
     return model  # type: ignore[return-value]
 

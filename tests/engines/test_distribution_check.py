@@ -109,9 +109,7 @@ def said_of(server, capsys):
 # --- single answers --------------------------------------------------------------------------
 
 ODD = {
-    "beyond the vocabulary": (
-        lambda ids: [*ids[:-1], VOCAB_SIZE], "'100' .*not a token id .*0 to 99"
-    ),
+    "beyond the vocabulary": (lambda ids: [*ids[:-1], VOCAB_SIZE], "'100' .*not a token .*0 to 99"),
     "negative": (lambda ids: [-1, *ids[1:]], "'-1' in an answer is not a token id"),
     "floats": (lambda ids: [float(i) for i in ids], r"\.0' in an answer is not a token id"),
     "booleans": (lambda ids: [True, *ids[1:]], "'True' in an answer is not a token id"),

@@ -112,7 +112,7 @@ def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_s
         (lambda tokens: [], "no token ids in the answer"),
         (lambda tokens: (tokens * 9)[: NEW + 1], f"{NEW + 1} tokens, {NEW} were requested"),
         (lambda tokens: tokens[:2], "2 tokens without EOS"),
-        (lambda tokens: [VOCAB_SIZE], "no token id of the target"),
+        (lambda tokens: [VOCAB_SIZE], "not a token id of the target"),
     ],
 )
 def test_counters_that_are_not_of_the_answer_are_a_fault(

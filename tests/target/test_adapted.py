@@ -88,7 +88,9 @@ def test_what_peft_refuses_is_one_line(tiny_target, monkeypatch):
         raise ValueError("no dropout\nhere")
 
     monkeypatch.setattr("target.adapted.get_peft_model", refuse)
-    with pytest.raises(UserError, match=r"no LlamaForCausalLM .* \(no dropout here\)"):
+    with pytest.raises(
+        UserError, match=r"peft cannot adapt LlamaForCausalLM .* \(no dropout here\)"
+    ):
         AdaptedTarget(tiny_target("llama"), LoraSettings())
 
 

@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_quantised_is_the_target_quantised_as_it_is_loaded(
     assert type(stored.model.base_model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
     ids = torch.arange(24).view(2, 12)
     torch.testing.assert_close(stored.outputs(ids).logits, int8.outputs(ids).logits)
-    with pytest.raises(UserError, match="fsdp2 shares out weights that are not quantised"):
+    with pytest.raises(UserError, match="fsdp2 shards weights that are not quantised"):
         load_causal_lm(str(tmp_path), "model.target", spread={"device_map": "cpu"})
 
 
