@@ -19,7 +19,7 @@ from types import ModuleType
 import yaml
 
 from recipes.common.config import Config, compose
-from trainer.config import UserError, require
+from trainer.config import UserError, asks_for_help, require
 
 
 def resolve(arguments: list[str]) -> tuple[Config, ModuleType]:
@@ -41,10 +41,9 @@ def main(arguments: list[str]) -> int:
     from recipes import base
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "accelerate", "datasets", "matplotlib"):
+    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of kernels not needed here
-    if not arguments:
+    if asks_for_help(arguments):
         print(__doc__)
         print(base.listing())
         return 0
@@ -75,10 +74,12 @@ def main(arguments: list[str]) -> int:
             recipe = module.Recipe(config.method, this.target)
             start = train.prepare(this, recipe, train_prompts)
             texts = train.raw_texts(this, recipe)
+            if start is not None:
+                report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
-            start = start or train.build(this, recipe, traces, texts)
-            trains_head = recipe.trains_acceptance
-            report.check_drafter(start, this.target, config.eval, trains_head)
+            if start is None:
+                start = train.build(this, recipe, traces, texts)
+                report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
             trained, results = train.train_stages(this, recipe, start, traces, texts)

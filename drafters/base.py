@@ -101,7 +101,9 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         the depth-th of its round and the tokens before it are those of `ids`; 0 where the round
         would have begun before the text. A drafter whose distribution is the same at every depth
         yields one object again and again. `columns` [B, L] bool: the positions that rounds may
-        begin from; a drafter may leave the rest at 0, or ignore it.
+        begin from; a drafter may leave the rest at 0, or ignore it. A head also takes `documents`
+        [B, L] int64 or None: the number of the text that a token belongs to, where a row holds
+        several; one that attends to other positions must not reach into another text.
         """
         raise NotImplementedError
 

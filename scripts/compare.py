@@ -32,7 +32,7 @@ from eval.report.rows import BASELINE, PLAIN, TARGET, Row, draft_shape, label, n
 from eval.report.schema import read_report
 from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from eval.report.web import to_html
-from trainer.config import UserError, suggest
+from trainer.config import UserError, asks_for_help, suggest
 from trainer.files import write_atomic
 from trainer.redaction import hide
 
@@ -41,7 +41,7 @@ OF_NO_RUN = (BASELINE, TARGET)  # roles of rows that belong to no run
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if asks_for_help(arguments):
         print(__doc__)
         return
     paths, out, rows = parse(arguments)

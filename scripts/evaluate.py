@@ -28,7 +28,7 @@ from recipes import base
 from recipes.common.config import Config, compose
 from target.model import Target
 from trainer.checks import require_folder
-from trainer.config import UserError, is_address, load_yaml
+from trainer.config import UserError, asks_for_help, is_address, load_yaml
 from trainer.redaction import shown
 from trainer.specs import form
 
@@ -109,6 +109,9 @@ def measure(
 
 
 def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
     try:
         config = resolve(arguments)
         run.check_words(

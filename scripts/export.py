@@ -27,7 +27,14 @@ from eval.report.schema import markdown_table, read_report
 from phases import run
 from target.model import Target, load_causal_lm
 from trainer.checks import require_files, require_folder
-from trainer.config import ModelConfig, UserError, load_yaml, parse_overrides, require
+from trainer.config import (
+    ModelConfig,
+    UserError,
+    asks_for_help,
+    load_yaml,
+    parse_overrides,
+    require,
+)
 
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
@@ -132,6 +139,9 @@ def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:
 
 
 def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
     try:
         given = parse_overrides(arguments, KEYS, TEXTS)
         for key in ("script.drafter", "script.engine", "script.out"):

@@ -13,6 +13,7 @@ from data.config import DataConfig
 from phases import generate, run
 from recipes.base import NoMethod
 from recipes.common.config import compose
+from trainer.config import asks_for_help
 
 # keys of the target, of the prompts, and of which prompts are held out
 READS = ("dry_run", "run.seed", *run.OF_TARGET,
@@ -22,6 +23,9 @@ READS = ("dry_run", "run.seed", *run.OF_TARGET,
 
 
 def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
     try:
         config = compose("generate", NoMethod, (), arguments)
         run.check_words(

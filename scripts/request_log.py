@@ -30,7 +30,7 @@ from pathlib import Path
 from engines import request_file
 from engines.request_proxy import DAY_S, RequestProxy
 from trainer.checks import is_file
-from trainer.config import RunFault, UserError, parse_overrides, require
+from trainer.config import RunFault, UserError, asks_for_help, parse_overrides, require
 from trainer.redaction import hide
 
 KEYS = ("server", "port", "log", "host", "token_ids", "allowed_hosts", "max_body_mb", "keep_days",
@@ -39,6 +39,9 @@ TEXTS = ("script.server", "script.log", "script.host", "script.forget")
 
 
 def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
     try:
         words = parse_overrides(arguments, [f"script.{key}" for key in KEYS], TEXTS)
         given = {key.removeprefix("script."): v for key, v in words.items() if v is not None}

@@ -91,6 +91,11 @@ class Config:
         return Path(self.run.dir) if self.run.dir else Path("runs") / f"{self.recipe}-{self.hash()}"
 
 
+def asks_for_help(arguments: list[str]) -> bool:
+    """Whether a command is to explain itself; `help=true` beside a recipe prints its keys."""
+    return not arguments or arguments in (["-h"], ["--help"], ["help=true"])
+
+
 def json_value(table: Mapping[str, object]) -> dict[str, Any]:
     """`table` as JSON reads it back: tuples as lists, keys as text."""
     return json.loads(json.dumps(table))

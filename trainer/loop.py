@@ -287,10 +287,19 @@ class Fit(Generic[B, O, C]):
             self.model.train()
             set_rng_state(random_state)
             self.tracker.log({"step": counters.step, "eval": metrics})
-            if metrics["select"] is not None:
-                self.progress.note(f"step {counters.step}  evaluation {metrics['select']:.4f}")
-            if counters.improved_by(metrics):
+            improved = counters.improved_by(metrics)
+            said = _numbers(metrics) + ", the best so far" * improved
+            self.progress.note(f"step {counters.step}  held-out text: {said}")
+            if improved:
                 self.store.save_best(counters.step, self.model, metrics)
+
+
+def _numbers(metrics: Mapping[str, object]) -> str:
+    """Each number of an evaluation behind its name; `select` repeats one of them."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    if len(numbers) > 1:
+        numbers.pop("select", None)
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
 
 
 def fit(run: Fit[B, O, C]) -> FitResult:

@@ -3,10 +3,13 @@ measured."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from eval.report.render import NONE
+from eval.verifiers.base import Verifier
+from eval.verifiers.table import VERIFIERS
 
 DRAFTERS = (
     "plain", "untrained", "before", "control", "offline", "after", "prompt_lookup", "target",
@@ -39,12 +42,21 @@ def is_trained(row: Row) -> bool:
 
 
 def draft_shape(row: Row) -> str:
-    """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree."""
+    """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree.
+    Behind it the verifier, where it does not keep the target's distribution."""
+    lossy = f", {row['verifier']}" if is_lossy(row["verifier"]) else ""
     if row.get("tree") is not None:
         sampled = row.get("tree_children") == "sampled" and row["temperature"] > 0
-        return row["tree"] + ", sampled children" * sampled
+        return row["tree"] + ", sampled children" * sampled + lossy
     rule = "" if row["policy"] in ("fixed", "none") else f", {row['policy']}"
-    return f"K {row['K']}{rule}" if row.get("K") else NONE
+    return f"K {row['K']}{rule}{lossy}" if row.get("K") else NONE
+
+
+def is_lossy(verifier: str) -> bool:
+    """Whether a verifier, named as in a report, may change the output. One that is not known here
+    counts as lossless: what its rows say of that is in `lossless`."""
+    kind = VERIFIERS.get(re.split("[:,]", verifier)[0])
+    return kind is not None and kind.lossless is not Verifier.lossless
 
 
 def num_nodes(row: Row) -> int | None:

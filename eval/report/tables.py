@@ -25,6 +25,7 @@ from eval.report.rows import (
     draft_shape,
     focus_rows,
     groups,
+    is_lossy,
     is_trained,
     key,
     known_positions,
@@ -106,12 +107,14 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
             )
         if not row["lossless"]:
-            parted = any(not one["near_tie"] for one in row.get("differing_prompts") or [])
+            parted = not is_lossy(row["verifier"]) and any(
+                not one["near_tie"] for one in row.get("differing_prompts") or []
+            )
             found.append(
-                f"{name}: not lossless, its greedy text parts from the target's where the two best "
-                "logits are not close."
+                f"{name}: not lossless, its greedy text differs from the target's where the two "
+                "best logits are not close."
                 if parted
-                else f"{name}: lossy, the output law is not the target's."
+                else f"{name}: lossy, the output does not have the target's distribution."
             )
         measured, modelled = row["speedup"], row["modelled_speedup"]
         if row["role"] != PLAIN and measured and modelled and modelled > 1.15 * measured:

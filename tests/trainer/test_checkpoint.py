@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer import checkpoint
 from trainer.config import RunFault
+from trainer.store import Counters
 
 
 @pytest.fixture
@@ -215,3 +216,14 @@ def test_generators_go_on_where_they_were(tmp_path):
     expected = [draw(), draw()]
     checkpoint.set_rng_state(torch.load(path, weights_only=True))
     assert [draw(), draw()] == expected
+
+
+def test_of_two_equal_evaluations_the_earlier_one_is_the_best():
+    counters = Counters(step=10)
+    assert counters.improved_by({"select": 0.5})
+    counters.step = 20
+    assert not counters.improved_by({"select": 0.5})
+    assert (counters.best_step, counters.best_metric) == (10, 0.5)
+    counters.step = 30
+    assert counters.improved_by({"select": 0.6})
+    assert counters.best_step == 30
