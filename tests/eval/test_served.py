@@ -365,7 +365,9 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
         answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
         found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row
         assert found["lossless"] == lossless
-        assert ("does not sample the target's distribution" in (found.get("note") or "")) != lossless
+        assert (
+            "does not sample the target's distribution" in (found.get("note") or "")
+        ) != lossless
     answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
     assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row[
         "lossless"
