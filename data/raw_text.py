@@ -8,6 +8,7 @@ Files and data sets are streamed by `datasets`; no source is held in memory as a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -16,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from data import toy
@@ -128,11 +129,11 @@ class Source:
         try:
             if files:
                 kind = kinds.pop()
-                options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-                names = [str(path) for path in files]
-                dataset = datasets.load_dataset(
-                    str(kind), data_files=names, split="train", streaming=True, **options
-                )
+                read = functools.partial(
+                    datasets.load_dataset, str(kind), data_files=[str(path) for path in files],
+                    split="train", streaming=True,
+                )  # fmt: skip
+                dataset = read(sample_by="document") if kind == "text" else read()
             else:
                 dataset = datasets.load_dataset(
                     self.name, self.config, split=self.split or "train", streaming=True,

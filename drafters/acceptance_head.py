@@ -64,12 +64,12 @@ class AcceptanceHead(nn.Module):
         self.out = nn.Linear(settings.width, 2)
 
     @classmethod
-    def build(cls, drafter: TrainedDrafter, **settings: Any) -> AcceptanceHead:
+    def build(cls, drafter: TrainedDrafter, **settings: object) -> AcceptanceHead:
         """A fresh head for this drafter, on its device. `settings`: of `AcceptanceSettings`."""
         check_exposed(drafter)
-        return cls(
-            AcceptanceSettings(width_of(drafter), draft=weights_hash(drafter), **settings)
-        ).to(next(drafter.parameters()).device)
+        plain = AcceptanceSettings(width_of(drafter), draft=weights_hash(drafter))
+        head = cls(dataclasses.replace(plain, **settings))
+        return head.to(next(drafter.parameters()).device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Score hidden [..., width]: logits [..., 2] float32 of rejection and acceptance."""

@@ -294,12 +294,15 @@ class OfflineEvaluator:
         overlaps: list[np.ndarray] = []
         greedy = sure = np.zeros((len(group), width))
         signals = _SignalsByDepth()
-        score = None
+        seen = score = None
         for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
             if scored is None or states is not before:  # else the same distribution at every depth
                 before = states
                 logits = drafter.project(states[batch, where], depth).float()
                 scored = _scored(logits, tokens, p, draft_sampling)
+                if rule is not None:
+                    own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
+                    seen = scored.probs.amax(-1), own
                 if rule is not None and rule.uses_head:  # the state at a token, not before it
                     at = (where + 1).clamp(max=ids.shape[1] - 1)
                     score = acceptance_of(drafter).probability(states[batch, at])
@@ -308,9 +311,8 @@ class OfflineEvaluator:
                     greedy = (logits.argmax(-1) == best)[:, :width].double().cpu().numpy()
                     sure = scored.probs.amax(-1)[:, :width].double().cpu().numpy()
             accept[:, :, depth - 1] = scored.weights[:, positions + depth - 1]
-            if rule is not None:
-                own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
-                signals.add((scored.probs.amax(-1), own), score)
+            if seen is not None:
+                signals.add(seen, score)
             overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
         if rule is not None:
             drafted[:] = signals.lengths(rule, width, self.K)

@@ -8,13 +8,33 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from trainer.redaction import shown
+
+
+class PromptsName(TypedDict):
+    """The prompts of a measurement."""
+
+    name: str
+
+
+class MeasuredRow(TypedDict):
+    """The entries of a report's row that a card shows."""
+
+    drafter: str
+    measured_by: str
+    tree: str | None
+    K: int
+    temperature: float
+    num_prompts: int
+    prompts: PromptsName
+    tokens_per_round: float | None
+    alpha: float | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ def code(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def _measured(rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
+def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
     """The two metrics by which drafters are compared, from the rows of the trained drafter."""
     found = []
     for row in rows:
@@ -122,11 +142,11 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
         shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
         config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
         prompts = _line(shown(row["prompts"]["name"]))
-        for name in ("tokens_per_round", "alpha"):
-            if row.get(name) is not None:
+        for name, value in (("tokens_per_round", row["tokens_per_round"]), ("alpha", row["alpha"])):
+            if value is not None:
                 found.append(EvalResult(
                     task_type="text-generation", dataset_type=prompts, dataset_name=prompts,
-                    metric_type=name, metric_value=round(row[name], 4), metric_name=name,
+                    metric_type=name, metric_value=round(value, 4), metric_name=name,
                     metric_config=config,
                 ))  # fmt: skip
     return found

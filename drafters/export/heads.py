@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +23,7 @@ from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
-from drafters.export.reread import reread
+from drafters.export.reread import reread, table_of
 from drafters.medusa import MedusaDrafter
 from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError
@@ -90,9 +89,10 @@ def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
 
     None where it is the target's weight, which engines use; some targets scale what they look up.
     """
-    module: Any = drafter.shared.target.embedding
-    table = module(torch.arange(len(module.weight), device=module.weight.device))
-    if torch.equal(table, module.weight):
+    target = drafter.shared.target
+    weight = table_of(target)
+    table = target.embedding(torch.arange(len(weight), device=weight.device))
+    if torch.equal(table, weight):
         return None
     return table[: configured_vocab_size(drafter)].to(dtype_of(drafter))
 

@@ -18,7 +18,7 @@ from drafters.eagle import EagleDrafter
 from drafters.formats.files import Tensors
 from drafters.formats.reader import PublishedHead, read
 from drafters.medusa import MedusaDrafter
-from target.model import LayerId, TargetOutputs
+from target.model import LayerId, Target, TargetOutputs
 from trainer.config import RunFault, UserError
 
 TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32
@@ -51,9 +51,8 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
     layers: list[LayerId] = [*range(target.num_layers), "final_norm"]
     hidden = {layer: torch.randn(size, generator=draws) for layer in layers}
 
-    lent: Any = target.embedding  # its weight, which it may scale, is what engines use
-    embedding, rows = (w.detach().cpu() for w in (lent.weight, target.head.weight))
-    same_table = torch.equal(lent(ids.to(target.device)).cpu(), embedding[ids])
+    embedding, rows = (w.detach().cpu() for w in (table_of(target), target.head.weight))
+    same_table = torch.equal(target.embedding(ids.to(target.device)).cpu(), embedding[ids])
     if head.kind != "medusa" and not (same_table or "embed_tokens.weight" in head.tensors):
         raise RunFault(
             f"{folder}: tensor 'embed_tokens.weight' is missing: the target scales its embeddings, "
@@ -89,6 +88,12 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
             )
         worst = max(worst, differs)
     return worst
+
+
+def table_of(target: Target) -> torch.Tensor:
+    """The weight [V, H] of the target's embedding, which engines use; the target may scale it."""
+    embedding: Any = target.embedding
+    return embedding.weight
 
 
 def _tolerance(drafter: TrainedDrafter) -> float:

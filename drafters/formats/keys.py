@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
 EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -39,7 +39,7 @@ class HeadConfig(TypedDict):
     model_type: str
     speculators_model_type: str
     speculators_config: SpeculatorsConfig
-    transformer_layer_config: dict[str, Any]  # `HeadConfig` again, passed to LlamaConfig
+    transformer_layer_config: HeadConfig  # the keys of the layer
     eagle_config: EagleConfig
     eagle_aux_hidden_state_layer_ids: list[int]
     num_aux_hidden_states: int

@@ -1,8 +1,8 @@
-"""How long to draft: named rules that end a chain early.
+"""Draft length: named rules that end a chain early.
 
 Whether another token is drafted depends on tokens already drafted and never on the coins that
-verify them, and the token after which a rule stops is verified: which token it was decides what
-follows, not whether it is submitted. So all rules leave the target's distribution as it is.
+verify them, and the token after which a rule stops is verified. So all rules leave the target's
+distribution unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIDDLE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 @dataclass
 class Policy(StopRule):
-    """`grid`: the settings of a family that a report compares."""
+    """A stop rule with a name."""
 
     name: ClassVar[str]
 
@@ -35,6 +35,7 @@ class Policy(StopRule):
 
     @classmethod
     def grid(cls, K: int, K_min: int = 1) -> list[Budget]:
+        """The settings of this family that a report compares."""
         return [cls().budget(K, K_min)]
 
 
@@ -54,18 +55,18 @@ class Threshold(Policy):
 
 
 class RunningProduct:
-    """A product over the tokens of a round."""
+    """A running product over the tokens of a round."""
 
     product: torch.Tensor
 
     def times(self, factor: torch.Tensor, depth: int) -> torch.Tensor:
-        """The product so far, [B]; a round's first token begins anew."""
+        """The product so far, [B]; it begins again with the first token of a round."""
         self.product = factor if depth == 1 else self.product * factor
         return self.product
 
 
 class Recorder(StopRule):
-    """Never stops and notes what a rule would have seen."""
+    """A rule that never stops and records the signals of every token."""
 
     def __init__(self, uses_head: bool = False):
         self.uses_head = uses_head

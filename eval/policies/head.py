@@ -15,7 +15,7 @@ HIGH = (0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998, 0.9999)
 
 
 @dataclass
-class Head(Threshold, RunningProduct):
+class HeadPolicy(Threshold, RunningProduct):
     """Stop once the acceptance head expects a rejection among the drafted tokens with more than the
     probability `threshold` (Huang et al. 2024, SpecDec++, Algorithm 1), after `K_min` tokens at the
     earliest: a larger threshold drafts longer.
@@ -43,6 +43,8 @@ class Head(Threshold, RunningProduct):
 
 
 @dataclass
-class HeadLast(Head):
+class HeadLast(HeadPolicy):
+    """`HeadPolicy` that feeds the newest token before it judges it."""
+
     name: ClassVar[str] = "head_last"
     judges_last = True

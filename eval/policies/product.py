@@ -1,4 +1,4 @@
-"""Stop by the probability of all that was drafted."""
+"""Stop by the probability of all drafted tokens of a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOW = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02)  # where drafts are cheap
 
 @dataclass
 class Product(Threshold, RunningProduct):
-    """Stop once the drafter's probability of all it drafted this round falls below the
+    """Stop once the drafter's probability of all tokens of this round falls below the
     threshold."""
 
     name: ClassVar[str] = "product"

@@ -1,4 +1,4 @@
-"""The policies that have a name, and what they make of a drafter."""
+"""The policies that have a name, and their budgets for a drafter."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from eval.policies.base import Policy
 from eval.policies.confidence import Confidence
 from eval.policies.drafted import Drafted
 from eval.policies.fixed import Fixed
-from eval.policies.head import Head, HeadLast
+from eval.policies.head import HeadLast, HeadPolicy
 from eval.policies.heuristic import Heuristic
 from eval.policies.product import Product
 from trainer.specs import parse
 
 POLICIES: dict[str, type[Policy]] = {
-    one.name: one for one in (Fixed, Confidence, Drafted, Product, Heuristic, Head, HeadLast)
+    one.name: one for one in (Fixed, Confidence, Drafted, Product, Heuristic, HeadPolicy, HeadLast)
 }
 
 
 def parse_policy(text: str) -> Policy:
+    """The policy that `text` names; UserError where it names none."""
     return parse("eval.policy", text, POLICIES)
 
 
@@ -29,8 +30,10 @@ def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
 
 
 def budget_for(drafter: object, policy: str, K: int) -> Budget:
-    """`make_budget` for this drafter. Chains of fixed length where it has not what the policy asks
-    for: baselines have no acceptance head, and what is copied from the prompt has no law."""
+    """`make_budget` for this drafter; chains of fixed length where the policy does not apply.
+
+    Baselines have no acceptance head, and copied tokens have no distribution.
+    """
     rule = parse_policy(policy)
     if not isinstance(drafter, TrainedDrafter):
         return Budget(K)

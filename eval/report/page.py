@@ -1,9 +1,8 @@
-"""What a report says and in which order: tables, plots and sentences made of its rows."""
+"""The content of a report in its order: tables, plots and sentences made of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from eval.report import plots
 from eval.report.policies import policy_blocks, policy_figures
@@ -15,7 +14,7 @@ from eval.report.render import (
     Figures,
     Fold,
     Heading,
-    Readings,
+    ReadingBlock,
     Table,
     Text,
     flatten,
@@ -26,6 +25,7 @@ from eval.report.rows import (
     PLAIN,
     TARGET,
     TRAINED,
+    Report,
     Row,
     best_chain,
     draft_shape,
@@ -76,13 +76,14 @@ DEFINITIONS = [
 ]
 
 
-def report_title(report: dict[str, Any]) -> str:
+def report_title(report: Report) -> str:
+    """The title: recipe or drafter, and target."""
     run, target = report["run"], report["target"]
     name = run.get("recipe") or run.get("name") or report["drafter"].get("name") or "drafter"
     return f"{name} for {target['name']}" if target.get("name") else str(name)
 
 
-def headline(report: dict[str, Any]) -> str:
+def headline(report: Report) -> str:
     """One sentence per temperature: the best lossless shape, what was gained, how surely."""
     found = groups(once(report["results"]))
     several = len({row["prompts"]["name"] for row in report["results"]}) > 1
@@ -117,7 +118,7 @@ def _belongs(comparison: Row, row: Row, num_groups: int) -> bool:
 
 
 def _gains(row: Row, rows: Sequence[Row], comparisons: Sequence[Row]) -> str:
-    """What a tree gains over the chain, and the chain over the other drafters' chains."""
+    """The gains of a tree over the chain, and of the chain over other drafters' chains."""
     if row.get("tree") is None:
         text = ""
         for c in comparisons:
@@ -171,8 +172,8 @@ def _comparison_table(comparisons: Sequence[Row]) -> Table:
     return Table(headers, rows)
 
 
-def _figures(report: dict[str, Any]) -> list[Block]:
-    """What a reader looks at first; the other plots are folded."""
+def _figures(report: Report) -> list[Block]:
+    """The main plots; the others are folded."""
     blocks: list[Block] = []
     more: list[Figure] = []
     for heading, rows in groups(once(report["results"])).items():
@@ -246,7 +247,7 @@ def _more_figures(heading: str, rows: list[Row]) -> list[Figure]:
 
 
 def _named(rows: list[Row]) -> list[Row]:
-    """The drafter and what it is compared with, itself last; else all that were measured."""
+    """Rows of the drafter, last, and of those it is compared with; else all that were measured."""
     named = [row for row in rows if row["role"] in (*COMPARED, TRAINED)]
     return named or [row for row in rows if row["role"] not in (PLAIN, TARGET)]
 
@@ -275,7 +276,7 @@ def _measured(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def report_blocks(report: dict[str, Any]) -> list[Block]:
+def report_blocks(report: Report) -> list[Block]:
     """The report as text and tables."""
     rows = report["results"]
     blocks: list[Block] = [Heading(report_title(report), 1), Text(headline(report))]
@@ -300,8 +301,8 @@ def report_blocks(report: dict[str, Any]) -> list[Block]:
     return [*blocks, Heading("What the numbers mean"), Bullets(DEFINITIONS)]
 
 
-def page_blocks(report: dict[str, Any]) -> list[Block]:
-    """The same with plots and answers first and the tables folded: the HTML page."""
+def page_blocks(report: Report) -> list[Block]:
+    """The report as an HTML page: plots and answers first, the tables folded."""
     title, text, *rest = report_blocks(report)
     blocks: list[Block] = [title, *tile_blocks(report), text, *_figures(report)]
     if report.get("readings"):
@@ -309,7 +310,7 @@ def page_blocks(report: dict[str, Any]) -> list[Block]:
             Heading("A reading of answers"),
             Text("Held-out prompts as they were decoded. A bar begins a round, one forward of the "
                  "target. Point at a round, or tap it, to see what was drafted in it."),
-            Readings(report["readings"]),
+            ReadingBlock(report["readings"]),
         ]  # fmt: skip
     blocks.append(Heading("Tables"))
     folds: list[Fold] = []

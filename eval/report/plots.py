@@ -10,13 +10,18 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from eval import speed_model
-from eval.report.render import Key, Plot
+from eval.report.policies import Point
+from eval.report.render import LegendKey, Plot
 from eval.report.rows import Row, known_positions
 from eval.speed_model import BATCH_SIZES, expected_tokens_positions, modelled_speedup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 COST_RATIOS = (*speed_model.COST_RATIOS, 0.2)
 # what matplotlib draws with -> the variable in page.css that takes its place
@@ -40,13 +45,13 @@ COLOURS = {
     "prompt_lookup": _LOOKUP,
 }
 MOST_DOMAINS = 12
-_Panel = Callable[[Any], None]
+_Panel = Callable[["Axes"], None]
 
 
 def acceptance_by_depth(rows: list[Row], key: str = "alpha_pos") -> Plot:
     """alpha_pos (given the positions before) or reach_pos of each row; trees dashed."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         for index, row in enumerate(rows):
             values = known_positions(row, key)
             positions = range(1, len(values) + 1)
@@ -70,7 +75,7 @@ def tokens_by_domain(rows: list[Row]) -> Plot | None:
     if len(names) < 2:
         return None
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         for index, (row, own) in enumerate(zip(rows, values, strict=True)):
             known = [(own.get(name), y) for y, name in enumerate(names)]
             x = [value for value, _ in known if value is not None]
@@ -96,7 +101,7 @@ def speedup_over_K(row: Row) -> Plot:
     tokens = [expected_tokens_positions(extended[:K]) for K in range(longest + 1)]
     own = row.get("cost_ratio")
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         lines = [(c, f"c = {c:g}", _shade(i)) for i, c in enumerate(COST_RATIOS)]
         if own is not None:
             lines.append((own, f"c = {own:.3g} (measured)", COLOURS["after"]))
@@ -120,7 +125,7 @@ def speedup_over_K(row: Row) -> Plot:
 def goodput_by_batch(lines: list[tuple[Row, list[float]]]) -> Plot:
     """Goodput over plain decoding's at each of BATCH_SIZES."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         for index, (row, ratios) in enumerate(lines):
             axes.plot(BATCH_SIZES, ratios, _line(row), label=_name(row), color=_colour(row, index))
         axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.6)
@@ -144,7 +149,7 @@ def over_steps(series: list[Row]) -> Plot | None:
     if not lines:
         return None
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         for index, (name, points) in enumerate(lines.items()):
             steps, values = zip(*sorted(points), strict=True)
             colour = [*COLOURS.values(), *_SPARE][index % (len(COLOURS) + len(_SPARE))]
@@ -157,7 +162,7 @@ def over_steps(series: list[Row]) -> Plot | None:
 def calibration(rows: list[Row]) -> Plot:
     """Acceptance by the drafter's own confidence; bigger dots hold more tokens."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], ":", color=_INK, linewidth=1.2, label="calibrated")
         for index, row in enumerate(rows):
             bins = [
@@ -174,10 +179,10 @@ def calibration(rows: list[Row]) -> Plot:
     return _svg(draw)
 
 
-def discards_over_verification(points: list[Row]) -> Plot:
+def discards_over_verification(points: Sequence[Point]) -> Plot:
     """Discarded drafts against target forwards, both per emitted token; one line per family."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Axes) -> None:
         families = dict.fromkeys(point["family"] for point in points)
         colours = [COLOURS["before"], *_SPARE, COLOURS["after"]]
         for family, colour in zip(families, colours, strict=False):
@@ -222,7 +227,8 @@ def _svg(draw: _Panel, height: float = 2.9) -> Plot:
         draw(axes)
         axes.grid(alpha=0.25, color=_INK, linewidth=0.6)
         axes.set_axisbelow(True)
-        keys = [_key(line) for line in axes.get_legend_handles_labels()[0]]
+        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+        keys = [_key(line) for line in lines]
         figure.set_layout_engine("constrained")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -234,11 +240,11 @@ def _svg(draw: _Panel, height: float = 2.9) -> Plot:
     return Plot(text.strip(), keys)
 
 
-def _key(line: Any) -> Key:
+def _key(line: Line2D) -> LegendKey:
     marks = {"-": "line", "--": "dashed", ":": "dotted"}
     markers = {"o": "dot", "s": "square", "D": "diamond"}
-    mark = marks.get(line.get_linestyle()) or markers[line.get_marker()]
-    return Key(str(line.get_label()), VARIABLES[line.get_color()], mark)
+    mark = marks.get(str(line.get_linestyle())) or markers[str(line.get_marker())]
+    return LegendKey(str(line.get_label()), VARIABLES[str(line.get_color())], mark)
 
 
 def _name(row: Row) -> str:
@@ -251,7 +257,7 @@ def _line(row: Row) -> str:
     return "o-" if row.get("tree") is None else "s--"
 
 
-def _integer_ticks(axes: Any, last: int, first: int = 1) -> None:
+def _integer_ticks(axes: Axes, last: int, first: int = 1) -> None:
     axes.set_xticks(range(first, last + 1, math.ceil((last - first + 1) / 12)))
 
 

@@ -1,14 +1,34 @@
-"""What a report says about policies of draft length (`report["policies"]`, from rollouts)."""
+"""The part of a report on policies of draft length (`report["policies"]`, from rollouts)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from eval.report import plots
 from eval.report.render import Block, Figure, Heading, Table, Text, number
 from eval.speed_model import COST_RATIOS
 
-Point = dict[str, Any]
+
+class Rates(TypedDict):
+    """Rates of decoding; both per emitted token."""
+
+    verification_rate: float
+    discards_per_token: float
+
+
+class Point(Rates):
+    """A policy at one temperature, measured on rollouts."""
+
+    temperature: float
+    family: str
+    policy: str
+    K: int
+    chosen: bool  # on held-out training text
+    submitted_per_round: float
+    tokens_per_round: float
+    modelled_speedup_at: dict[str, float]
+    decoded: Rates | None  # the same policy by decoding
+
 
 ABOUT = (
     "Every policy cuts the same rollouts of the drafter on the report's prompts (verification "
@@ -19,6 +39,7 @@ ABOUT = (
 
 
 def policy_blocks(points: list[Point]) -> list[Block]:
+    """Tables of the chosen policies, one for each temperature."""
     blocks: list[Block] = [Heading("Policies of draft length"), Text(ABOUT)]
     for temperature, own in _by_temperature(points).items():
         chosen = [point for point in own if point["chosen"]]
@@ -32,9 +53,9 @@ def policy_blocks(points: list[Point]) -> list[Block]:
                 number(point["submitted_per_round"]),
                 number(point["tokens_per_round"]),
                 number(point["verification_rate"], 3),
-                number((point["decoded"] or {}).get("verification_rate"), 3),
+                number(point["decoded"] and point["decoded"]["verification_rate"], 3),
                 number(point["discards_per_token"], 3),
-                number((point["decoded"] or {}).get("discards_per_token"), 3),
+                number(point["decoded"] and point["decoded"]["discards_per_token"], 3),
                 *(number(point["modelled_speedup_at"][str(c)], 3) for c in COST_RATIOS),
             ]
             for point in chosen
@@ -45,6 +66,7 @@ def policy_blocks(points: list[Point]) -> list[Block]:
 
 
 def policy_figures(points: list[Point]) -> list[Figure]:
+    """A plot of all policies for each temperature."""
     caption = (
         "Each line is one family of policies over its thresholds (fixed: over K); lower left is "
         "better. Bigger dots: what was chosen on held-out training text."

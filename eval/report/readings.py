@@ -17,15 +17,16 @@ beginning only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from eval.metrics import Row
 from eval.rounds import Round, RoundIds
 from trainer.config import UserError
 from trainer.redaction import leaks
 
 NUM_PROMPTS = 3
-MOST_TOKENS = 240  # of an answer, and about as many of a prompt
+MOST_TOKENS = 240  # of an answer, and about as many of its prompt
 MOST_CHARACTERS = 1200
 CONTEXT = 6  # tokens decoded before one, so that its spaces and bytes come out right
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -36,19 +37,23 @@ ANSWER = {"drafter": str, "temperature": (int, float), "draft": str, "num_tokens
 ROUND = {"tokens": list, "accepted": int, "last": (str, type(None)), "drafted": int,
          "rejected": list}  # fmt: skip
 BRANCH = {"depth": int, "tokens": list}
-
-Json = dict[str, Any]
+Json = Row  # a reading, an answer, a round or a branch, with the keys above
 
 
 class Tokenizer(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
     def decode(
         self, token_ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str: ...
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-    """The text that each of `ids` adds to that of `before`. A character whose bytes are spread over
-    several tokens is the text of the last of them; that of the others is empty."""
+    """The text that each of `ids` adds to that of `before`.
+
+    A character whose bytes are spread over several tokens is the text of the last of them; the text
+    of the others is empty.
+    """
 
     def text(tokens: list[int]) -> str:
         return tokenizer.decode(
@@ -78,7 +83,10 @@ def answer(
     rounds: Sequence[Round],
     about: Json,
 ) -> Json:
-    """One answer as the report holds it. `about`: drafter, temperature, draft, finish_reason."""
+    """An answer as the report stores it, from its rounds with token ids.
+
+    `about`: drafter, temperature, draft and finish_reason.
+    """
     texts = token_texts(tokenizer, response_ids[:MOST_TOKENS], prompt_ids)
     begin, shown = 1, list[Json]()
     for one in rounds:
@@ -97,7 +105,8 @@ def answer(
             }
         )
         begin = end
-    return about | {
+    return {
+        **about,
         "num_tokens": len(response_ids),
         "num_rounds": len(rounds),
         "first": texts[0],
@@ -117,7 +126,7 @@ def _rejected(tokenizer: Tokenizer, one: Round, ids: RoundIds, before: list[int]
         rest = ids.drafted[one.accepted :] if one.rejected else []
         tokens = token_texts(tokenizer, rest, [*before, *accepted])
         return [{"depth": one.accepted + 1, "tokens": tokens}] if rest else []
-    found = []
+    found: list[Json] = []
     path = [-1, *ids.path[: one.accepted]]
     # past the end of an answer that was cut nothing was decided
     for depth, node in enumerate(path if one.rejected else path[:-1], start=1):
@@ -131,8 +140,10 @@ def _rejected(tokenizer: Tokenizer, one: Round, ids: RoundIds, before: list[int]
 
 
 def reading(prompt: str, prompt_hash: str, domain: str, answers: list[Json]) -> Json | None:
-    """A prompt with its answers; None where their text holds what looks like a secret or a path of
-    this machine's home folder, which a token at a time would pass every later check."""
+    """A prompt with its answers; None where their text looks like a secret or a private path.
+
+    Split into tokens, such text would pass every later check.
+    """
     prompt = prompt.encode("utf-8", "replace").decode()  # lone surrogates cannot be written
     texts = [prompt]
     for one in answers:
@@ -146,7 +157,7 @@ def reading(prompt: str, prompt_hash: str, domain: str, answers: list[Json]) -> 
 
 
 def check_readings(readings: object, source: str) -> None:
-    """Raise UserError unless `readings` have the form that stands at the top of this file."""
+    """Raise UserError unless `readings` have the form described at the top of this file."""
     for where, one in _each(readings, SHAPE, source, "readings"):
         for where_answer, of in _each(one["answers"], ANSWER, source, f"{where}.answers"):
             for place, turn in _each(of["rounds"], ROUND, source, f"{where_answer}.rounds"):
@@ -167,10 +178,13 @@ def check_readings(readings: object, source: str) -> None:
                     _check_texts(branch["tokens"], source, f"{branch_at}.tokens")
 
 
-def _each(rows: object, shape: Json, source: str, where: str) -> list[tuple[str, Json]]:
+def _each(
+    rows: object, shape: Mapping[str, type | tuple[type, ...]], source: str, where: str
+) -> list[tuple[str, Row]]:
+    """The place and content of each row; UserError where one lacks a key or has another type."""
     if not isinstance(rows, list):
         raise UserError(f"{source}: {where} must be a list, got {rows!r}")
-    found = list[tuple[str, Json]]()
+    found = list[tuple[str, Row]]()
     for index, row in enumerate(rows):
         place = f"{where}[{index}]"
         if not isinstance(row, dict):
@@ -182,6 +196,6 @@ def _each(rows: object, shape: Json, source: str, where: str) -> list[tuple[str,
     return found
 
 
-def _check_texts(texts: list[Any], source: str, where: str) -> None:
+def _check_texts(texts: Sequence[object], source: str, where: str) -> None:
     if not all(isinstance(text, str) for text in texts):
         raise UserError(f"{source}: {where} must be texts, got {texts!r}")

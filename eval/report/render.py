@@ -1,42 +1,57 @@
-"""A page as a list of blocks, and its Markdown, whose text is escaped here. `eval.report.web` makes
-HTML of the same blocks, so that the two cannot disagree."""
+"""A page as a list of blocks, and its Markdown, whose text is escaped here.
+
+`eval.report.web` makes HTML of the same blocks, so that the two cannot disagree.
+"""
 
 from __future__ import annotations
 
 import html
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from eval.metrics import Row
+from eval.report.readings import Json
 
 
 @dataclass
 class Heading:
+    """A heading of a level from 1."""
+
     text: str
     level: int = 2
 
 
 @dataclass
 class Text:
+    """A paragraph."""
+
     text: str
 
 
 @dataclass
 class Bullets:
+    """A list of sentences."""
+
     items: list[str]
 
 
 @dataclass
 class Table:
+    """A table of text cells."""
+
     headers: list[str]
     rows: list[list[str]]
     strong: set[int] = field(default_factory=set)  # rows to set in bold
 
 
 @dataclass
-class Key:
-    """A line of a plot: its name, the variable of its colour in page.css, and what it looks like:
-    line, dashed, dotted, dot, square or diamond."""
+class LegendKey:
+    """The key of a line in a plot: its name, the variable of its colour in page.css, and its mark.
+
+    Marks are line, dashed, dotted, dot, square and diamond.
+    """
 
     label: str
     colour: str
@@ -45,13 +60,15 @@ class Key:
 
 @dataclass
 class Plot:
+    """An SVG with the keys of its lines."""
+
     svg: str
-    keys: list[Key]
+    keys: list[LegendKey]
 
 
 @dataclass
 class Figure:
-    """Only in the HTML; the numbers behind it stand in the rows."""
+    """A plot with its caption, only in the HTML; the rows hold its numbers."""
 
     title: str
     plot: Plot
@@ -70,8 +87,10 @@ class Estimate:
 
 @dataclass
 class Tile:
-    """A figure that the page opens with. `low` and `high`: the ends of the axis that the estimates
-    are drawn on; `notes`: lines below them."""
+    """A number at the top of the page.
+
+    `low` and `high`: the ends of the axis of the estimates; `notes`: lines below them.
+    """
 
     title: str
     shape: str  # of the draft
@@ -85,54 +104,57 @@ class Tile:
 
 @dataclass
 class Tiles:
-    """Only in the HTML, side by side."""
+    """Tiles side by side, only in the HTML."""
 
     tiles: list[Tile]
 
 
 @dataclass
 class Figures:
-    """Only in the HTML, side by side where there is room."""
+    """Figures side by side where there is room, only in the HTML."""
 
     figures: list[Figure]
 
 
 @dataclass
 class Fold:
-    """Only in the HTML: what a reader opens."""
+    """Blocks that a reader unfolds, only in the HTML."""
 
     title: str
     blocks: list[Block]
 
 
 @dataclass
-class Readings:
-    """Only in the HTML: prompts and their answers (`eval.report.readings`)."""
+class ReadingBlock:
+    """Prompts and their answers (`eval.report.readings`), only in the HTML."""
 
-    contents: list[dict[str, Any]]
+    contents: list[Json]
 
 
-Block = Heading | Text | Bullets | Table | Figure | Figures | Tiles | Fold | Readings
+Block = Heading | Text | Bullets | Table | Figure | Figures | Tiles | Fold | ReadingBlock
 
 NONE = "–"
 
 
-def number(value: Any, digits: int = 2, sign: bool = False) -> str:
+def number(
+    value: float | Sequence[float | None] | None, digits: int = 2, sign: bool = False
+) -> str:
     """A number, a list of them (one per depth), or a dash for null."""
     if value is None:
         return NONE
-    if isinstance(value, list):
+    if isinstance(value, Sequence):
         return ", ".join(number(v, digits, sign) for v in value)
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
-def with_interval(row: dict[str, Any], metric: str, digits: int = 2) -> str:
+def with_interval(row: Row, metric: str, digits: int = 2) -> str:
     """`2.91 [2.80, 3.02]`, without brackets where there is no interval."""
     text, interval = number(row.get(metric), digits), row.get(f"{metric}_ci95")
     return f"{text} [{number(interval, digits)}]" if interval and None not in interval else text
 
 
 def to_markdown(blocks: list[Block]) -> str:
+    """The blocks as Markdown; those that exist only in the HTML are left out."""
     parts = []
     for block in blocks:
         if isinstance(block, Heading):
@@ -154,7 +176,7 @@ def to_markdown(blocks: list[Block]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def flatten(nested: dict[str, Any], prefix: str = "") -> list[list[str]]:
+def flatten(nested: Mapping[str, object], prefix: str = "") -> list[list[str]]:
     """Rows (`key.subkey`, value) of a nested dict, for a table of facts."""
     rows = []
     for key, value in nested.items():
@@ -171,9 +193,11 @@ def _markdown_row(cells: list[str]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown, with GitHub's tables and links of bare addresses, shows as it stands and
-    on one line: no link, image, HTML or block comes of it, whoever chose the words. A mark that
-    does nothing where it stands, as in `[2.80, 3.02]` or `max_new_tokens`, is left readable."""
+    """Escape text so that GitHub's Markdown shows it unchanged, on one line.
+
+    No link, image, HTML or block comes of it, whoever chose the words. A mark without effect in its
+    place, as in `[2.80, 3.02]` or `max_new_tokens`, stays readable.
+    """
     text = " ".join(text.split())
     text = html.escape("".join(c for c in text if c.isprintable()), quote=False)
     text = _LIST_NUMBER.sub(r"\1\\\2", _MARKS.sub(r"\\\g<0>", text))

@@ -1,12 +1,11 @@
-"""What tells the rows of a report apart: drafter and its role, shape of the draft, how it was
-measured."""
+"""The identity of a report's rows: drafter and role, shape of the draft, how it was measured."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from eval.metrics import Row
 from eval.report.render import NONE
 from eval.verifiers.base import Verifier
 from eval.verifiers.table import VERIFIERS
@@ -27,17 +26,18 @@ ROLES = {
 }  # fmt: skip
 REFERENCES = (PLAIN, UNTRAINED, BASELINE, TARGET)
 GREEDY_DRAFTS = ", greedy drafts"  # behind the name of a row of vLLM as it drafts by itself
-
-Row = dict[str, Any]
+# The content of report.json: schema, run, target, drafter; the rows of results, comparisons and
+# series; and, where there are any, policies and readings.
+Report = Row
 
 
 def role_of(name: str) -> str:
-    """Of the row of this drafter; one with a name of its own is what the report measures."""
+    """The role of a drafter's row; a drafter with a name of its own is the measured one."""
     return ROLES.get(name.removesuffix(GREEDY_DRAFTS), MEASURED)
 
 
 def is_trained(row: Row) -> bool:
-    """What the report is about: the trained drafter, or the one that is measured."""
+    """Whether the row is of the trained or the measured drafter."""
     return row["role"] in (TRAINED, MEASURED)
 
 
@@ -60,32 +60,35 @@ def is_lossy(verifier: str) -> bool:
 
 
 def num_nodes(row: Row) -> int | None:
-    """Tokens that the target verifies beside its own, in every round."""
+    """Drafted tokens that the target verifies in every round, None where it is unknown."""
     chain = row.get("K") if row.get("tree") is None else None
     return row.get("nodes") or chain or None
 
 
 def label(row: Row) -> str:
+    """The drafter with its shape."""
     shape = draft_shape(row)
     return row["drafter"] if shape == NONE else f"{row['drafter']} ({shape})"
 
 
 def key(row: Row) -> tuple[str, ...]:
-    """What the same thing measured twice shares, on the traces and by decoding."""
+    """The identity that a measurement on traces and the same by decoding have in common."""
     same = ("drafter", "temperature", "top_k", "top_p", "policy", "verifier")
     place = str(row["prompts"]["hash"])
     return (*(str(row[name]) for name in same), place, str(row.get("K")), draft_shape(row))
 
 
 def once(rows: Sequence[Row]) -> list[Row]:
-    """Without the decoded (or served) twins of rows that were measured on the traces as well."""
+    """The rows without decoded or served ones that were measured on the traces as well."""
     offline = {key(row) for row in rows if row["measured_by"] == "offline"}
     return [row for row in rows if row["measured_by"] == "offline" or key(row) not in offline]
 
 
 def asked(rows: Sequence[Row]) -> list[Row]:
-    """Without the chains that a drafter was only decoded with, or served, where it has others: to
-    their length a policy was tuned, and no comparison is with them."""
+    """The rows without chains that were only decoded or served, where a drafter has others.
+
+    Policies were tuned to those lengths, and nothing is compared with them.
+    """
     replayed = {r["drafter"] for r in rows if r["measured_by"] == "offline" and not r.get("tree")}
     return [
         row for row in rows
@@ -94,7 +97,7 @@ def asked(rows: Sequence[Row]) -> list[Row]:
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that may stand in one table, by its heading."""
+    """Comparable rows by the heading of their table."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         prompts = row["prompts"]
@@ -108,7 +111,7 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def focus(rows: Sequence[Row]) -> Row | None:
-    """The row the headline speaks about: the best lossless shape of the trained drafter."""
+    """The row of the headline: the best lossless shape of the trained drafter."""
     own = [row for row in asked(rows) if row["role"] not in (PLAIN, TARGET)]
     own = [row for row in own if row["tokens_per_round"] is not None]
     own = [row for row in own if is_trained(row)] or own
@@ -119,13 +122,14 @@ def focus(rows: Sequence[Row]) -> Row | None:
 
 
 def focus_rows(rows: Sequence[Row]) -> list[Row]:
-    """Every shape, chain or tree, that the drafter of the headline was measured with."""
+    """The rows of the headline's drafter, one for each shape."""
     best = focus(rows)
     known = [row for row in rows if row["tokens_per_round"] is not None]
     return [row for row in known if best and row["drafter"] == best["drafter"]]
 
 
 def best_chain(rows: Sequence[Row], drafter: str) -> Row | None:
+    """The row of a drafter's best chain, lossless ones first."""
     chains = [row for row in asked(rows) if row["drafter"] == drafter and not row.get("tree")]
     chains = [row for row in chains if row["tokens_per_round"] is not None and row.get("K")]
     chains = [row for row in chains if row["policy"] == "fixed"] or chains
@@ -133,7 +137,7 @@ def best_chain(rows: Sequence[Row], drafter: str) -> Row | None:
 
 
 def known_positions(row: Row, name: str = "alpha_pos") -> list[float]:
-    """Positions up to the first that no round tested."""
+    """Values up to the first position that no round tested."""
     found: list[float] = []
     for value in row.get(name) or []:
         if value is None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from eval.metrics import HEADLINE
 from eval.report.page import page_blocks, report_blocks, report_title
-from eval.report.readings import check_readings
+from eval.report.readings import Json, check_readings
 from eval.report.render import to_markdown
-from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Row, asked, role_of
+from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, Row, asked, role_of
 from eval.report.tables import main_tables
 from eval.report.web import to_html
 from trainer.checks import is_file
@@ -73,17 +73,19 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
 
 
 def build_report(
-    run: dict[str, Any],
-    target: dict[str, Any],
-    drafter: dict[str, Any],
+    run: Mapping[str, object],
+    target: Mapping[str, object],
+    drafter: Mapping[str, object],
     results: list[Row],
     comparisons: list[Row],
     series: list[Row],
-    readings: list[Row] | None = None,
-) -> dict[str, Any]:
-    """The content of report.json, checked. Rows are put in the order they are shown in; secrets and
-    the places of files on this machine are left out. `readings` hold none of either
-    (`eval.report.readings.reading`) and stay as they are."""
+    readings: list[Json] | None = None,
+) -> Report:
+    """The content of report.json, checked, with rows in the order in which they are shown.
+
+    Secrets and paths of this machine are left out. `readings` hold neither
+    (`eval.report.readings.reading`) and stay unchanged.
+    """
     rows = sorted(results, key=_order)
     report = {"schema": SCHEMA, "run": run, "target": target, "drafter": drafter,
               "results": rows, "comparisons": comparisons, "series": series}  # fmt: skip
@@ -92,7 +94,7 @@ def build_report(
     return report
 
 
-def check_report(report: Any, source: str) -> None:
+def check_report(report: object, source: str) -> None:
     """Raise UserError unless `report` has schema 1 and could be written as JSON."""
     if not isinstance(report, dict) or "schema" not in report:
         raise UserError(f"{source} is not a report: it has no key 'schema'")
@@ -148,7 +150,7 @@ def plain_row(row: Row) -> Row:
     }
 
 
-def write_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
+def write_report(report: Report, folder: str | Path) -> list[Path]:
     """Write report.md, report.html and last report.json; each file appears whole or not at all."""
     check_report(report, "the report")
     text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -160,14 +162,13 @@ def write_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
     return [Path(folder) / name for name in contents]
 
 
-def without_readings(report: dict[str, Any]) -> dict[str, Any]:
-    """For everything that leaves this machine: prompts and answers are the user's own."""
+def without_readings(report: Report) -> Report:
+    """The report as it may leave this machine: prompts and answers are the user's own."""
     return {name: part for name, part in report.items() if name != "readings"}
 
 
-def headline_numbers(report: dict[str, Any]) -> dict[str, Any]:
-    """The headline metrics of every chain of the report by "<drafter>/T=<T>/<metric>", for a
-    tracker."""
+def headline_numbers(report: Report) -> dict[str, float | None]:
+    """Headline metrics of every chain by "<drafter>/T=<T>/<metric>", for a tracker."""
     return {
         f"{row['drafter']}/T={row['temperature']:g}/{name}": row[name]
         for row in asked(report["results"]) if not row.get("tree") and row["policy"] == "fixed"
@@ -175,8 +176,8 @@ def headline_numbers(report: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_report(path: str | Path) -> dict[str, Any]:
-    """Read and check a report.json; every way it can be wrong is one line."""
+def read_report(path: str | Path) -> Report:
+    """Read and check a report.json; UserError where it is missing, damaged or of another schema."""
     if not is_file("report", path):
         raise UserError(f"report {path} does not exist")
     try:
@@ -191,8 +192,7 @@ def read_report(path: str | Path) -> dict[str, Any]:
 
 
 def _translate(report: object) -> None:
-    """Give the rows of an earlier version what they lack now: their role, and the verifier of trees
-    with sampled children, which had no name of its own."""
+    """Add to the rows of an earlier version their role and the verifier of sampled trees."""
     rows = report.get("results") if isinstance(report, dict) else None
     for row in rows if isinstance(rows, list) else ():
         if not isinstance(row, dict) or "role" in row or not isinstance(row.get("drafter"), str):
@@ -238,7 +238,7 @@ def _check_row(row: Row, where: str) -> None:
             raise UserError(f"{where}.{key} must be {allowed}, got {row[key]!r}")
 
 
-def _check_json(value: Any, source: str, where: str) -> None:
+def _check_json(value: object, source: str, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -254,7 +254,7 @@ def _check_json(value: Any, source: str, where: str) -> None:
         raise UserError(f"{source}: {where} is not JSON, got {type(value).__name__} {value!r}")
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[float, str, int, str, bool, int, str, str]:
     name = row.get("drafter", "")
     rank = ORDER.index(name if name in ORDER else "prompt_lookup")
     prompts = row.get("prompts")

@@ -1,4 +1,4 @@
-"""The table of a drafter that is trained in several stages: what each of them gave where.
+"""The table of a drafter that is trained in several stages: the results of each by domain.
 
 Layout and measures of FastDraft (Zafrir et al. 2024, arXiv:2411.11055): acceptance rate by task for
 every stage, with the overlap beside it.
@@ -13,7 +13,7 @@ from eval.report.rows import STAGES, Row, groups, once
 
 
 def stage_tables(rows: Sequence[Row]) -> list[Block]:
-    """None where no stage but the last was measured."""
+    """Tables by temperature; [] where no stage but the last was measured."""
     blocks: list[Block] = []
     for heading, group in groups(once(rows)).items():
         shown = [r for r in group if r["drafter"] in ("before", *STAGES, "after")]
@@ -25,7 +25,7 @@ def stage_tables(rows: Sequence[Row]) -> list[Block]:
         headers = ["stage", *domains, "all", "block efficiency", "mbsu, by parameters"]
         blocks += [Heading(heading, 3), Table(headers, lines)]
     if blocks:
-        text = "Draft acceptance rate, and alpha after the slash, of what each stage ended with."
+        text = "Draft acceptance rate / alpha of the drafter at the end of each stage."
         blocks = [Heading("By stage"), Text(text), *blocks]
     return blocks
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from eval.report.render import (
     NONE,
@@ -51,7 +50,7 @@ FACTS = {
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Drafter names; a row that was decoded says so where its twin was not."""
+    """Drafter names, with "decoded" or "vLLM" where the same was measured on traces too."""
     twins = Counter(map(key, rows))
     how = {"decoding": ", decoded", "vllm": ", vLLM"}
     return [
@@ -91,12 +90,12 @@ def main_table(rows: Iterable[Row]) -> Table:
 
 
 def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]:
-    """What a reader must know before trusting a table's rows; of twins it is said once."""
+    """Remarks on the rows of a table; a drafter that was measured twice gets them once."""
     found, slower = [], []
     rows = list(rows)
-    kept = {id(row) for row in once(rows)}
+    shown = {id(row) for row in once(rows)}
     for name, row in zip(labels or _note_names(rows), rows, strict=True):
-        if id(row) not in kept:
+        if id(row) not in shown:
             continue
         share = row["identical_to_plain"]
         if share is not None and row.get("num_compared"):
@@ -161,7 +160,7 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.4g} %"
 
 
-def count(value: Any) -> str:
+def count(value: object) -> str:
     """A whole number, its thousands set apart; other values as they are."""
     if value is None:
         return NONE
@@ -182,6 +181,7 @@ COST_HEADERS = [f"modelled, c = {c:g}" for c in COST_RATIOS]
 
 
 def main_tables(rows: Sequence[Row]) -> list[Block]:
+    """The main tables, one for each temperature and set of prompts, with remarks."""
     blocks: list[Block] = []
     for heading, group in groups(rows).items():
         blocks += [Heading(heading, 3), main_table(group)]
@@ -287,6 +287,7 @@ def row_goodput(row: Row, cost_ratio: float) -> list[tuple[float, float]]:
 
 
 def goodput_tables(rows: Sequence[Row]) -> list[Block]:
+    """Modelled goodput at each batch size."""
     blocks: list[Block] = []
     for heading, group in groups(once(rows)).items():
         plain = [f"{goodput(1.0, 0, 0, 0.0, batch):.1f}" for batch in BATCH_SIZES]
@@ -323,6 +324,7 @@ def _best_Ks(row: Row) -> list[str]:
 
 
 def domain_tables(rows: Sequence[Row]) -> list[Block]:
+    """Tokens per round and alpha by domain."""
     blocks: list[Block] = []
     for heading, group in groups(once(rows)).items():
         shown = [row for row in group if row.get("by_domain")]
@@ -346,12 +348,12 @@ def domain_tables(rows: Sequence[Row]) -> list[Block]:
     return blocks
 
 
-def _domain_cell(metrics: dict[str, Any]) -> str:
+def _domain_cell(metrics: Mapping[str, float | None]) -> str:
     return f"{number(metrics.get('tokens_per_round'))} / {number(metrics.get('alpha'), 3)}"
 
 
-def drafter_facts(drafter: dict[str, Any]) -> list[list[str]]:
-    """What is known of the drafter, in words; keys without any follow as they are."""
+def drafter_facts(drafter: Mapping[str, object]) -> list[list[str]]:
+    """Facts of the drafter, [name, value] each; keys without a name in words come last."""
     lines = []
     for name, words in FACTS.items():
         value = drafter.get(name)

@@ -1,4 +1,4 @@
-"""The numbers of a report that fit on a screen; the report has the rest, and what each means."""
+"""The main numbers of a report for a terminal; the report has the rest, with definitions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
-from eval.report.rows import Row, groups, label, once
+from eval.report.rows import Report, Row, groups, label, once
 
 HEADERS = ("", "tokens per round", "alpha", "speed-up")
-LEFT_OUT = ("plain", "untrained", "target")  # known before: near 1, and near K + 1
+LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
 
 
-def summary(report: Row) -> str:
-    """A title, a table for every temperature and set of prompts, and what was gained over what."""
+def summary(report: Report) -> str:
+    """A title, a table for every temperature and set of prompts, and the gains over other rows."""
     lines = [report_title(report)]
     for heading, rows in groups(once(report["results"])).items():
         cells = [HEADERS, *map(_cells, (row for row in rows if row["drafter"] not in LEFT_OUT))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from eval.report.render import Block, Estimate, Heading, Tile, Tiles, number
 from eval.report.rows import (
@@ -11,6 +10,7 @@ from eval.report.rows import (
     BEFORE,
     CONTROL,
     UNTRAINED,
+    Report,
     Row,
     best_chain,
     draft_shape,
@@ -22,12 +22,12 @@ from eval.report.rows import (
 )
 
 COMPARED = (BEFORE, CONTROL)
-OTHERS = (UNTRAINED, BASELINE)  # where there is nothing of the run's own to compare
+OTHERS = (UNTRAINED, BASELINE)  # compared where the run has none of those
 COLOURS = {"before": "--before", "control": "--control", "offline": "--spare-1",
            "untrained": "--untrained", "prompt_lookup": "--lookup"}  # fmt: skip
 
 
-def tile_blocks(report: dict[str, Any]) -> list[Block]:
+def tile_blocks(report: Report) -> list[Block]:
     """A row of tiles per temperature and set of prompts."""
     blocks: list[Block] = []
     for heading, rows in groups(once(report["results"])).items():
@@ -54,8 +54,10 @@ def tile_blocks(report: dict[str, Any]) -> list[Block]:
 def _tile(
     title: str, row: Row, shown: Sequence[Row], metric: str, low: float, high: float = 0.0
 ) -> Tile:
-    """The big number is that of `row`; `shown` are drawn below it from `low` to `high`, or to
-    where they end."""
+    """A tile with the number of `row`, and `shown` below it on an axis from `low` to `high`.
+
+    `high` 0: the axis ends at the largest value.
+    """
     both = {bool(one.get("tree")) for one in shown} == {True, False}
     estimates = [one for one in (_estimate(r, metric, both) for r in shown) if one is not None]
     ends = [edge for one in estimates for edge in (one.interval or [one.value])]
@@ -80,7 +82,7 @@ def _speed(row: Row, own: Sequence[Row]) -> Tile:
 
 
 def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]:
-    """Of the row's drafter to the others, and of a tree to the chain of the same drafter."""
+    """Differences of the row's drafter to the others, and of a tree to the same drafter's chain."""
     name, tree, found = row["drafter"], row.get("tree"), list[str]()
     for c in comparisons:
         if c["metric"] != metric or c["diff"] is None:
@@ -97,7 +99,7 @@ def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]
 
 
 def _estimate(row: Row, metric: str, both: bool) -> Estimate | None:
-    """`both`: chains and trees stand side by side, and the names must say which is which."""
+    """The estimate of a row; `both`: chains and trees are shown, so that names must differ."""
     value, name = row[metric], row["drafter"]
     if not isinstance(value, int | float):
         return None

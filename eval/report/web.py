@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from eval.report.readings import Json
 from eval.report.render import (
     Block,
     Bullets,
@@ -20,7 +20,7 @@ from eval.report.render import (
     Figures,
     Fold,
     Heading,
-    Readings,
+    ReadingBlock,
     Table,
     Text,
     Tile,
@@ -42,6 +42,7 @@ _HIDDEN = re.compile(
 
 
 def to_html(title: str, blocks: list[Block]) -> str:
+    """The blocks as one HTML file."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     body = "\n".join(_block(block) for block in blocks)
     return (
@@ -136,7 +137,7 @@ def _estimate(one: Estimate, tile: Tile) -> str:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def _readings(block: Readings) -> str:
+def _readings(block: ReadingBlock) -> str:
     legend = "".join(
         f'<li><span class="t {kind}">token</span> {escape(words)}</li>'
         for kind, words in KINDS.items()
@@ -145,7 +146,7 @@ def _readings(block: Readings) -> str:
     return f'<ul class="legend">{legend}</ul>{"".join(prompts)}'
 
 
-def _reading(content: dict[str, Any], is_open: bool) -> str:
+def _reading(content: Json, is_open: bool) -> str:
     columns = "".join(map(_answer, content["answers"]))
     head = " ".join(content["prompt"].split())
     head = head if len(head) <= 90 else head[:89].rstrip() + "…"
@@ -157,7 +158,7 @@ def _reading(content: dict[str, Any], is_open: bool) -> str:
     )
 
 
-def _answer(answer: dict[str, Any]) -> str:
+def _answer(answer: Json) -> str:
     rounds, tokens = answer["num_rounds"], answer["num_tokens"]
     per_round = f", {(tokens - 1) / rounds:.2f} tokens per round" if rounds else ""
     shown = 1 + sum(len(one["tokens"]) for one in answer["rounds"])
@@ -171,23 +172,23 @@ def _answer(answer: dict[str, Any]) -> str:
     )
 
 
-def _round(one: dict[str, Any], turn: int) -> str:
+def _round(one: Json, turn: int) -> str:
     accepted, last = one["accepted"], one["last"]
-    kinds = ["accepted"] * accepted + [last] * (last is not None)
+    kinds = ["accepted"] * accepted + ([] if last is None else [last])
     tokens = "".join(map(_token, one["tokens"], kinds))
     return f'<span class="round" tabindex="0">{tokens}{_drafted(one, turn)}</span>'
 
 
-def _drafted(one: dict[str, Any], turn: int) -> str:
-    """What the round drafted: a chain in one line, a tree with a line for each depth."""
+def _drafted(one: Json, turn: int) -> str:
+    """The drafts of a round: a chain in one line, a tree with a line for each depth."""
     accepted, last = one["accepted"], one["last"]
-    kept, branches = one["tokens"][:accepted], one["rejected"]
+    path, branches = one["tokens"][:accepted], one["rejected"]
     listed = sum(len(branch["tokens"]) for branch in branches)
     depths = sorted({branch["depth"] for branch in branches} | set(range(1, accepted + 1)))
     tree = len(branches) > 1 or any(branch["depth"] <= accepted for branch in branches)
     lines = list[str]()
     for depth in depths:
-        line = _chip(kept[depth - 1], "accepted") if depth <= accepted else ""
+        line = _chip(path[depth - 1], "accepted") if depth <= accepted else ""
         here = [
             text for branch in branches if branch["depth"] == depth for text in branch["tokens"]
         ]
@@ -222,6 +223,6 @@ def _chip(text: str, kind: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Text as it stands, its line ends marked; what would hide or reorder it, by its number."""
+    """Escaped text with its line ends marked; characters that hide or reorder it by number."""
     text = escape(_HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
     return text.replace("\n", '<i class="end"></i>\n')

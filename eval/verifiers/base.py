@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are accepted, and which token follows them."""
+"""Verification: the drafted tokens that are accepted, and the token that follows them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from target.sampling import Sampling
 
 @dataclass
 class Verdict:
-    """accepted: [B] accepted drafts; emitted: [B] the correction or bonus token that follows them;
-    overlap: [B, N] sum_v min(p, q) at each drafted position (at T=0: 1 where the token matches),
-    of chains only; path: [B, D] the accepted nodes of a tree, -1 behind them; rejected: [B]
-    whether there was a candidate after the accepted ones."""
+    """The result of verifying a round.
+
+    `accepted`: [B] int64, number of accepted drafts; `emitted`: [B] int64, the correction or bonus
+    token after them; `overlap`: [B, N] sum_v min(p, q) at each drafted position (at T=0: 1 where
+    the token matches), for chains only; `path`: [B, D] the accepted nodes of a tree, -1 after them;
+    `rejected`: [B] bool, whether there was a candidate after the accepted ones.
+    """
 
     accepted: torch.Tensor
     emitted: torch.Tensor
@@ -29,8 +32,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule. `judges`: chains, and trees by how the siblings in them came about, which at
-    temperature 0 are the most likely tokens whatever the tree."""
+    """A rule that decides which drafted tokens are accepted.
+
+    `judges`: chains, and trees by how their siblings were chosen, which at temperature 0 are the
+    most likely tokens in every tree.
+    """
 
     name: ClassVar[str]
     judges: ClassVar[tuple[str, ...]]
@@ -40,8 +46,10 @@ class Verifier:
         return True
 
     def replayable(self, sampling: Sampling) -> bool:
-        """Whether acceptance without decoding holds for it: min(1, p/q) for a token of a chain, the
-        path that the target's own text takes through a tree."""
+        """Whether acceptance without decoding is valid for this rule.
+
+        That is min(1, p/q) for a token of a chain, or the path of the target's text through a tree.
+        """
         return True
 
     def __call__(
@@ -53,22 +61,26 @@ class Verifier:
         first_position: torch.Tensor,
         live: torch.Tensor | None = None,
     ) -> Verdict:
-        """target_logits [B, N+1, W] float: after the last committed token and after each node;
-        `sampling`: of the target; first_position [B] int64: of the nodes of depth 1; live [B] bool:
-        rows that are decoded, None for all."""
+        """Verify a round.
+
+        `target_logits`: [B, N+1, W] float, after the last committed token and after each node;
+        `sampling`: the target's; `first_position`: [B] int64, position of the nodes of depth 1;
+        `live`: [B] bool, rows that are decoded, None for all. Raises RunFault where a drafted token
+        has probability 0 under the distribution it was drawn from.
+        """
         raise NotImplementedError
 
 
-# --- what rules for trees share ------------------------------------------------------------------
+# --- shared by rules for trees -------------------------------------------------------------------
 
 
-def at(laws: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-    """[B, N, W], node [B, 1] -> [B, W]"""
-    return laws.gather(1, node.unsqueeze(-1).expand(-1, 1, laws.shape[-1])).squeeze(1)
+def at(probs: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+    """The distributions [B, W] of node [B, 1] among probs [B, N, W]."""
+    return probs.gather(1, node.unsqueeze(-1).expand(-1, 1, probs.shape[-1])).squeeze(1)
 
 
 class Walk:
-    """Down a tree, all batch rows in step; a row that has stopped stays where it is."""
+    """A walk down a tree, all batch rows in step; a row that has stopped stays at its node."""
 
     def __init__(self, tree: TokenTree):
         self.tree = tree
@@ -84,13 +96,13 @@ class Walk:
         self.path = torch.full((batch, self.depth), -1, dtype=torch.long, device=device)
 
     def children(self) -> torch.Tensor:
-        """[B, N] bool"""
+        """Submitted children of the current nodes, [B, N] bool."""
         return (self.tree.parents == self.node) & self.submitted
 
     def step(
         self, depth: int, child: torch.Tensor, found: torch.Tensor, emitted: torch.Tensor
     ) -> None:
-        """Rows with `found` go on to `child` [B]; the others stop and emit."""
+        """Move rows with `found` [B] bool to `child` [B]; the others stop and emit."""
         stops = self.live & ~found
         self.emitted = torch.where(stops, emitted, self.emitted)
         self.rejected = torch.where(stops, self.children().any(1), self.rejected)
@@ -100,13 +112,16 @@ class Walk:
             self.path[:, depth] = torch.where(self.live, child, -1)
 
     def verdict(self) -> Verdict:
+        """The verdict of the whole walk."""
         accepted = (self.path >= 0).sum(1)
         return Verdict(accepted, self.emitted, path=self.path, rejected=self.rejected)
 
 
 def follow(tree: TokenTree, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Verdict:
-    """Draw the target's own token, go to the child that equals it, or emit it. Exact for any tree
-    that was built without looking at the draw."""
+    """Draw the target's own token and go to the child that equals it, or emit the token.
+
+    This is exact for any tree that was built independently of the draw.
+    """
     walk = Walk(tree)
     for depth in range(walk.depth + 1):
         token = draw(walk.node, depth)
@@ -116,6 +131,6 @@ def follow(tree: TokenTree, draw: Callable[[torch.Tensor, int], torch.Tensor]) -
 
 
 def follow_best(tree: TokenTree, logits: torch.Tensor) -> Verdict:
-    """The path of the target's own choices, at temperature 0."""
+    """Follow the target's own choices, at temperature 0."""
     best = logits.argmax(-1)
     return follow(tree, lambda node, depth: best.gather(1, node + 1).squeeze(1))

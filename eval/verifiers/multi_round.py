@@ -18,8 +18,10 @@ from target.sampling import Sampling, warp
 
 @dataclass(frozen=True)
 class MultiRound(Verifier):
-    """Children in the order in which they were drawn from d without replacement: accept x with
-    min(1, r(x)/d(x)); on rejection r becomes norm((r - d)+) and x leaves d."""
+    """Verify siblings in the order in which they were drawn from d without replacement.
+
+    Accept x with min(1, r(x)/d(x)); on rejection r becomes norm((r - d)+) and x leaves d.
+    """
 
     name: ClassVar[str] = "multi_round"
     judges: ClassVar[tuple[str, ...]] = (WITHOUT_REPLACEMENT,)
@@ -41,7 +43,7 @@ class MultiRound(Verifier):
         p = warp(target_logits, sampling)
         assert tree.probs is not None
         walk = Walk(tree)
-        laws = torch.nn.functional.pad(tree.probs, (0, p.shape[-1] - tree.probs.shape[-1]))
+        drawn_from = torch.nn.functional.pad(tree.probs, (0, p.shape[-1] - tree.probs.shape[-1]))
         rows = torch.arange(len(p), device=p.device)
         for depth in range(walk.depth + 1):
             residual = at(p, walk.node + 1).clone()
@@ -49,14 +51,14 @@ class MultiRound(Verifier):
             order = children.long().cumsum(1)
             chosen = torch.zeros_like(walk.emitted)
             found = torch.zeros_like(walk.live)
-            law = None
+            q = None
             for turn in range(1, int(order.max()) + 1):
                 here = children & (order == turn)
                 child = here.long().argmax(1)
-                if law is None:  # that of their parent, the same for all siblings
-                    law = laws[rows, child].clone()
+                if q is None:  # the parent's, the same for all siblings
+                    q = drawn_from[rows, child].clone()
                 token = tree.tokens[rows, child]
-                mass, wanted = law[rows, token], residual[rows, token]
+                mass, wanted = q[rows, token], residual[rows, token]
                 tried = here.any(1) & ~found & (mass > 0)
                 probability = torch.where(
                     tried, (wanted / mass.clamp_min(1e-38)).clamp(max=1.0), 0.0
@@ -65,15 +67,15 @@ class MultiRound(Verifier):
                 chosen = torch.where(flip, child, chosen)
                 found = found | flip
                 failed = (tried & ~flip).unsqueeze(1)
-                left = (residual - law).clamp_min(0)
+                left = (residual - q).clamp_min(0)
                 total = left.sum(-1, keepdim=True)
                 # p = q up to rounding leaves nothing: then it stays as it was
                 residual = torch.where(
                     failed & (total > 0), left / total.clamp_min(1e-38), residual
                 )
-                taken = law.scatter(1, token.unsqueeze(1), 0.0)
+                taken = q.scatter(1, token.unsqueeze(1), 0.0)
                 total = taken.sum(-1, keepdim=True)
-                law = torch.where(failed, taken / total.clamp_min(1e-38), law)
+                q = torch.where(failed, taken / total.clamp_min(1e-38), q)
             residual = residual / residual.sum(-1, keepdim=True)
             walk.step(
                 depth, chosen, found, random.choice(residual, first_position + depth, "target")

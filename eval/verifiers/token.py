@@ -20,6 +20,8 @@ from trainer.config import RunFault
 
 @dataclass(frozen=True)
 class Token(Verifier):
+    """Verification token by token, of chains and of deterministic trees."""
+
     name: ClassVar[str] = "token"
     judges: ClassVar[tuple[str, ...]] = (CHAIN, TOP)
 
@@ -52,9 +54,10 @@ def _chain(
     first_position: torch.Tensor,
     live: torch.Tensor | None,
 ) -> Verdict:
-    """Draft i is accepted with probability min(1, p/q); the first rejection emits a token from
-    norm((p - q)+), full acceptance one from p. A token chosen deterministically has the point mass
-    as its q, whatever the drafter's softmax was.
+    """Accept draft i with probability min(1, p/q).
+
+    The first rejection emits a token from norm((p - q)+), full acceptance one from p. A token
+    chosen deterministically has the point mass as its q, whatever the drafter's softmax was.
     """
     depth = tree.tokens.shape[1]
     index = torch.arange(depth, device=tree.tokens.device)
@@ -76,17 +79,19 @@ def _chain(
     q_drafted = q.gather(-1, drafted).squeeze(-1)
     checked = submitted if live is None else submitted & live.unsqueeze(1)
     if bool(((q_drafted <= 0) & checked).any()):
-        raise RunFault("a drafted token has probability 0 under the law it was drawn from")
+        raise RunFault("a drafted token has probability 0 under the distribution it was drawn from")
     probability = (p_drafted / q_drafted.clamp_min(1e-38)).clamp(max=1.0)
     flips = [random.flip(probability[:, i], first_position + i, "accept") for i in range(depth)]
     accepted = (torch.stack(flips, 1) & submitted).long().cumprod(1).sum(1)
 
-    # the law of the token after the accepted ones: p itself, or the residual where a draft failed
+    # the token after the accepted ones comes from p, or from the residual after a rejection
     row = torch.arange(len(accepted), device=accepted.device)
-    law = p[row, accepted]
+    final = p[row, accepted]
     rejected = accepted < tree.lengths
-    residual = (law - q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
+    residual = (final - q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
     usable = rejected & (residual.sum(-1) > 0)  # p = q up to rounding leaves nothing: p it is
-    law = torch.where(usable.unsqueeze(-1), residual, law)
-    emitted = random.choice(law / law.sum(-1, keepdim=True), first_position + accepted, "target")
+    final = torch.where(usable.unsqueeze(-1), residual, final)
+    emitted = random.choice(
+        final / final.sum(-1, keepdim=True), first_position + accepted, "target"
+    )
     return Verdict(accepted, emitted, torch.minimum(p[:, :depth], q).sum(-1))

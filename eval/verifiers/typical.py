@@ -16,8 +16,11 @@ from trainer.checks import require
 
 @dataclass(frozen=True)
 class Typical(Verifier):
-    """Accept x where p(x) > min(epsilon, delta exp(-H(p))), H in nats: the longest path of accepted
-    tokens, ties by their summed log p; then a token from p."""
+    """Accept x where p(x) > min(epsilon, delta exp(-H(p))), with H in nats.
+
+    The longest path of accepted tokens counts, ties by their summed log p; then follows a token
+    from p.
+    """
 
     name: ClassVar[str] = "typical"
     judges: ClassVar[tuple[str, ...]] = (TOP, WITHOUT_REPLACEMENT, IID)

@@ -56,7 +56,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ({"drafter": "lookup:x"}, r"eval\.drafter='lookup:x': max_ngram must be a whole number"),
         (
             {"drafter": "lookup:3", "tree": "eagle"},
-            r"eval\.tree must be null for lookup:3, whose copies are chains",
+            r"eval\.tree must be null for lookup:3, which drafts chains",
         ),
         (
             {"drafter": "lookup:3", "policy": "product:0.5"},

@@ -13,7 +13,7 @@ from eval.metrics import paired_difference, summarise
 from eval.offline import OfflineEvaluator
 from eval.policies import rollouts
 from eval.policies.drafted import Drafted
-from eval.policies.head import Head
+from eval.policies.head import HeadPolicy
 from eval.policies.rollouts import Rollouts
 from eval.policies.table import make_budget
 from eval.speed_model import modelled_speedup
@@ -167,7 +167,7 @@ def test_the_heuristic_goes_from_round_to_round():
 
 def test_a_larger_threshold_of_the_head_drafts_longer_and_discards_more():
     bank = simulated(num_prompts=40, starts=8)
-    found = [rollouts.rates(bank.counters(budget)) for budget in Head.grid(6, 2)]
+    found = [rollouts.rates(bank.counters(budget)) for budget in HeadPolicy.grid(6, 2)]
     drafted = [one["submitted_per_round"] for one in found]
     assert drafted == sorted(drafted)
     assert drafted[0] >= 2

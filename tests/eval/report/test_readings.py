@@ -147,9 +147,9 @@ def test_a_long_answer_is_shown_up_to_a_whole_round(byte_level):
 
 
 def blocks(readings):
-    from eval.report.render import Readings
+    from eval.report.render import ReadingBlock
 
-    return [Readings(readings)]
+    return [ReadingBlock(readings)]
 
 
 def an_answer(*tokens, rejected=()):

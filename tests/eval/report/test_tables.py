@@ -49,7 +49,7 @@ def test_text_that_parts_where_numbers_are_coarse_is_not_called_another_law():
     changes = {"lossless": False, "num_compared": 6, "differing_prompts": [gap]}
     text = to_markdown(report_blocks(report_with_tree(**changes)))
     assert "not lossless, its greedy text parts from the target's" in text
-    assert "the output law is not the target's" not in text
+    assert "the output does not have the target's distribution" not in text
 
 
 def test_twins_are_told_apart_by_drafter_and_shape():
