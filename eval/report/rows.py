@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from eval.metrics import Row
 from eval.report.render import NONE
-from eval.verifiers.base import Verifier
-from eval.verifiers.table import VERIFIERS
 
 DRAFTERS = (
     "plain", "untrained", "before", "control", "offline", "after", "prompt_lookup", "target",
@@ -25,6 +22,7 @@ ROLES = {
     "target": TARGET,
 }  # fmt: skip
 REFERENCES = (PLAIN, UNTRAINED, BASELINE, TARGET)
+USUAL = ("token", "multi_round", "none")  # verifiers
 GREEDY_DRAFTS = ", greedy drafts"  # behind the name of a row of vLLM as it drafts by itself
 # The content of report.json: schema, run, target, drafter; the rows of results, comparisons and
 # series; and, where there are any, policies and readings.
@@ -43,20 +41,13 @@ def is_trained(row: Row) -> bool:
 
 def draft_shape(row: Row) -> str:
     """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree.
-    Behind it the verifier, where it does not keep the target's distribution."""
-    lossy = f", {row['verifier']}" if is_lossy(row["verifier"]) else ""
+    Behind it the verifier, where it is none of the usual ones, which are lossless."""
+    verifier = "" if row["verifier"] in USUAL else f", {row['verifier']}"
     if row.get("tree") is not None:
         sampled = row.get("tree_children") == "sampled" and row["temperature"] > 0
-        return row["tree"] + ", sampled children" * sampled + lossy
+        return row["tree"] + ", sampled children" * sampled + verifier
     rule = "" if row["policy"] in ("fixed", "none") else f", {row['policy']}"
-    return f"K {row['K']}{rule}{lossy}" if row.get("K") else NONE
-
-
-def is_lossy(verifier: str) -> bool:
-    """Whether a verifier, named as in a report, may change the output. One that is not known here
-    counts as lossless: what its rows say of that is in `lossless`."""
-    kind = VERIFIERS.get(re.split("[:,]", verifier)[0])
-    return kind is not None and kind.lossless is not Verifier.lossless
+    return f"K {row['K']}{rule}{verifier}" if row.get("K") else NONE
 
 
 def num_nodes(row: Row) -> int | None:

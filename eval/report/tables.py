@@ -20,11 +20,11 @@ from eval.report.render import (
 from eval.report.rows import (
     PLAIN,
     REFERENCES,
+    USUAL,
     Row,
     draft_shape,
     focus_rows,
     groups,
-    is_lossy,
     is_trained,
     key,
     known_positions,
@@ -106,7 +106,7 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
             )
         if not row["lossless"]:
-            parted = not is_lossy(row["verifier"]) and any(
+            parted = row["verifier"] in USUAL and any(
                 not one["near_tie"] for one in row.get("differing_prompts") or []
             )
             found.append(

@@ -39,7 +39,9 @@ def lone_recipe(monkeypatch):
     """recipe=lone, which trains a kind that has no row in the table."""
     load = base.load
     module = types.SimpleNamespace(Config=medusa.Config, Recipe=LoneRecipe)
-    monkeypatch.setattr(base, "load", lambda n: (module, None) if n == "lone" else load(n))
+    monkeypatch.setattr(
+        base, "load", lambda name, *preset: (module, []) if name == "lone" else load(name, *preset)
+    )
 
 
 def words(folder, target, recipe):

@@ -107,7 +107,7 @@ def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_s
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (lambda tokens: tokens[-1:], "somebody else uses it"),  # the EOS alone
+        (lambda tokens: tokens[-1:], "another client uses it"),  # the EOS alone
         (lambda tokens: tokens[:1] * NEW, "it did not draft in every round"),
         (lambda tokens: [], "no token ids in the answer"),
         (lambda tokens: (tokens * 9)[: NEW + 1], f"{NEW + 1} tokens, {NEW} were requested"),

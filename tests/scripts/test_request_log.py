@@ -22,7 +22,7 @@ BASE = ["script.server=http://h", "script.log=x"]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "script.server must be given"),
+        (["script.log=x"], "script.server must be given"),
         (["script.server=host", "script.log=x"], "script.server must be http://host:port"),
         (["script.server=http://h"], "script.log must be given"),
         (

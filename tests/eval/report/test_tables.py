@@ -48,7 +48,7 @@ def test_text_that_parts_where_numbers_are_coarse_is_not_called_another_law():
     gap = {"prompt_hash": "hash1", "position": 3, "logit_gap": 0.01, "near_tie": False}
     changes = {"lossless": False, "num_compared": 6, "differing_prompts": [gap]}
     text = to_markdown(report_blocks(report_with_tree(**changes)))
-    assert "not lossless, its greedy text parts from the target's" in text
+    assert "not lossless, its greedy text differs from the target's" in text
     assert "the output does not have the target's distribution" not in text
 
 

@@ -18,7 +18,7 @@ def test_every_trained_drafter_has_a_line_and_the_trivial_ones_have_none():
             assert not lines_of(report, f"  {row['drafter']}")
         else:
             assert f"{row['tokens_per_round']:.2f}" in text
-    (tree,) = lines_of(report, f"  after ({TREE})")
+    (tree,) = lines_of(report, f"  after ({TREE}, typical)")
     (row,) = (
         r for r in report["results"]
         if r["drafter"] == "after" and r["tree"] and r["measured_by"] == "offline"
@@ -39,7 +39,7 @@ def test_gains_stand_below_with_their_intervals():
 
 def test_a_lossy_row_says_so():
     report = report_with_tree(1.0, lossless=False, verifier="typical")
-    (tree,) = lines_of(report, f"  after ({TREE})")
+    (tree,) = lines_of(report, f"  after ({TREE}, typical)")
     assert "not lossless" in tree
 
 
