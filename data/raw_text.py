@@ -34,7 +34,7 @@ OPTIONS = ("config", "split", "column", "revision")
 
 @dataclass(frozen=True)
 class Source:
-    """Where raw text comes from; `config`, `split` and `revision` belong to Hub data sets."""
+    """A source of raw text; `config`, `split` and `revision` belong to Hub data sets."""
 
     name: str
     config: str | None = None

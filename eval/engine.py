@@ -45,7 +45,7 @@ class _Row:
 
 class SpeculativeDecoder:
     """`sampling`: of the target, all requests alike; `draft_sampling`: of the drafter, the same
-    unless given; `vocab_size`: the target's logits past it are padding and no law has mass there;
+    unless given; `vocab_size`: the target's logits past it are padding without probability;
     `timed`: synchronise and record seconds per round; `verifier`: token by token unless given;
     `shown`: tags of the requests whose rounds keep their token ids; `on_tokens` is called with the
     number of tokens that each forward adds to an answer."""

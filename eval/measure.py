@@ -51,7 +51,7 @@ NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (fl
 
 
 class Parting(TypedDict):
-    """Where an answer parts from that of plain decoding."""
+    """The first place at which an answer differs from that of plain decoding."""
 
     position: int
     logit_gap: float  # between the two best logits of the target there

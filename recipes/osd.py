@@ -345,8 +345,8 @@ class OnlineObjective(Objective):
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
     ) -> LossOutput:
-        """For each drafter of the bank, the weighted sum of D(p || q) over its trained positions.
-        The target's logits come with the batch."""
+        """Return for each drafter of the bank the weighted sum of D(p || q) over its trained
+        positions. The target's logits come with the batch."""
         rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)
         network = unwrapped(drafter)
         if (bank := bank_of(network)) is not None:

@@ -109,7 +109,7 @@ def write(
 
 
 def shares_of(directory: Path) -> Path:
-    """Where processes write their shares of the optimiser state before `write` moves them."""
+    """The folder that holds each process's share of the optimiser state until `write` moves it."""
     return directory.with_name(f".tmp-shares-{directory.name}")
 
 

@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = 2**24
 
 @dataclass
 class OutputHead:
-    """From states to logits: transform(states @ weight.T + bias), over the token ids `kept`.
+    """Maps states to logits: transform(states @ weight.T + bias), over the token ids `kept`.
 
     Computed in the dtype of the weight, or in that of autocast. `transform` works elementwise, is
     differentiable and has no parameters that train: soft-capping, a logit scale.

@@ -32,7 +32,7 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In float32; float64 stays."""
+    """Cast to float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
