@@ -164,12 +164,19 @@ class Fit(Generic[B, O, C]):
             self.window.sums = self.store.load(found, self.model, self.optimizer, self.objective)
             self.describe = None
 
+    @property
+    def network(self) -> nn.Module:
+        """What is trained, without the wrapper of a placement."""
+        network = self.accelerator.unwrap_model(self.model)
+        assert isinstance(network, nn.Module)
+        return network
+
     def train(self) -> None:
         """Run the remaining steps. SystemExit(75) after a request to stop."""
         config, counters = self.config, self.counters
         self.model.train()
         self.progress = Progress(config.max_steps, counters.step, self.accelerator.is_main_process)
-        layers = compiled(config.compile, self.accelerator.unwrap_model(self.model))
+        layers = compiled(config.compile, self.network)
         with Interrupt() as self.interrupt, closing(self.progress), layers:
             if counters.step == 0:
                 self.evaluate_drafter()
@@ -205,7 +212,7 @@ class Fit(Generic[B, O, C]):
         and their sums over all ranks and micro-steps. Without batches no rank has a supervised
         token."""
         step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
-        objective, drafter = self.objective, self.accelerator.unwrap_model(self.model)
+        objective, drafter = self.objective, self.network
         batches, skipped = list[B](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
             raw = self.batches.at(index)
@@ -279,7 +286,7 @@ class Fit(Generic[B, O, C]):
         with self.window.paused():
             random_state = rng_state()
             self.placement.gather(self.model)
-            drafter = self.accelerator.unwrap_model(self.model)
+            drafter = self.network
             drafter.eval()
             metrics = self.evaluate(drafter, counters.step)
             self.sync()

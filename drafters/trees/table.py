@@ -6,13 +6,14 @@ from drafters.round import Shape
 from drafters.trees.calibrated import CalibratedTree
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.eagle import EagleTree
+from drafters.trees.eagle2 import Eagle2Tree
 from drafters.trees.spec import TreeSpec
 from drafters.trees.static import FileTree
 from trainer.checks import UserError
 from trainer.specs import parse
 
 TREES: dict[str, type[TreeSpec]] = {
-    one.name: one for one in (EagleTree, DynamicTree, CalibratedTree, FileTree)
+    one.name: one for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree)
 }
 
 

@@ -12,7 +12,7 @@ from drafters.round import Budget, DraftState
 from drafters.trees.calibrated import calibrated_tree, expected_tokens
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.static import static_tree
-from drafters.trees.table import parse_shape
+from drafters.trees.table import parse_shape, parse_tree
 from drafters.trees.tree import TokenTree
 from target.sampling import KeyedRandom, Sampling
 from trainer.config import UserError
@@ -172,3 +172,22 @@ def test_a_rank_that_measures_better_than_the_one_before_it_counts_as_that_one()
 def test_a_calibrated_tree_larger_than_its_table_is_refused():
     with pytest.raises(UserError, match="only 3 nodes fit"):
         calibrated_tree([[0.5], [0.4], [0.3]], 4)
+
+
+def test_eagle2_counts_the_root_and_one_level_more():
+    assert parse_shape("eagle2:60:7:10") == DynamicTree(59, 8, 10)
+    assert parse_shape("eagle2:2:0") == DynamicTree(1, 1, 10)
+    assert parse_tree("eagle2:60:7:10").deepest(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eagle2:1:7", "total_tokens must be >= 2"),
+        ("eagle2:60:-1", "depth must be >= 0"),
+        ("eagle2:60:0", "59 nodes are more than the 10 candidates"),
+    ],
+)
+def test_eagle2_out_of_range_is_refused(text, says):
+    with pytest.raises(UserError, match=says):
+        parse_shape(text)
