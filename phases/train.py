@@ -20,19 +20,45 @@ from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from phases.dev import split_dev
+from phases.help import composed
 from phases.run import Run
 from phases.stage import StageRun, settings_of
 from recipes.base import Recipe, Stage, Start
+from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.config import UserError
 from trainer.lock import lock
 from trainer.loop import FitResult
+
+TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
+LARGE = 10**9  # parameters of a target for which these keys, as the recipe has them, are too small
+
+
+def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
+    """`key=value` of the settings that a recipe chose for the toy, of a run with a large target."""
+    if num_parameters <= LARGE:
+        return []
+    own, found = composed(config.recipe), []
+    for key in TOY_KEYS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value == getattr(getattr(own, section), name):
+            found.append(f"{key}={value}")
+    return found
 
 
 def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter | None:
     """Check the settings that can be checked before any text is generated, and make the starting
     drafter; None where the recipe builds one from the traces."""
     model, engine = run.config.model, run.config.eval.engine
+    num_parameters = run.target.model.num_parameters()
+    toy = settings_of_the_toy(run.config, num_parameters)
+    if toy and run.accelerator.is_main_process:
+        print(
+            f"{', '.join(toy)}: recipe={run.config.recipe} has this for the toy, and "
+            f"{model.target} has {num_parameters / 1e9:.1f} B parameters: set them, or begin with "
+            "preset=published"
+        )
     if engine != "own" and recipe.unserved is not None:
         raise UserError(f"eval.engine={engine}: {recipe.unserved}")
     if run.config.trainer.lora_rank:

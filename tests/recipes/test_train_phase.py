@@ -10,7 +10,13 @@ from drafters.base import weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from phases.run import Run
 from phases.stage import sample_drafter
-from phases.train import check_context, chosen_stages, prepare, train_stages
+from phases.train import (
+    check_context,
+    chosen_stages,
+    prepare,
+    settings_of_the_toy,
+    train_stages,
+)
 from recipes import eagle, medusa
 from recipes.base import Needs, Stage
 from tests.commands import command
@@ -137,3 +143,24 @@ def test_text_of_its_own_is_drawn_without_dropout_and_leaves_the_mode_as_it_is(t
     assert 1 <= len(text) <= 4
     assert not any(modes)
     assert drafter.training == drafter.model.training == training
+
+
+def test_a_large_target_with_the_settings_of_the_toy_is_named(
+    tmp_path, target, capsys, monkeypatch
+):
+    config = resolve(["recipe=eagle3", "trainer.lr=5e-5"])[0]
+    assert settings_of_the_toy(config, 10**9) == []
+    found = settings_of_the_toy(config, 8 * 10**9)
+    assert found == ["data.num_prompts=2600", "data.max_new_tokens=96", "trainer.max_steps=600"]
+    published = resolve(["recipe=eagle3", "preset=published"])[0]
+    assert settings_of_the_toy(published, 8 * 10**9) == []
+
+    run = run_of(tmp_path, target, "trainer.lr=1e-3", "data.max_new_tokens=96")
+    recipe = medusa.Recipe(medusa.Config(num_heads=2), target)
+    prepare(run, recipe, [])
+    assert "parameters" not in capsys.readouterr().out
+    monkeypatch.setattr(target.model, "num_parameters", lambda: 7 * 10**9)
+    prepare(run, recipe, [])
+    said = capsys.readouterr().out
+    assert "data.max_new_tokens=96, trainer.lr=0.001: recipe=medusa has this for the toy" in said
+    assert "7.0 B parameters" in said
