@@ -33,7 +33,8 @@ from eval.measure import difference
 from eval.policies.table import make_budget
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
-from target.model import Target, fingerprint
+from target.fingerprint import fingerprint
+from target.model import Target
 from target.sampling import Sampling, row_key
 
 T = TypeVar("T")

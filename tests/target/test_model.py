@@ -8,14 +8,8 @@ import shutil
 import pytest
 import torch
 
-from target.model import (
-    Target,
-    decoder_layers,
-    eos_ids,
-    tokenizer_hash,
-    vocabulary_size,
-    weights_hash,
-)
+from target.fingerprint import eos_ids, tokenizer_hash, vocabulary_size, weights_hash
+from target.model import Target, decoder_layers
 from target.vocabulary import check_same_vocabulary
 from tests.tiny import (
     ARCHITECTURES,

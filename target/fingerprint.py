@@ -1,0 +1,86 @@
+"""What identifies a target: its weights, configuration, tokenizer, chat template and EOS set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from target.gguf import is_gguf
+
+FULL_HASH_BYTES = 64 << 20
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end an answer, ascending: of the generation config, else of the tokenizer."""
+    found: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(sorted({found} if isinstance(found, int) else set(found)))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that the tokenizer has."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _sha(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The hash of the id-to-token map; it is equal where two tokenizers have the same map."""
+    return _sha(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+
+
+def weights_hash(name: str, model: PreTrainedModel) -> str:
+    """The hash of the weight files in a folder; for a Hub model its commit. Of files over 64 MiB
+    the size and 64 blocks, spread over the file, are hashed."""
+    folder = Path(name)
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if is_gguf(name):  # whatever it is called
+        files = [folder]
+    elif not folder.is_dir():
+        return str(getattr(model.config, "_commit_hash", None) or _sha(name))
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{'' if is_gguf(name) else path.name}:{size}".encode())
+        with path.open("rb") as file:
+            if size <= FULL_HASH_BYTES:
+                digest.update(file.read())
+            else:
+                for block in range(64):
+                    file.seek(block * (size - 65536) // 63)
+                    digest.update(file.read(65536))
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
+) -> dict[str, Any]:
+    """What identifies a target. It is stored with all that is derived from the target and compared
+    on load."""
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    }
+    return {
+        "weights": weights_hash(name, model),
+        "config": _sha(config),
+        "quantization": str(
+            getattr(model.config, "quantized_from", None)
+            or getattr(model.config, "quantization_config", None)
+        ),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "chat_template": _sha(getattr(tokenizer, "chat_template", None)),
+        "eos_ids": list(eos),
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
