@@ -212,12 +212,15 @@ def test_quickstart_launches_the_main_job_without_warnings(copy, tmp_path):
     environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     done = bash("bash scripts/quickstart.sh trainer.max_steps=2", copy, **environment)
     assert done.returncode == 0, done.stderr
-    assert "arguments ['recipe=distillspec', 'trainer.max_steps=2'] threads 1" in done.stdout
+    words = ["recipe=distillspec", "method.control=false", "trainer.max_steps=2"]
+    assert f"arguments {words} threads 1" in done.stdout
     assert re.search(r"^installation: \d+ s$", done.stdout, re.M)
     _, _, after = done.stdout.partition("main job: ")
     assert re.match(r"\d+ s\n\nOpen the report.html named above", after)
     assert len(after.splitlines()) < 12
     assert done.stderr == ""
+    done = bash("bash scripts/quickstart.sh method.control=true", copy, **environment)
+    assert "arguments ['recipe=distillspec', 'method.control=true'] threads 1" in done.stdout
     (copy / "train.py").write_text("import sys; sys.exit(3)")
     done = bash("bash scripts/quickstart.sh", copy, **environment)
     assert done.returncode != 0
