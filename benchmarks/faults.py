@@ -73,7 +73,7 @@ def start(act: Callable[[Path], Result], folder: Path, scratch: Path, name: str 
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             result = act(folder)
             if limit is None:
-                (scratch / f"left{name}").write_text(json.dumps(result))
+                write_json(scratch / f"left{name}", result)  # whole, or not there
             code = 0
         except SystemExit as leaving:
             code = int(leaving.code or 0)
