@@ -119,7 +119,7 @@ class Bench:
         extra: Row = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
-        row = self._row(name, result.counters, cost, "offline", budget)
+        row = self.row(name, result.counters, cost, "offline", budget)
         return Measurement(row | extra, result.counters)
 
     def replayed_tree(self, name: str, drafter: Drafter, cost: Cost, budget: Budget) -> Measurement:
@@ -129,7 +129,7 @@ class Bench:
             self.target, self.traces, self.sampling, budget, on_tokens=self.progress.advance
         )
         counters = replay(drafter)
-        return Measurement(self._row(name, counters, cost, "offline", budget), counters)
+        return Measurement(self.row(name, counters, cost, "offline", budget), counters)
 
     def _replays(self, name: str) -> None:
         total = sum(len(trace.response_ids) for trace in self.traces)
@@ -179,7 +179,7 @@ class Bench:
         differing = self._time(cached, drafter, counters, budget, label)
         for one in counters:  # alpha is a mean over all response positions, not over tested ones
             one.overlap_sum = one.overlap_count = 0.0
-        row = self._row(name, counters, cost, "decoding", budget)
+        row = self.row(name, counters, cost, "decoding", budget)
         seconds = [
             sum(getattr(r, part) for r in rounds) for part in ("t_draft", "t_verify", "t_other")
         ]
@@ -282,7 +282,7 @@ class Bench:
                     differing.append({**gap, "prompt_hash": one.prompt_hash})
         return differing
 
-    def _row(
+    def row(
         self,
         name: str,
         counters: list[PromptCounters],
@@ -290,6 +290,7 @@ class Bench:
         measured_by: str,
         budget: Budget,
     ) -> Row:
+        """A row of the report: these counters, how they were measured and what they cost."""
         config = self.config
         summary = summarise(counters, draws=config.bootstrap_draws, seed=config.seed)
         tokens, rounds = summary["tokens_per_round"], summary["num_rounds"]

@@ -82,7 +82,7 @@ def engine_row(
             one.identical = gap is None
             if gap is not None:
                 differing.append({**gap, "prompt_hash": one.prompt_hash})
-    row = bench._row(name, counters, cost, "vllm", Budget(counters[0].K))
+    row = bench.row(name, counters, cost, "vllm", Budget(counters[0].K))
     row |= {"policy": "fixed", **about}
     if greedy:
         row |= {"num_compared": len(counters), "differing_prompts": differing}

@@ -117,7 +117,7 @@ class Config(DivergenceConfig):
         compressed = self.teacher == "compressed"
         require(self.approx in (None, "bucket"), "method.approx", "be null or bucket", self.approx)
         if compressed:
-            self.parsed_divergence.check_compressed(self.approx)
+            self.parsed_divergence.check_compressed(self.approx, "method.approx")
         require(
             self.teacher in ("live", "compressed"),
             "method.teacher",

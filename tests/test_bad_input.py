@@ -140,7 +140,7 @@ def test_a_malformed_command_is_one_line(capsys, arguments, says):
 
 def test_a_divergence_that_is_not_linear_needs_full_logits(refused):
     words = ("method.teacher=compressed", "method.data_mix={target: 1}", "data.teacher_top_k=4")
-    refused(*words, says=["CompressedTeacherError", "jsd", "approx=bucket"])
+    refused(*words, says=["CompressedTeacherError", "jsd", "method.approx=bucket"])
 
 
 def test_draft_text_needs_a_live_teacher(refused):
@@ -158,7 +158,7 @@ def test_a_compressed_teacher_that_is_not_stored_is_asked_for(refused):
 
 def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
     words = ("method.teacher=compressed", "method.data_mix={target: 1}", "method.divergence=fkl")
-    says = ["CompressedTeacherError: the stored top-k leaves out", "store samples of the tail"]
+    says = ["CompressedTeacherError: the stored top-k leaves", "teacher_samples", "teacher_top_k"]
     refused(*words, "data.teacher_top_k=4", "method.control=false", says=says, written=True)
 
 

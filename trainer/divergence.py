@@ -67,8 +67,8 @@ class Divergence:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.kw_only}
         return self if name == self.name else DIVERGENCES[name](**shared)
 
-    def check_compressed(self, approx: str | None) -> None:
-        """UserError where a compressed teacher cannot give this divergence."""
+    def check_compressed(self, approx: str | None, key: str = "approx") -> None:
+        """UserError where a compressed teacher cannot give this divergence; `key`: of `approx`."""
         if self.name == "ce_hard":
             return
         if self.teacher_temperature != 1:
@@ -79,7 +79,7 @@ class Divergence:
         if self.name not in LINEAR_IN_P and approx is None:
             raise UserError(
                 f"CompressedTeacherError: {self.name} is not linear in p, so samples of p bias it: "
-                "use fkl, the full logits, or approx=bucket"
+                f"use fkl, the full logits, or {key}=bucket"
             )
 
     def __call__(
@@ -178,5 +178,5 @@ def complain(
     mass = teacher.log_tail.float().exp().max().item()
     raise UserError(
         f"CompressedTeacherError: the stored top-k leaves out {mass:.3g} of the mass, limit 0.001: "
-        "store samples of the tail too, store a larger top-k, or set approx=bucket"
+        "store samples of the tail (teacher_samples), raise teacher_top_k, or set approx=bucket"
     )
