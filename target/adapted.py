@@ -154,7 +154,8 @@ class AdaptedTarget:
         change = layer.lora_B[NAME].get_parameter("weight") @ layer.lora_A[NAME].get_parameter(
             "weight"
         )
-        return dataclasses.replace(plain, weight=plain.weight + layer.scaling[NAME] * change)
+        changed = plain.weight + layer.scaling[NAME] * change
+        return dataclasses.replace(plain, weight=changed, blocked=None)
 
     @property
     def changes(self) -> bool:

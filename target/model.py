@@ -34,6 +34,7 @@ from target.devices import (
 )
 from target.fingerprint import eos_ids, fingerprint, vocabulary_size
 from target.gguf import is_gguf, load_gguf
+from target.layout import blocked, lay_out
 from target.sharded import Sharded
 from trainer.checks import require_files
 from trainer.chunked import OutputHead
@@ -125,6 +126,8 @@ class Target:
                 ) from error
         elif device_map == "fsdp2":
             print(f"model.device_map=fsdp2: one process holds {name} whole", flush=True)
+        if sharded is None:
+            lay_out(model)
         return cls(model, tokenizer, name, facts, eos, sharded)
 
     def sync(self) -> None:
@@ -294,6 +297,7 @@ def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
         bias,
         transform=None if cap is None and scale == 1 else transform,
         vocab_size=vocab_size,
+        blocked=blocked(projection),
     )
     ids = (torch.arange(4, device=device) % vocab_size).unsqueeze(0)
     found: dict[LayerId, torch.Tensor] = {}

@@ -36,6 +36,7 @@ class OutputHead:
     kept: Tensor | None = None  # [W] int64 ascending, the target ids of a reduced draft vocabulary
     transform: Callable[[Tensor], Tensor] | None = None
     vocab_size: int | None = None  # true vocabulary of a padded head; not together with `kept`
+    blocked: Tensor | None = None  # `weight` again, see `blocked_linear`; for logits without grad
 
     def __post_init__(self) -> None:
         width = self.weight.shape[0]
@@ -43,6 +44,10 @@ class OutputHead:
             good = self.kept is None and 0 < self.vocab_size <= width
             rule = f"lie in 1..{width} and stand without a reduced vocabulary"
             require(good, "vocab_size", rule, self.vocab_size)
+        if self.blocked is not None:
+            good = self.kept is None and self.blocked.shape == self.weight.shape
+            rule = f"have the shape of the weight, {tuple(self.weight.shape)}"
+            require(good, "blocked", rule, tuple(self.blocked.shape))
         if self.kept is not None:
             good = self.kept.shape == (width,) and bool((self.kept.diff() > 0).all())
             rule = f"be {width} ascending ids, one for each row of the head"
@@ -50,9 +55,19 @@ class OutputHead:
 
     def logits(self, states: Tensor) -> Tensor:
         """states: [..., d] float -> [..., W or vocab_size], all at once and through autograd."""
-        bias = None if self.bias is None else self.bias[: self.vocab_size]
-        logits = F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
+        if self.blocked is not None and not torch.is_grad_enabled():
+            logits = blocked_linear(states.to(self.weight.dtype), self.blocked, self.bias)
+            logits = logits[..., : self.vocab_size]
+        else:
+            bias = None if self.bias is None else self.bias[: self.vocab_size]
+            logits = F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
         return logits if self.transform is None else self.transform(logits)
+
+
+def blocked_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """states [..., d] times a weight [W, d] in oneDNN's blocked layout -> [..., W], float32 on a
+    CPU and without gradient."""
+    return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
 
 
 @dataclass
