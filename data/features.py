@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict
 
@@ -225,9 +226,13 @@ def _compute(
     """Compute the tensors of one shard. No batch crosses shards, so a kill changes no number."""
     layout = shard.layout(identity).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout}
-    first = 0
-    for i in range(0, len(shard.rows), batch_size):
-        group = [trace for _, trace in shard.rows[i : i + batch_size]]
+    traces = [trace for _, trace in shard.rows]
+    ends = list(accumulate(num_tokens_of(trace) for trace in traces))
+    # texts of like length share a batch, which is padded to its longest
+    by_length = sorted(range(len(traces)), key=lambda i: num_tokens_of(traces[i]))
+    for start in range(0, len(traces), batch_size):
+        rows = by_length[start : start + batch_size]
+        group = [traces[i] for i in rows]
         prompts, responses = [t.prompt_ids for t in group], [t.response_ids for t in group]
         ids = collate(prompts, responses, [t.source for t in group]).input_ids.to(target.device)
         hidden = target.outputs(ids, layers=identity["layers"], logits=False).hidden
@@ -240,7 +245,7 @@ def _compute(
                 states = states.float() / scale
                 stored[f"scale.{layer}"] = scale.cpu()
             stored[f"hidden.{layer}"] = states.to(DTYPES[identity["dtype"]]).cpu()
-        for j, trace in enumerate(group):
+        for j, (i, trace) in enumerate(zip(rows, group, strict=True)):
             num_tokens = num_tokens_of(trace)
             bad = [layer for layer in hidden if not bool(finite[layer][j, :num_tokens].all())]
             if bad:
@@ -249,10 +254,9 @@ def _compute(
                 raise RunFault(f"{progress.name}: {what}; check the target or model.dtype")
             own = {name: values[j, :num_tokens] for name, values in stored.items()}
             for name, values in own.items():
-                tensors[name][first : first + num_tokens] = values
+                tensors[name][ends[i] - num_tokens : ends[i]] = values
             sum_of_row = _sha256({name: own[name].view(torch.uint8).numpy() for name in own})
-            tensors["sha256"][i + j] = torch.tensor(list(sum_of_row), dtype=torch.uint8)
-            first += num_tokens
+            tensors["sha256"][i] = torch.tensor(list(sum_of_row), dtype=torch.uint8)
             progress.advance(num_tokens)
     return tensors
 
