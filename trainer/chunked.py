@@ -7,8 +7,8 @@ gradients are those of the divergence on all positions together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,31 @@ def blocked_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 @dataclass
+class ReducedLogits:
+    """The target's logits [n, V] as a divergence over a reduced vocabulary reads them: several
+    depths that read the same position go through V once."""
+
+    logits: Tensor  # [n, W] of the ids kept
+    log_z: Tensor  # [n] float32 (float64 stays), log-sum-exp over V
+    first: Tensor  # [n] int64, the likeliest id of all
+
+    @classmethod
+    def of(cls, logits: Tensor, kept: Tensor) -> ReducedLogits:
+        """logits: [n, V] float; kept: [W] int64."""
+        return cls(logits.index_select(-1, kept), wide(logits).logsumexp(-1), logits.argmax(-1))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ReducedLogits]) -> ReducedLogits:
+        return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+    def __getitem__(self, at: Tensor) -> ReducedLogits:
+        return ReducedLogits(self.logits[at], self.log_z[at], self.first[at])
+
+
+TeacherLogits = Tensor | ReducedLogits  # the former over all of V
+
+
+@dataclass
 class ChunkedLoss:
     """What `chunked_divergence` returns; all but the total is detached."""
 
@@ -85,7 +110,7 @@ def chunked_divergence(
     divergence: Divergence,
     states: Tensor,
     head: OutputHead,
-    teacher: Callable[[slice], Tensor] | None,
+    teacher: Callable[[slice], TeacherLogits] | None,
     labels: Tensor,
     weights: Tensor | None = None,
     *,
@@ -94,9 +119,9 @@ def chunked_divergence(
     """`divergence` of head.logits(states), chunk by chunk, with the same errors.
 
     states: [N, d] float; labels: [N] int64 target ids; weights: [N] float, no gradient, default 1.
-    teacher(span) gives the target's logits [n, V] of states[span]; it is called without gradient,
-    once a chunk, for tvd_pp twice (its moments are those of all positions). Only ce_hard needs no
-    teacher; all of p is then on the label.
+    teacher(span) gives the target's logits [n, V] of states[span], or what head.kept needs of them;
+    it is called without gradient, once a chunk, for tvd_pp twice (its moments are those of all
+    positions). Only ce_hard needs no teacher; all of p is then on the label.
 
     With head.kept, p is restricted to these ids and renormalised for the divergence. A position
     whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
@@ -130,37 +155,42 @@ def chunked_divergence(
 class _Job:
     divergence: Divergence
     head: OutputHead  # as computed with: detached, cast, without padding rows
-    teacher: Callable[[slice], Tensor] | None
+    teacher: Callable[[slice], TeacherLogits] | None
     labels: Tensor
     weights: Tensor
     spans: list[slice]
 
-    def read(self, states: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draft logits [n, W] before and after `transform`, target logits [n, V]."""
+    def read(self, states: Tensor, span: slice) -> tuple[Tensor, Tensor, TeacherLogits | None]:
+        """Draft logits [n, W] before and after `transform`, target logits [n, V] or reduced."""
         rows = states[span].to(self.head.weight.dtype)
         leaf = F.linear(rows, self.head.weight, self.head.bias)
         with torch.no_grad():
             target = None if self.teacher is None else self.teacher(span)
-        if self.head.kept is None and target is not None:
+            if self.head.kept is not None and isinstance(target, Tensor):
+                target = ReducedLogits.of(target, self.head.kept)
+        if target is not None:
+            shape = (target if isinstance(target, Tensor) else target.logits).shape
             rule = f"have the shape of the draft's, {tuple(leaf.shape)}"
-            require(target.shape == leaf.shape, "logits of the target", rule, tuple(target.shape))
+            require(shape == leaf.shape, "logits of the target", rule, tuple(shape))
         leaf.requires_grad_(torch.is_grad_enabled())
         return leaf, leaf if self.head.transform is None else self.head.transform(leaf), target
 
     def select(
-        self, draft: Tensor, target: Tensor | None, labels: Tensor
+        self, draft: Tensor, target: TeacherLogits | None, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """The positions that count, [n] bool, and of these: draft, target [m, W], labels [m]."""
         kept = self.head.kept
         if kept is None:
+            assert not isinstance(target, ReducedLogits)
             return torch.ones_like(labels, dtype=torch.bool), draft, target, labels
+        assert not isinstance(target, Tensor)
         target = None if self.divergence.name == "ce_hard" else target
-        wanted = labels if target is None else target.argmax(-1)
+        wanted = labels if target is None else target.first
         place = torch.searchsorted(kept, wanted).clamp_max(len(kept) - 1)
         counted = kept[place] == wanted
         index = counted.nonzero()[:, 0]
-        target = None if target is None else target[index[:, None], kept]
-        return counted, draft.index_select(0, index), target, place[index]
+        own = None if target is None else target.logits.index_select(0, index)
+        return counted, draft.index_select(0, index), own, place[index]
 
 
 class _Chunked(torch.autograd.Function):
@@ -224,7 +254,8 @@ def _one_chunk(
     if target is None:
         match, shared = first == labels, _spread((-ce_hard(q.detach(), places)).exp(), counted)
     else:
-        match, shared = first == target.argmax(-1), _overlap(draft, target, kept)
+        wanted = target.argmax(-1) if isinstance(target, Tensor) else target.first
+        match, shared = first == wanted, _overlap(draft, target)
     values = job.divergence(q, p, places, mean_reward=mean_reward)
     scale = job.weights[span][counted].to(values)
     (by_logits,) = torch.autograd.grad(values, leaf, scale) if leaf.requires_grad else (None,)
@@ -237,13 +268,16 @@ def _spread(values: Tensor, counted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _overlap(draft: Tensor, target: Tensor, kept: Tensor | None) -> Tensor:
-    """sum_v min(p, q), [n]; q is zero outside of `kept`, p is not renormalised."""
-    log_z, log_z_target = wide(draft).logsumexp(-1), wide(target).logsumexp(-1)
-    if not bool((log_z + log_z_target).isfinite().all()):  # also where nothing counts
-        complain("overlap", draft, target, log_z)
-    log_p = target if kept is None else target.index_select(-1, kept)
-    return torch.minimum(log_p - log_z_target[:, None], draft - log_z[:, None]).exp_().sum(-1)
+def _overlap(draft: Tensor, target: TeacherLogits) -> Tensor:
+    """sum_v min(p, q), [n]; q is zero outside of the ids kept, p is not renormalised."""
+    if isinstance(target, Tensor):
+        target = ReducedLogits(target, wide(target).logsumexp(-1), target)
+    log_z = wide(draft).logsumexp(-1)
+    if not bool((log_z + target.log_z).isfinite().all()):  # also where nothing counts
+        every = torch.cat([target.logits, target.log_z[:, None]], -1)  # also of ids not kept
+        complain("overlap", draft, every, log_z)
+    log_p = target.logits - target.log_z[:, None]
+    return torch.minimum(log_p, draft - log_z[:, None]).exp_().sum(-1)
 
 
 def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tensor | None) -> None:

@@ -24,7 +24,13 @@ from drafters.base import TrainedDrafter
 from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
-from trainer.chunked import OutputHead, chunked_divergence
+from trainer.chunked import (
+    CHUNK_ELEMENTS,
+    OutputHead,
+    ReducedLogits,
+    TeacherLogits,
+    chunked_divergence,
+)
 from trainer.config import UserError, require
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.losses import LossOutput, position_weights
@@ -176,7 +182,7 @@ class HeadObjective(Objective):
     ) -> Callable[[int, torch.Tensor], list[Term]]:
         """Return (depth, states [B, L, d]) -> the terms of that depth, against the distribution
         that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`."""
-        teacher = self._teacher(batch, final, head)
+        teacher = self._teacher(batch, final, head, drafter.output_head(1).kept)
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
             rows, index = batch.supervised(depth).nonzero(as_tuple=True)
@@ -206,20 +212,29 @@ class HeadObjective(Objective):
         return score
 
     def _teacher(
-        self, batch: Batch, final: torch.Tensor, head: OutputHead
-    ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], torch.Tensor]]:
+        self, batch: Batch, final: torch.Tensor, head: OutputHead, kept: torch.Tensor | None
+    ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], TeacherLogits]]:
         """Return (rows [N], logit indices [N]) -> span -> the target's logits [n, V] at that span
-        of them. Every depth asks for some of the positions of the first, so these are computed once
-        where all of them fit."""
+        of them, or those `kept`. Every depth asks for some of the positions of the first, so these
+        are computed once where all of them fit."""
         where = batch.supervised(1)
         rows, index = where.nonzero(as_tuple=True)
-        size = len(rows) * self.target.vocab_size * final.element_size()
+        width = self.target.vocab_size if kept is None else len(kept)
+        size = len(rows) * width * final.element_size()
         if self.depth == 1 or size > KEEP_TEACHER_BYTES:
             return lambda rows, index: lambda span: head.logits(final[rows[span], index[span]])
-        with torch.no_grad():
-            logits = head.logits(final[rows, index])
         place = torch.zeros(where.shape, dtype=torch.long, device=where.device)
         place[rows, index] = torch.arange(len(rows), device=where.device)
+        logits: TeacherLogits
+        with torch.no_grad():
+            if kept is None:
+                logits = head.logits(final[rows, index])
+            else:
+                step = max(1, CHUNK_ELEMENTS // self.target.vocab_size)
+                spans = zip(rows.split(step), index.split(step), strict=True)
+                logits = ReducedLogits.joined(
+                    [ReducedLogits.of(head.logits(final[row, at]), kept) for row, at in spans]
+                )
         return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -107,11 +107,13 @@ def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces
         )
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("medusa", {}), ("eagle3", {}), ("eagle3", {"draft_vocab_size": 30})]
+)
 def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
-    name, target, traces, monkeypatch
+    name, options, target, traces, monkeypatch
 ):
-    recipe, batch, made = make(name, target, traces), batch_of(traces), []
+    recipe, batch, made = make(name, target, traces, **options), batch_of(traces), []
 
     def counted(head, states, _logits=OutputHead.logits):
         made.append(head is target.head)

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
-from trainer.chunked import OutputHead
+from trainer.chunked import OutputHead, ReducedLogits
 from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES
 
@@ -203,6 +203,20 @@ def test_infinite_divergence_is_a_fault_that_names_the_remedy():
         chunked_divergence("rkl", states, head, teacher.__getitem__, labels, chunk_positions=2)
     out = chunked_divergence("tvd", states, head, teacher.__getitem__, labels)
     torch.testing.assert_close(out.overlap, 1 - out.values)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_reduced_logits_stand_for_those_of_the_whole_vocabulary(name):
+    states, head, teacher, labels, weights = _problem(kept=KEPT, weights=True)
+    parts = ReducedLogits.of(teacher[:3], head.kept), ReducedLogits.of(teacher[3:], head.kept)
+    reduced = ReducedLogits.joined(parts)
+    found = []
+    for get in (teacher.__getitem__, reduced.__getitem__):
+        out = chunked_divergence(name, states, head, get, labels, weights, chunk_positions=2)
+        gradients = torch.autograd.grad(out.total, (states, head.weight))
+        found.append((out.values, out.overlap, out.match, out.counted, *gradients))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.equal(theirs)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
