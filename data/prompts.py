@@ -24,8 +24,14 @@ from trainer.checks import excerpt
 from trainer.config import UserError, suggest
 
 Message: TypeAlias = dict[str, str]  # {"role": system | user | assistant, "content": text}
-# what the target answers: plain text, or a conversation up to a user message
-Turn: TypeAlias = str | list[Message]
+
+
+class Rendered(tuple[int, ...]):
+    """Token ids of a prompt that was rendered already, as a log of requests holds them."""
+
+
+# what the target answers: plain text, a conversation up to a user message, or token ids
+Turn: TypeAlias = str | list[Message] | Rendered
 
 PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
@@ -44,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a source: `text` (used as it is) or `messages` (a conversation), never both.
+    """One row of a source: `text` (used as it is), `messages` (a conversation) or rendered `ids`.
 
     `response` is the source's own answer ("human" text); of a conversation its last assistant
     message, the earlier ones stay in `messages`. `source` says where the row stands.
@@ -56,14 +62,17 @@ class Prompt:
     domain: str
     source: str
     conversation_id: str
+    ids: Rendered | None = None
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 of what the target is shown: system and user messages, never an answer."""
-        return _shown_hash(self.messages or self.text or "")
+        return _shown_hash(self.ids or self.messages or self.text or "")
 
 
-def _shown_hash(content: str | Sequence[Message]) -> str:
+def _shown_hash(content: str | Sequence[Message] | Rendered) -> str:
+    if isinstance(content, Rendered):
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
     # plain text hashes as one user message, so that both forms of a prompt have the same hash
     if isinstance(content, str):
         content = [{"role": "user", "content": content}]
@@ -270,7 +279,7 @@ def user_turns(prompt: Prompt) -> Iterator[Turn]:
     (`with_answers`), since a drafter must learn the contexts that the target really produces.
     """
     if prompt.messages is None:
-        yield prompt.text or ""
+        yield prompt.ids or prompt.text or ""
         return
     so_far: list[Message] = []
     for message in prompt.messages:
@@ -314,7 +323,7 @@ def refuse_overlap(train: Iterable[Prompt], evaluation: Iterable[Prompt]) -> Non
     if shared:
         identity, first = next(iter(shared.items()))
         turn = next(user_turns(first))
-        shown = turn if isinstance(turn, str) else turn[-1]["content"]
+        shown = turn[-1]["content"] if isinstance(turn, list) else str(turn)
         raise UserError(
             f"DataLeakError: {len({p.hash for p in shared.values()})} evaluation prompts are "
             "also training prompts, first:"

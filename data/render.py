@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from data.prompts import Message, Prompt, Turn, user_turns
+from data.prompts import Message, Prompt, Rendered, Turn, user_turns
 from data.tables import one_line
 from trainer.config import UserError
 
@@ -20,7 +20,7 @@ def with_answers(turn: Turn, answers: Sequence[str]) -> Turn:
 
     `answers`: one per user message but the last. Raises ValueError for another number.
     """
-    if isinstance(turn, str):
+    if not isinstance(turn, list):
         if answers:
             raise ValueError(f"plain text has no earlier turn, got {len(answers)} answers")
         return turn
@@ -46,8 +46,15 @@ def render(
     With a chat template: the conversation (plain text is one user message) up to the start of the
     answer; `system_prompt` goes first unless the conversation brings its own. Without one: plain
     text as the tokenizer encodes it; a conversation and options of a template raise UserError.
+    Token ids stay as they are, and those options raise UserError.
     """
     options = chat_template_kwargs or {}
+    if isinstance(turn, Rendered):
+        for key, value in (("system_prompt", system_prompt), ("chat_template_kwargs", options)):
+            if value:
+                rule = "must be empty for prompts that are token ids, which were rendered already"
+                raise UserError(f"data.{key} {rule}, got {value!r}")
+        return list(turn)
     if not tokenizer.chat_template:
         return _render_plain(turn, tokenizer, system_prompt, options)
     messages = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn

@@ -17,11 +17,13 @@ named; too much of it stops the run.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +58,16 @@ UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, Recu
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """One answered request. `retokenised`: its ids were made from text here; `line`: its number."""
+    """One answered request. `retokenised`: its ids were made from text here; `finish_reason`: as it
+    was logged; `line`: its number."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     sampling: Sampling
     domain: str
     retokenised: bool
+    finish_reason: str | None = None
+    seed: int = 0
     line: int = 0
 
 
@@ -77,14 +82,15 @@ class LogState(TypedDict):
 
 
 class RequestLog:
-    """Reader of a log. `limit`: tokens that prompt and response may have together.
+    """Reader of a log. `limit`: tokens that prompt and response may have together; `key`: of the
+    configuration, which names the file.
 
     Raises UserError where the file is missing or unreadable, was replaced, or holds too many lines
     that cannot be used.
     """
 
-    def __init__(self, path: str | Path, target: Target, limit: int):
-        self.path, self.target, self.limit = Path(path), target, limit
+    def __init__(self, path: str | Path, target: Target, limit: int, key: str = "method.log"):
+        self.path, self.target, self.limit, self.key = Path(path), target, limit, key
         self.offset = self.lines = self.num_bad = 0
         generation = target.model.generation_config
         values = {name: getattr(generation, name, None) for name in FROM_MODEL}
@@ -92,8 +98,8 @@ class RequestLog:
         self.defaults |= {name: value for name, value in values.items() if value is not None}
         self.last = 0, ""  # length and hash of the line before `offset`
         self.named: list[str] = []  # the first few lines that were skipped, and why
-        if not is_file("method.log file", self.path):
-            raise UserError(f"method.log={path} does not exist: name the file the server writes")
+        if not is_file(f"{key} file", self.path):
+            raise UserError(f"{key}={path} does not exist: name the file the server writes")
 
     def read(
         self, count: int, wait_s: float = 0.0, stopped: Callable[[], bool] = lambda: False
@@ -123,9 +129,28 @@ class RequestLog:
                         found += self._take(line)
         except OSError as error:
             raise UserError(
-                f"method.log={self.path} cannot be read ({error.strerror}): the same command goes "
+                f"{self.key}={self.path} cannot be read ({error.strerror}): the same command goes "
                 "on once it is back"
             ) from error
+        return found
+
+    def read_all(self) -> list[LoggedRequest]:
+        """Read a finished log, which may be gzipped, from its beginning. UserError where its end is
+        cut off."""
+        found: list[LoggedRequest] = []
+        try:
+            with (gzip.open if self.path.suffix == ".gz" else open)(self.path, "rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n") and not _is_json(line):
+                        raise EOFError(f"line {self.lines + 1} is cut")
+                    if line.strip():
+                        found += self._take(line)
+        except (OSError, EOFError, zlib.error) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{self.key}={self.path} cannot be read to its end ({reason}): copy it again"
+            ) from error
+        self.check()
         return found
 
     def _seek(self, file: BinaryIO) -> None:
@@ -144,7 +169,7 @@ class RequestLog:
             if another_look:
                 time.sleep(POLL_S)
         raise UserError(
-            f"method.log={self.path} does not hold what was read of it ({self.offset} bytes): "
+            f"{self.key}={self.path} does not hold what was read of it ({self.offset} bytes): "
             "it was replaced; begin another run with another run.dir"
         )
 
@@ -168,7 +193,7 @@ class RequestLog:
         """Raise UserError where more than MAX_BAD_SHARE of the lines cannot be used."""
         if self.num_bad > MAX_BAD_SHARE * self.lines:
             raise UserError(
-                f"method.log={self.path}: {self.num_bad} of {self.lines} lines cannot be used, "
+                f"{self.key}={self.path}: {self.num_bad} of {self.lines} lines cannot be used, "
                 f"more than {MAX_BAD_SHARE:.0%} ({'; '.join(self.named)})"
             )
 
@@ -197,7 +222,12 @@ class RequestLog:
         if len(prompt) + len(response) > self.limit:
             raise ValueError(f"{len(prompt) + len(response)} tokens, the context is {self.limit}")
         domain = str(row.get("domain") or "log")
-        return LoggedRequest(prompt, response, _sampling(row), domain, retokenised)
+        reason, seed = row.get("finish_reason"), row.get("seed")
+        return LoggedRequest(
+            prompt, response, _sampling(row), domain, retokenised,
+            finish_reason=None if reason is None else str(reason),
+            seed=seed if type(seed) is int else 0,
+        )  # fmt: skip
 
     def _render(self, row: Mapping[str, object]) -> list[int]:
         prompt, messages = row.get("prompt"), row.get("messages")
@@ -246,6 +276,14 @@ class RequestLog:
         self.num_bad, self.named = state["num_bad"], list(state["named"])
         length, digest = state.get("last", (0, ""))
         self.last = length, digest
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _sampling(row: Mapping[str, object]) -> Sampling:

@@ -131,6 +131,17 @@ class TraceIdentity:
     schema: int = 1
 
 
+@dataclass(frozen=True)
+class ImportedIdentity:
+    """What a store was made of whose rows another program generated."""
+
+    log: str  # name of the file, for readers
+    log_sha256: str
+    domains: list[str]  # that were taken from it; empty: all
+    target: Mapping[str, object]  # its fingerprint
+    schema: int = 1
+
+
 class Shard(NamedTuple):
     """A finished shard, as the manifests list it; `sha256` and `bytes` are of the whole file."""
 
@@ -150,7 +161,10 @@ class TraceStore:
 
     @classmethod
     def open(
-        cls, folder: str | Path, identity: TraceIdentity | None, create: bool = True
+        cls,
+        folder: str | Path,
+        identity: TraceIdentity | ImportedIdentity | None,
+        create: bool = True,
     ) -> TraceStore:
         """Create the store, or check that the one there has this identity (None: any).
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 
 from data.budget import estimate_bytes
+from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.imported import open_imported, prompts_of
 from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
-from data.traces import Trace
+from data.render import render
+from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
 from engines.vllm_server import vllm_server
 from eval.config import EvalConfig, tree_of
@@ -36,14 +39,24 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         "column": data.prompts_column,
     }
     own = evaluation.prompts is not None
-    toy = data.prompts == "toy" or data.prompts.startswith("toy:")
-    train = load_prompts(
-        data.prompts,
-        count=data.num_prompts if own or toy else sys.maxsize,  # both are taken from these
-        response_column=data.response_column,
-        seed=config.run.seed,
-        **common,
-    )
+    imported = open_imported(data.traces)
+    toy = imported is None and (data.prompts == "toy" or data.prompts.startswith("toy:"))
+    if imported is not None:
+        if data.prompts != DataConfig.prompts:
+            raise UserError(
+                f"data.traces={data.traces} was imported with its prompts: leave out "
+                f"data.prompts={data.prompts}, or name another data.traces"
+            )
+        train = prompts_of(imported)
+        train = take(train, data.num_prompts, config.run.seed) if own else train
+    else:
+        train = load_prompts(
+            data.prompts,
+            count=data.num_prompts if own or toy else sys.maxsize,  # both are taken from these
+            response_column=data.response_column,
+            seed=config.run.seed,
+            **common,
+        )
     if own or toy:
         held_out = load_prompts(
             evaluation.prompts or data.prompts, count=evaluation.num_prompts,
@@ -114,6 +127,8 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Tr
     if run.config.run.stage is None:
         check_room(run.config.eval, run.target.context)
     traces = training_traces(run, train)
+    if train[0].ids is not None:
+        refuse_trained(run, traces, held_out)
     if run.config.run.stage is None:
         for temperature in run.config.eval.temperatures:
             evaluation_traces(run, held_out, temperature)
@@ -138,8 +153,45 @@ def contents(
 
 def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
     """Generate the target's traces of the training prompts, or read them where they are stored."""
+    if (imported := open_imported(run.config.data.traces)) is not None:
+        return imported_traces(run, imported, prompts)
     plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
     return _generate(run, plan, training_folder(run, prompts), "training traces")
+
+
+def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> list[Trace]:
+    """Read the rows of these prompts from an imported store. UserError where they are of another
+    target."""
+    wanted = json.loads(json.dumps(run.target.fingerprint))
+    if store.identity["target"] != wanted:
+        found = "; ".join(differences(store.identity["target"], wanted))
+        raise UserError(
+            f"data.traces={store.folder} was imported for another target ({found}): import the log "
+            "for this one"
+        )
+    chosen = {prompt.hash for prompt in prompts}
+    traces = [trace for trace in store.load() if trace.prompt_hash in chosen]
+    if run.accelerator.is_main_process:
+        drawn = sorted({f"T={trace.temperature:g}" for trace in traces})
+        print(
+            f"training traces: {len(traces)} of {store.folder}, imported from "
+            f"{store.identity['log']}, {', '.join(drawn)}; nothing is generated for training"
+        )
+    return traces
+
+
+def refuse_trained(run: Run, traces: list[Trace], held_out: list[Prompt]) -> None:
+    """Raise UserError where a held-out prompt is trained on. Prompts that are token ids compare
+    with text in their rendered form only."""
+    data, trained = run.config.data, {tuple(trace.prompt_ids) for trace in traces}
+    for prompt in held_out:
+        turn = next(user_turns(prompt))
+        kwargs = data.chat_template_kwargs
+        if tuple(render(turn, run.target.tokenizer, data.system_prompt, kwargs)) in trained:
+            raise UserError(
+                f"DataLeakError: the evaluation prompt {prompt.source} is also a training prompt: "
+                "remove it from one side or name another eval.prompts"
+            )
 
 
 def evaluation_traces(
@@ -154,9 +206,10 @@ def evaluation_traces(
             "give another share, or a set of its own as eval.prompts"
         )
     check_room(evaluation, (served or run.target).context)
+    held_out_from = run.config.data.prompts if prompts[0].ids is None else run.config.data.traces
     plan = dataclasses.replace(
         GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
-        source=evaluation.prompts or f"held out from {run.config.data.prompts}", served=False,
+        source=evaluation.prompts or f"held out from {held_out_from}", served=False,
         temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
         max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
         lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,
@@ -190,7 +243,8 @@ def describe(config: Config) -> None:
     train, held_out = choose_prompts(config)
     data = config.data
     rows = sum(len(list(user_turns(p))) for p in train) * data.samples_per_prompt
-    prompt_tokens = sum(len(str(p.messages or p.text)) for p in train) / max(1, len(train)) / 4
+    prompt_tokens = sum(len(p.ids or str(p.messages or p.text)[::4]) for p in train)
+    prompt_tokens /= max(1, len(train))
     size = estimate_bytes(
         rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data.prompts import Prompt, user_turns
+from data.prompts import Prompt, Rendered, user_turns
 from data.traces import Trace
 from eval.measure import Measurement, spread
 from eval.report.readings import NUM_PROMPTS, Json, Tokenizer, answer, reading
@@ -53,4 +53,8 @@ class ReadingCollector:
     def _asked(self, trace: Trace) -> str:
         """The text that the target answers: the prompt, or its user message of this turn."""
         turn = list(user_turns(self.prompts[trace.index]))[trace.turn]
+        if isinstance(turn, Rendered):
+            return self.tokenizer.decode(
+                list(turn), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         return turn if isinstance(turn, str) else turn[-1]["content"]

@@ -38,7 +38,7 @@ READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
          "data.prompts", "data.prompts_config", "data.prompts_split", "data.prompts_column",
          "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
          "data.chat_template_kwargs", "data.max_prompt_tokens", "data.long_prompts",
-         "data.cache_dir", "data.batch_size", "data.rows_per_shard")  # fmt: skip
+         "data.cache_dir", "data.batch_size", "data.rows_per_shard", "data.traces")  # fmt: skip
 
 
 def resolve(arguments: list[str]) -> Config:

@@ -23,7 +23,16 @@ from phases import run
 from phases.help import composed
 from recipes import base
 from recipes.common.config import Config, compose
-from scripts import compare, evaluate, export, generate, get_smollm2, push_to_hub, request_log
+from scripts import (
+    compare,
+    evaluate,
+    export,
+    generate,
+    get_smollm2,
+    import_traces,
+    push_to_hub,
+    request_log,
+)
 from tests.commands import ROOT
 from tests.shrunk import shrunk, words_of
 from trainer.config import known_keys, parse_overrides, sections
@@ -33,6 +42,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 REASON = re.compile(r"<!-- not run: (.*\b(?:network|GPU|server|minutes).*) -->")
 SCRIPT_KEYS = {
     "scripts.export": export.KEYS,
+    "scripts.import_traces": [f"script.{key}" for key in import_traces.KEYS],
     "scripts.push_to_hub": push_to_hub.KEYS,
     "scripts.request_log": [f"script.{key}" for key in request_log.KEYS],
 }
@@ -121,6 +131,8 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
         elif entry == "scripts.evaluate":
             evaluate.resolve(words)
             run.check_words(words, evaluate.READS, entry)
+        elif entry == "scripts.import_traces":
+            import_traces.resolve(words)
         elif entry == "scripts.get_smollm2":
             get_smollm2.parse(words)
         elif entry == "scripts.compare":

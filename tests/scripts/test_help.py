@@ -6,7 +6,9 @@ import importlib
 
 import pytest
 
-SCRIPTS = ("compare", "evaluate", "export", "generate", "push_to_hub", "request_log")
+SCRIPTS = (
+    "compare", "evaluate", "export", "generate", "import_traces", "push_to_hub", "request_log",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help=true"]], ids=str)
