@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
-from recipes.common.heads import HeadConfig, HeadRecipe, frequent_tokens, print_coverage
+from recipes.common.draft_vocabulary import frequent_tokens, is_reduced
+from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import LayerId, Target, check_layers
 from trainer.config import UserError, require
 
@@ -26,7 +27,8 @@ class Config(HeadConfig):
     steps: int = 4
     # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
     layers: list[int] = field(default_factory=list)
-    # size of a reduced vocabulary, of the most frequent tokens of the traces; null: all tokens
+    # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
+    # else as many thousands as cover 99.5 % of the traces
     draft_vocab_size: int | None = None
     head_from_target: bool = True  # the output matrix starts as rows of the target's
     layer_from_target: bool = True  # the layer starts as the target's last one
@@ -37,6 +39,8 @@ class Config(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
+        size = self.draft_vocab_size
+        require(size is None or size >= 0, "method.draft_vocab_size", "be >= 0", size)
 
 
 class Recipe(HeadRecipe[Config]):
@@ -58,7 +62,7 @@ class Recipe(HeadRecipe[Config]):
 
     @property
     def builds_from_traces(self) -> bool:
-        return self.config.draft_vocab_size is not None
+        return is_reduced(self.config.draft_vocab_size, self.target)
 
     @property
     def depth(self) -> int:
@@ -70,8 +74,7 @@ class Recipe(HeadRecipe[Config]):
 
     def build(self, traces: Sequence[Trace]) -> Eagle3Drafter:
         config = self.config
-        kept, covered = frequent_tokens(traces, config.draft_vocab_size, self.target)
-        print_coverage(config.draft_vocab_size, covered)
+        kept = frequent_tokens(traces, config.draft_vocab_size, self.target)
         settings = Eagle3Settings(
             list(self.captures), self.target.hidden_size,
             norm_before_residual=config.norm_before_residual, fc_norm=config.fc_norm,

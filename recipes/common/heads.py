@@ -9,8 +9,7 @@ final-normed state.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -19,7 +18,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from data.batches import Batch
-from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
@@ -39,7 +37,6 @@ Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, d
 
 ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 
-LOW_COVERAGE = 0.98
 KEEP_TEACHER_BYTES = 1 << 28
 
 
@@ -245,38 +242,3 @@ class HeadObjective(Objective):
         texts = zip(batch.prompts, batch.responses, strict=True)
         width = self.config.feature_noise * 512 / max(len(p) + len(r) for p, r in texts)
         return states + (2 * torch.rand_like(states) - 1) * width
-
-
-def frequent_tokens(
-    traces: Sequence[Trace], size: int | None, target: Target
-) -> tuple[torch.Tensor | None, float]:
-    """Choose the `size` most frequent response tokens. Returns their ids [size] int64, ascending,
-    and the share of all response tokens that they cover, which no drafter over them can exceed at
-    T=1; None and 1 without a size. UserError if there is no response token."""
-    if size is None:
-        return None, 1.0
-    require(
-        1 <= size <= target.vocab_size,
-        "method.draft_vocab_size",
-        f"lie in 1..{target.vocab_size}, the target's vocabulary",
-        size,
-    )
-    counts = Counter(token for trace in traces for token in trace.response_ids)
-    ranked = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:size]
-    total = sum(counts.values())
-    if not total:
-        raise UserError("method.draft_vocab_size: the traces hold no response token to count")
-    covered = sum(counts[token] for token in ranked) / total
-    return torch.tensor(sorted(ranked)), covered
-
-
-def print_coverage(size: int | None, covered: float) -> None:
-    """Print the share of tokens that a reduced vocabulary covers; warn where it is low."""
-    if size is None:
-        return
-    print(
-        f"draft vocabulary: {size} tokens, {covered:.2%} of the training text: "
-        f"alpha <= {covered:.4f}"
-    )
-    if covered < LOW_COVERAGE:
-        print(f"warning: below {LOW_COVERAGE:.0%}; raise method.draft_vocab_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
-from recipes.common import heads
-from recipes.common.heads import frequent_tokens
+from recipes.common import draft_vocabulary, heads
+from recipes.common.draft_vocabulary import frequent_tokens
 from tests.losses import divergence
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
@@ -278,15 +279,36 @@ def test_a_response_of_one_token_trains_nothing_but_does_not_break(target, trace
 # --- draft vocabulary -----------------------------------------------------------------------------
 
 
-def test_the_draft_vocabulary_counts_responses_not_prompts(target, traces):
-    kept, covered = frequent_tokens(traces, 10, target)
+def test_the_draft_vocabulary_counts_responses_not_prompts(target, traces, capsys):
+    kept = frequent_tokens(traces, 10, target)
     counts = torch.bincount(
         torch.tensor([t for trace in traces for t in trace.response_ids]), minlength=VOCAB_SIZE
     )
-    assert covered == pytest.approx(float(counts[kept].sum() / counts.sum()))
+    covered = float(counts[kept].sum() / counts.sum())
+    assert f"draft vocabulary: 10 tokens, {covered:.2%} of" in capsys.readouterr().out
     assert float(counts[kept].min()) >= float(counts.sort(descending=True).values[9])
     assert kept.tolist() == sorted(kept.tolist())
-    assert frequent_tokens(traces, None, target) == (None, 1.0)
+
+
+def test_a_small_vocabulary_is_drafted_whole(target, traces):
+    assert frequent_tokens(traces, None, target) is None
+    assert frequent_tokens(traces, 0, target) is None
+
+
+def test_of_a_large_vocabulary_as_much_is_drafted_as_covers_the_text(
+    target, traces, monkeypatch, capsys
+):
+    for name, value in (("WHOLE", 50), ("LEAST", 3), ("STEP", 4), ("ENOUGH", 0.6)):
+        monkeypatch.setattr(draft_vocabulary, name, value)
+    kept = frequent_tokens(traces, None, target)
+    counts = Counter(t for trace in traces for t in trace.response_ids)
+    ranked = sorted(counts.values(), reverse=True)
+    shares = [sum(ranked[:n]) / sum(ranked) for n in (len(kept) - 4, len(kept))]
+    assert len(kept) % 4 == 0
+    assert shares[0] < 0.6 <= shares[1]
+    assert f"method.draft_vocab_size=0 keeps all {VOCAB_SIZE}" in capsys.readouterr().out
+    assert len(make("eagle3", target, traces).drafter.kept) == len(kept)
+    assert make("eagle3", target, traces, draft_vocab_size=0).drafter.kept is None
 
 
 @pytest.mark.parametrize(("size", "warned"), [(2, True), (VOCAB_SIZE, False)])

@@ -1,0 +1,74 @@
+"""The held-out prompts of the tables on a real chat model, as one file of chat messages.
+
+    python -m benchmarks.real_prompts <folder of the data> [count=16] [out=runs/real/prompts.jsonl]
+
+The folder holds gsm8k/test_first_half.jsonl, humaneval/HumanEval.jsonl.gz and
+self_instruct/user_oriented_instructions.jsonl: questions of other files than the training text,
+`count` of each, the ones whose text has the smallest SHA-256. The data stays where it is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError, asks_for_help
+from trainer.files import write_atomic
+
+OUT = "runs/real/prompts.jsonl"
+
+
+def math(row: dict[str, Any]) -> str:
+    return row["question"]
+
+
+def code(row: dict[str, Any]) -> str:
+    return f"Complete this Python function:\n\n{row['prompt']}"
+
+
+def instructions(row: dict[str, Any]) -> str:
+    given = row["instances"][0]["input"]
+    return f"{row['instruction']}\n\n{given}" if given else row["instruction"]
+
+
+SOURCES = {
+    "math": ("gsm8k/test_first_half.jsonl", math),
+    "code": ("humaneval/HumanEval.jsonl.gz", code),
+    "instructions": ("self_instruct/user_oriented_instructions.jsonl", instructions),
+}
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        raise UserError(f"{path} is missing: name the folder that holds it")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file)
+
+
+def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
+    given = {"count": "16", "out": OUT} | dict(a.split("=", 1) for a in arguments if "=" in a)
+    folder = Path(next(a for a in arguments if "=" not in a))
+    lines = []
+    for domain, (file, text_of) in SOURCES.items():
+        texts = sorted(
+            {text_of(row) for row in rows(folder / file)},
+            key=lambda text: hashlib.sha256(text.encode()).hexdigest(),
+        )
+        for text in texts[: int(given["count"])]:
+            row = {"domain": domain, "messages": [{"role": "user", "content": text}]}
+            lines.append(json.dumps(row) + "\n")
+    write_atomic(Path(given["out"]), "".join(lines))
+    print(f"{given['out']}: {len(lines)} prompts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
