@@ -23,7 +23,9 @@ class Config(HeadConfig):
     divergence_weight: float = 0.1  # weight of the divergence; published: 0.1
     # weight of SmoothL1 between the head's states and the target's; published: 1
     feature_weight: float = 1.0
-    feature_noise: float = 0.1
+    # half width of the uniform noise on the target's states, in a text of 512 tokens; a text of n
+    # tokens gets 512 / n times that; published: 0.1
+    feature_noise: float = 0.01
     depth_decay: float = 1.0
     steps: int = 1  # times the head reads its own states in training; more than 1: HASS
 

@@ -9,6 +9,7 @@ import torch
 
 from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
+from data.packing import PackedTraces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
 from recipes.common import heads
@@ -127,8 +128,10 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
     torch.testing.assert_close(*found)
 
 
-def test_noise_on_the_states_is_as_wide_as_the_longest_text_allows(target, traces):
-    """Uniform, with a half width of `feature_noise` at 512 tokens."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_noise_on_the_states_is_as_wide_as_each_texts_own_length_allows(packed, target, traces):
+    """Uniform, with a half width of `feature_noise` at 512 tokens, whatever else is in the batch or
+    in the row."""
 
     class Wrapped(torch.nn.Module):
         def __init__(self, drafter):
@@ -139,15 +142,18 @@ def test_noise_on_the_states_is_as_wide_as_the_longest_text_allows(target, trace
             self.seen = outputs.hidden["final_norm"]
             return self.module(ids, outputs, *given, **options)
 
-    recipe, batch = make("eagle", target, traces, feature_noise=0.1), batch_of(traces)
+    recipe = make("eagle", target, traces, feature_noise=0.1)
+    batch = PackedTraces(traces, "target", 64, 3, seed=0).at(0) if packed else batch_of(traces)
     sizes = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     assert len(set(sizes)) > 1
+    assert (len(batch.starts()) > len(batch.input_ids)) == packed
     drafter, outputs = Wrapped(recipe.drafter), outputs_of(recipe, batch)
     recipe.objective.loss(drafter, batch, outputs, 0)
     noise = (drafter.seen - outputs.hidden["final_norm"]).abs()
-    width = 0.1 * 512 / max(sizes)
-    assert 0.99 * width < float(noise.max()) <= 1.001 * width
-    assert float(noise.mean()) == pytest.approx(width / 2, rel=0.05)
+    for (row, begin), size in zip(batch.starts(), sizes, strict=True):
+        width, own = 0.1 * 512 / size, noise[row, begin : begin + size]
+        assert 0.99 * width < float(own.max()) <= 1.001 * width
+        assert float(own.mean()) == pytest.approx(width / 2, rel=0.1)
 
 
 def test_the_last_supervised_token_is_reached_at_every_depth_it_can_be():
