@@ -46,6 +46,11 @@ class Recipe(HeadRecipe[Config]):
     def depth(self) -> int:
         return self.config.steps
 
+    @property
+    def unroll(self) -> tuple[str, int] | None:
+        # one step is EAGLE-1, whose regression of states prepares it for its own
+        return ("method.steps", self.config.steps) if self.config.steps > 1 else None
+
     def build(self, traces: Sequence[Trace]) -> Eagle1Drafter:
         settings = Eagle1Settings(
             ["final_norm"], self.target.hidden_size, detach_recycled=self.config.steps > 1

@@ -149,6 +149,11 @@ class Recipe(base.Recipe):
         return TreeObjective(self.config, self.target, self.head_recipe.objective)
 
     @property
+    def unroll(self) -> tuple[str, int] | None:
+        own = self.head_recipe.unroll
+        return None if own is None else ("steps in method.base_options", own[1])
+
+    @property
     def builds_from_traces(self) -> bool:
         return self.head_recipe.builds_from_traces
 

@@ -13,11 +13,12 @@ from phases.stage import sample_drafter
 from phases.train import (
     check_context,
     chosen_stages,
+    deeper_than_trained,
     prepare,
     settings_of_the_toy,
     train_stages,
 )
-from recipes import eagle, medusa
+from recipes import base, eagle, eagle3, medusa
 from recipes.base import Needs, Stage
 from tests.commands import command
 from tests.data.test_traces import make
@@ -164,3 +165,42 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
     said = capsys.readouterr().out
     assert "data.max_new_tokens=96, trainer.lr=0.001: recipe=medusa has this for the toy" in said
     assert "7.0 B parameters" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("recipe=eagle3", None),
+        ("recipe=eagle3 eval.K=6", "eval.K=6 drafts 6 tokens deep, training unrolls 5"),
+        ("recipe=eagle3 method.steps=4", "eval.tree=dynamic:25:5:8 drafts 5 tokens deep"),
+        ("recipe=eagle3 method.steps=7 eval.tree=eagle2:60:7:10", "set method.steps to 8"),
+        ("recipe=eagle3 eval.tree=calibrated:9 eval.K=6", "drafts 6 tokens deep"),
+        ("recipe=gto", None),
+        ("recipe=gto eval.K=6", "set steps in method.base_options to 6"),
+        ("recipe=gto eval.K=6 method.base=eagle", None),
+        ("recipe=eagle", None),  # one step: no unroll
+        ("recipe=eagle method.steps=3", "drafts 5 tokens deep, training unrolls 3"),
+        ("recipe=medusa eval.K=9", None),
+    ],
+)
+def test_drafts_deeper_than_the_trained_unroll_are_named(words, says, target):
+    config = resolve([*words.split(), "model.target=x"])[0]
+    if config.recipe == "eagle3":
+        config.method.layers = [0, 1]
+    elif config.recipe == "gto" and config.method.base is None:
+        config.method.base_options = {"layers": [0, 1]}
+    recipe = base.load(config.recipe)[0].Recipe(config.method, target)
+    found = deeper_than_trained(config, recipe)
+    assert (says or "") in (found or "")
+    assert (found is None) == (says is None)
+
+
+def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
+    target, tmp_path, capsys
+):
+    run = run_of(tmp_path, target, "eval.K=4")
+    for steps, warned in ((3, True), (4, False)):
+        recipe = eagle3.Recipe(eagle3.Config(layers=[0, 1], steps=steps), target)
+        prepare(run, recipe, [])
+        said = capsys.readouterr().out
+        assert ("warning: eval" in said) == warned, said
