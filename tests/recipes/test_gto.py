@@ -714,6 +714,10 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.base_options=3", "method.base_options must be a mapping"),
         ("method.base_options={layers: [0, 2]}", "layer id must lie in 0..1"),
         ("method.base_options={steps: 0}", "of recipe eagle3: method.steps must be >= 1"),
+        (
+            ["method.base=eagle", "method.base_options={base_max_steps: 3}"],
+            "of recipe eagle: method.base_max_steps must be null: GTO trains its base in one stage",
+        ),
         ("method.base_max_steps=0", "method.base_max_steps must be >= 1"),
         ("method.base_batch_size=0", "method.base_batch_size must be >= 1"),
         ("method.base_lr=0", "method.base_lr must be > 0"),
@@ -748,7 +752,8 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
 )
 def test_bad_settings_end_in_one_line(word, says, tiny_folder, tmp_path, capsys):
     """Before any text is generated."""
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), word)) == 2
+    words = [word] if isinstance(word, str) else word
+    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     for text in [says] if isinstance(says, str) else says:
         assert text in line

@@ -235,6 +235,28 @@ def test_recycled_states_are_detached_in_hass_only(target, traces):
     assert not torch.allclose(*gradients)
 
 
+def test_hass_starts_from_a_trained_head_of_eagle(target, traces):
+    """That of model.drafter, or that of a first stage whose loss is EAGLE-1's; one step gives
+    another head than HASS's."""
+    options = {"steps": 3, "top_weight": 1.0, "base_max_steps": 4, "base_lr": 0.5}
+    own, batch = make("eagle", target, traces, **options), batch_of(traces)
+    first, second = own.recipe.stages()
+    assert (first.start, first.row, second.start, second.row) == (
+        "base", "before", "previous", "after"
+    )  # fmt: skip
+    assert first.overrides == {"max_steps": 4, "lr": 0.5}
+    assert own.recipe.stages()[0].objective is first.objective is own.objective
+    plain = make("eagle", target, traces, steps=1)
+    assert loss_of(own, batch) == loss_of(plain, batch)
+    later = trained(own.recipe, own.drafter, stage=1, traces=traces)
+    assert later.depth == 3
+    assert loss_of(later, batch) - loss_of(own, batch) > 1e-3
+    own.recipe.accept(plain.drafter)
+    (only,) = own.recipe.stages()
+    assert only.objective is second.objective
+    assert plain.drafter.settings.detach_recycled
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_training_lowers_the_loss_and_leaves_the_target_alone(name, target, traces):
     recipe, batch = make(name, target, traces), batch_of(traces)
@@ -333,6 +355,8 @@ def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
         ("eagle3", {"layers": [1, 1]}, "distinct"),
         ("eagle3", {"layers": []}, "collide on a target of 2 layers"),
         ("eagle3", {"steps": 0}, r"method\.steps must be >= 1"),
+        ("eagle", {"base_max_steps": 0}, r"method\.base_max_steps must be >= 1"),
+        ("eagle", {"base_lr": 0.0}, r"method\.base_lr must be > 0"),
         ("eagle", {"feature_weight": -1.0}, r"method\.feature_weight must be >= 0"),
         ("medusa", {"num_heads": 0}, r"method\.num_heads must be >= 1"),
         ("medusa", {"divergence": "nonsense"}, "method.divergence must be one of"),

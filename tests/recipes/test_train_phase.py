@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import train
 from drafters.acceptance_head import AcceptanceHead
 from drafters.base import weights_hash
 from drafters.causal_lm import CausalLMDrafter
@@ -20,7 +21,7 @@ from phases.train import (
 )
 from recipes import base, eagle, eagle3, medusa
 from recipes.base import Needs, Stage
-from tests.commands import command
+from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
 from tests.tiny import prompts_of
 from train import resolve
@@ -204,3 +205,21 @@ def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
         prepare(run, recipe, [])
         said = capsys.readouterr().out
         assert ("warning: eval" in said) == warned, said
+
+
+def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, tiny_folder):
+    words = (
+        "recipe=eagle", "preset=hass", "trainer.lr_warmup_steps=0", "trainer.precision=fp32",
+        "data.num_prompts=8", "data.max_prompt_tokens=100", "eval.K=2", "eval.tree=dynamic:8:3:3",
+        "trainer.max_steps=2", "trainer.save_every=2", "trainer.log_every=1",
+        "eval.temperatures=0", "eval.timing_prompts=0",
+    )  # fmt: skip
+    folder = tiny_folder("llama")
+    for run, given, stages in (
+        ("own", ["method.base_max_steps=3"], ["base"] * 3 + ["train"] * 2),
+        ("given", [f"model.drafter={tmp_path / 'own' / 'drafter'}"], ["train"] * 2),
+    ):
+        made = command(tmp_path, folder, *words, *given, f"run.dir={tmp_path / run}")
+        assert train.main([w for w in made if not w.startswith("method.draft_")]) == 0
+        rows = read_jsonl(tmp_path / run / "metrics.jsonl")
+        assert [row["stage"] for row in rows if "loss" in row] == stages
