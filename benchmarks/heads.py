@@ -6,10 +6,11 @@
     python -m benchmarks.heads sweep      # learning rates, chosen on held-out training prompts
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
-steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out prompts without decoding, at T=0 and T=1: as a chain of K=4, and
-with trees of 25 nodes: calibrated on held-out training prompts, EAGLE's static one, EAGLE-2's
-dynamic one. Differences are paired by prompt, bootstrapped over seeds and prompts. Settings were
-committed before the run; the learning rates come from `sweep` (seed 100, development prompts).
+steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
+prompts without decoding, at T=0 and T=1: as a chain of K=4, and with trees of 25 nodes: calibrated
+on held-out training prompts, EAGLE's static one, EAGLE-2's dynamic one. Differences are paired by
+prompt, bootstrapped over seeds and prompts. Settings were committed before the run; the learning
+rates come from `sweep` (seed 100, development prompts).
 """
 
 from __future__ import annotations
