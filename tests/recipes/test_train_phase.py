@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -207,7 +209,8 @@ def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
         assert ("warning: eval" in said) == warned, said
 
 
-def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, tiny_folder):
+def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, tiny_folder, capsys):
+    """Its held-out lines say that alpha is that of the first drafted token."""
     words = (
         "recipe=eagle", "preset=hass", "trainer.lr_warmup_steps=0", "trainer.precision=fp32",
         "data.num_prompts=8", "data.max_prompt_tokens=100", "eval.K=2", "eval.tree=dynamic:8:3:3",
@@ -223,3 +226,12 @@ def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, t
         assert train.main([w for w in made if not w.startswith("method.draft_")]) == 0
         rows = read_jsonl(tmp_path / run / "metrics.jsonl")
         assert [row["stage"] for row in rows if "loss" in row] == stages
+        evaluations = [row["eval"] for row in rows if "eval" in row]
+        assert all("alpha_at_depth_1" in one and "alpha" not in one for one in evaluations)
+        (after,) = [
+            row for row in json.loads((tmp_path / run / "report.json").read_text())["results"]
+            if row["drafter"] == "after" and row["measured_by"] == "offline" and not row["tree"]
+        ]  # fmt: skip
+        assert after["alpha"] == after["alpha_by_depth"][0]
+        said = capsys.readouterr().err
+        assert f"alpha at depth 1 {evaluations[-1]['alpha_at_depth_1']:.4f}" in said
