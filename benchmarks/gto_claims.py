@@ -94,6 +94,8 @@ CLAIMED: dict[str, dict[str, Any] | None] = {"gto": {}, "as many steps": None, "
 ABLATIONS: dict[str, dict[str, Any] | None] = {
     "node_sum": {"aggregation": "node_sum"},  # the expected tokens themselves
     "no debiasing": {"debias": False},
+    "rewards as they are": {"debias": False, "standardize": False},
+    "trees alone": {"token_weight": 0.0},
     "m = 1, not standardised": {"group_size": 1, "standardize": False},
     "m = 4": {"group_size": 4},
     "m = 16": {"group_size": 16},
@@ -136,7 +138,7 @@ class Experiment:
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
     def recipe(self, options: dict[str, Any] | None) -> Recipe:
-        given = {"tree": self.setting.tree, **(options or {})}
+        given = {"tree": self.setting.tree, "aggregation": "lse", **(options or {})}  # published
         size = given.setdefault("group_size", Config.group_size)
         return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
 

@@ -63,6 +63,8 @@ def dev_evaluation(
         evaluators = frozen if served is None else prepared(served)
         counters = [one for evaluator in evaluators for one in evaluator(network).counters]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
+        # a drafter that reads the target's states has another distribution at each depth
+        where = "_at_depth_1" if network.target_layers else ""
         domains = per_domain(counters)["domains"]
         rounds = sum(c.rounds for c in counters)
         tokens = sum(c.emitted for c in counters) / rounds if rounds else 1.0
@@ -70,9 +72,9 @@ def dev_evaluation(
             # a head that recycles its own states or sees none of the drafted tokens may be good at
             # depth 1 and useless further on, so tokens per round choose it
             "select": tokens if network.target_layers else alpha,
-            "alpha": alpha,
-            "alpha_by_domain": {name: row["alpha"] for name, row in domains.items()},
-            "greedy_match": sum(c.greedy_sum for c in counters)
+            f"alpha{where}": alpha,
+            f"alpha{where}_by_domain": {name: row["alpha"] for name, row in domains.items()},
+            f"greedy_match{where}": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
             **({} if chooses else {"select": None}),

@@ -20,7 +20,7 @@ from drafters.base import TrainedDrafter
 from phases.generate import contents
 from phases.run import Run
 from trainer.checkpoint import best_dir, is_whole, step_dir
-from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.config import FREE_SETTINGS, SCHEMA, RunFault, TrainerConfig, UserError
 from trainer.files import read_json, whole_folder
 from trainer.loop import placement
 
@@ -39,7 +39,7 @@ def place(
     config = run.config
     of_trainer = {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE_SETTINGS}
     made_of = {
-        **contents(run, drafter, traces), "fingerprint": run.target.fingerprint,
+        **contents(run, drafter, traces), "fingerprint": run.target.fingerprint, "schema": SCHEMA,
         "method": made_by, "trainer": of_trainer, "seed": config.run.seed, "depth": config.eval.K,
         "features": [config.data.features, config.data.features_dtype],
         "processes": run.accelerator.num_processes,

@@ -19,6 +19,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
+from eval.config import tree_of
 from phases.dev import split_dev
 from phases.help import composed
 from phases.run import Run
@@ -47,6 +48,23 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
     return found
 
 
+def deeper_than_trained(config: Config, recipe: Recipe) -> str | None:
+    """Describe drafts of the report that reach deeper than training unrolls the drafter."""
+    if recipe.unroll is None:
+        return None
+    (key, steps), tree = recipe.unroll, tree_of(config.eval)
+    drafted = [(config.eval.K, f"eval.K={config.eval.K}")]
+    if tree is not None:
+        drafted.append((tree.deepest(config.eval.K), f"eval.tree={config.eval.tree}"))
+    depth, name = max(drafted)
+    if depth <= steps:
+        return None
+    return (
+        f"{name} drafts {depth} tokens deep, training unrolls {steps}: the depths beyond are never "
+        f"trained; set {key} to {depth}"
+    )
+
+
 def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter | None:
     """Check the settings that can be checked before any text is generated, and make the starting
     drafter; None where the recipe builds one from the traces."""
@@ -71,6 +89,9 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
             )
     # a trained drafter may leave out some stages, so it comes before what the stages ask for
     drafter = None if model.drafter is None else _given_drafter(run, recipe, model.drafter)
+    deeper = deeper_than_trained(run.config, recipe)  # `accept` may have chosen what is unrolled
+    if deeper and run.accelerator.is_main_process:
+        print(f"warning: {deeper}")
     for stage in chosen_stages(run, recipe):
         _check_text(run, stage, prompts)
     if run.config.trainer.pack_tokens:

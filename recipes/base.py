@@ -169,6 +169,12 @@ class Recipe:
     trains_acceptance: ClassVar[bool] = False
 
     @property
+    def unroll(self) -> tuple[str, int] | None:
+        """The key that says over how many drafting steps training unrolls the drafter on its own
+        states, and that number; None for a drafter that is not unrolled."""
+        return None
+
+    @property
     def builds_from_traces(self) -> bool:
         """Whether `build` reads the traces, so that it must wait for them."""
         return False

@@ -24,7 +24,7 @@ from trainer.config import UserError, require
 @dataclass
 class Config(HeadConfig):
     # drafting steps that training unrolls, as many as are drafted at least; published: 7
-    steps: int = 4
+    steps: int = 5
     # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
     layers: list[int] = field(default_factory=list)
     # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
@@ -67,6 +67,10 @@ class Recipe(HeadRecipe[Config]):
     @property
     def depth(self) -> int:
         return self.config.steps
+
+    @property
+    def unroll(self) -> tuple[str, int]:
+        return "method.steps", self.config.steps
 
     @property
     def captures(self) -> tuple[LayerId, ...]:

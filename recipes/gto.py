@@ -4,9 +4,13 @@ Group Tree Optimization, arXiv:2509.22134 (ICLR 2026). At adjacent positions of 
 and a frozen copy of it, the reference, draft trees; the target scores how many tokens of each it
 would accept. The drafter's gain over the reference, standardised within the group of adjacent
 positions, is the advantage of a clipped policy-gradient step on the accepted path. The head's own
-token loss is added: L = L_token + omega L_tree. Without `model.drafter` the head is trained first
-(stage base), by its own recipe. At the first step of stage gto both drafters are the same, so that
-all advantages are 0 and only the token loss acts.
+token loss is added: L = token_weight L_token + omega L_tree. Without `model.drafter` the head is
+trained first (stage base), by its own recipe. At the first step of stage gto both drafters are the
+same, so that all advantages are 0 and only the token loss acts.
+
+The default reward is the expected number of accepted tokens, exactly (`node_sum`): what the paper's
+abstract names. Its printed formula, in `preset=published`, is log sum exp over the branches
+(`lse`), which also grows with their number.
 
 Departures, where the paper is silent: clip 0.2; the population's standard deviation; positions are
 drawn with the text as seed, so that a text always has the same positions; a round begins after a
@@ -33,7 +37,6 @@ from torch import nn
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter, weights_hash
-from drafters.eagle import EagleDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.load import load_drafter
 from drafters.round import Shape
@@ -51,7 +54,11 @@ from recipes.base import (
     unwrapped,
 )
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
-from recipes.common.reference_rewards import ReferenceRewards, check_rewards
+from recipes.common.reference_rewards import (
+    ReferenceRewards,
+    check_rewards,
+    check_same_network,
+)
 from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target, TargetOutputs, TargetRequest
 from trainer.config import UserError, make_settings, require
@@ -59,7 +66,7 @@ from trainer.losses import LossOutput
 
 # settings that the reference's rewards depend on, and those that drafter.json records
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
-RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega")
+RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega", "token_weight")
 REWARDS_KEY = "method.reference_rewards"
 BASES: dict[str, ModuleType] = {"eagle3": eagle3, "eagle": eagle}  # by kind of drafter
 
@@ -78,7 +85,9 @@ class Config:
     tree: str = "dynamic:60:7:10"  # tree that is drafted in training; should be eval.tree
     num_groups: int = 16  # groups of adjacent positions in a text at which trees are drafted
     group_size: int = 8  # positions of a group
-    aggregation: str = "lse"  # how the expected lengths of a tree's branches make its reward
+    # how the expected lengths of a tree's branches make its reward: node_sum, the expected accepted
+    # tokens themselves; lse, the smooth maximum as published; lse_mean, max or mean
+    aggregation: str = "node_sum"
     eta: float = 1.0  # sharpness of lse and lse_mean
     reward_temperature: float = 1.0  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
@@ -87,6 +96,7 @@ class Config:
     acceptance: str = "greedy"  # path that is rewarded: the accepted one, or the best branch
     epsilon: float = 0.2  # clip of the ratio of probabilities
     omega: float = 0.5  # weight of the tree loss beside the token loss
+    token_weight: float = 1.0  # weight of the token loss; 0 trains on trees alone
 
     def __post_init__(self) -> None:
         known = {"base": (None, *BASES), "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
@@ -98,6 +108,7 @@ class Config:
             require(value is None or value >= 1, f"method.{name}", "be >= 1", value)
         for name in ("base_lr", "eta", "std_floor", "omega"):
             require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
+        require(self.token_weight >= 0, "method.token_weight", "be >= 0", self.token_weight)
         temperature = self.reward_temperature
         require(temperature >= 0, "method.reward_temperature", "be >= 0", temperature)
         require(0 < self.epsilon < 1, "method.epsilon", "lie in (0, 1)", self.epsilon)
@@ -139,6 +150,9 @@ class Recipe(base.Recipe):
         module = BASES[name]
         try:
             settings = make_settings(module.Config, {**known, **self.config.base_options})
+            if isinstance(settings, eagle.Config):
+                rule, steps = "be null: GTO trains its base in one stage", settings.base_max_steps
+                require(steps is None, "method.base_max_steps", rule, steps)
             return module.Recipe(settings, self.target)
         except UserError as error:
             raise UserError(f"method.base_options, of recipe {name}: {error}") from error
@@ -147,6 +161,11 @@ class Recipe(base.Recipe):
     def objective(self) -> TreeObjective:
         """The objective of stage gto."""
         return TreeObjective(self.config, self.target, self.head_recipe.objective)
+
+    @property
+    def unroll(self) -> tuple[str, int] | None:
+        own = self.head_recipe.unroll
+        return None if own is None else ("steps in method.base_options", own[1])
 
     @property
     def builds_from_traces(self) -> bool:
@@ -281,7 +300,8 @@ class TreeObjective(Objective):
             if len(values):
                 metrics[name] = (values.sum(), float(len(values)))
         term = (total / config.group_size, groups, config.omega)
-        return LossOutput([*output.terms, term], output.metrics | metrics)
+        tokens = [(total, n, config.token_weight * weight) for total, n, weight in output.terms]
+        return LossOutput([*tokens, term], output.metrics | metrics)
 
     def texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
         """List for each row its ids, and the first prefix length of each of its groups."""
@@ -376,34 +396,3 @@ class TreeObjective(Objective):
             return {}
         tokens = 1 + float(torch.cat(values).mean())
         return {"select": tokens, "tree_tokens_per_round": tokens}
-
-
-def check_same_network(reference: TrainedDrafter, drafter: TrainedDrafter) -> None:
-    """Refuse a reference that is not an earlier state of the same head: the loss compares two
-    distributions over the same tokens, made from the same states."""
-    if reference.kind != drafter.kind:
-        raise UserError(
-            f"method.reference is a drafter of kind {reference.kind!r}, the trained one of "
-            f"{drafter.kind!r}: name an earlier state of the same head"
-        )
-    assert isinstance(reference, EagleDrafter)  # as all kinds of BASES
-    assert isinstance(drafter, EagleDrafter)
-    theirs, ours = reference.kept, drafter.kept
-    same = theirs is ours if theirs is None or ours is None else torch.equal(theirs, ours)
-    if not same:
-        raise UserError(
-            "CompatibilityError: method.reference drafts from another vocabulary, "
-            f"{reference.draft_vocab_size} tokens against {drafter.draft_vocab_size}: name an "
-            "earlier state of the same head"
-        )
-    a, b = dataclasses.asdict(reference.settings), dataclasses.asdict(drafter.settings)
-    a |= {name: list(p.shape) for name, p in reference.named_parameters()}
-    b |= {name: list(p.shape) for name, p in drafter.named_parameters()}
-    differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-    differing = [name for name in differing if name != "detach_recycled"]  # of training alone
-    if differing:
-        name = differing[0]
-        raise UserError(
-            f"method.reference is another network: {name} is {a.get(name)!r} there and "
-            f"{b.get(name)!r} here: name an earlier state of the same head"
-        )

@@ -1,6 +1,6 @@
 """Medusa-2: Medusa's heads, then heads and target together, the target through LoRA.
 
-Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^(k-1) D_k. L_LM keeps
+Cai et al. 2024, arXiv:2401.10774, Sec. 3.2: L = L_LM + c s(t) sum_k decay^k D_k. L_LM keeps
 the target close to its original: KL(p || p') of the original distribution p and the adapted p', or
 next-token cross-entropy. Stage 1 trains heads alone, as recipe medusa does; it is left out where
 model.drafter names trained ones. In stage 2 the heads follow p', the distribution that will verify
@@ -45,7 +45,8 @@ class Config(medusa.Config):
     # loss that keeps the target close to its original: distill, the divergence from it; ce,
     # next-token cross-entropy
     lm_loss: str = "distill"
-    # weight of the heads' loss beside that of the target; null: 0.01 with distill, 0.2 with ce
+    # weight of the heads' loss beside that of the target, where head k has depth_decay ** k of it;
+    # null: 0.01 with distill, 0.2 with ce
     heads_weight: float | None = None
     heads_ramp: str = "sine"  # how that weight rises to its full size over stage 2
     heads_lr_multiplier: float = 4.0  # rate of the heads over trainer.lr, that of the adapter
@@ -152,7 +153,8 @@ class JointObjective(HeadObjective):
                 heads = self.scorer(own, batch, states.detach(), head, metrics)
                 return [self._lm_term(batch, original, states, head, metrics)]
             assert heads is not None
-            factor = (self.config.heads_weight or 0.0) * ramp
+            # published: the first head too weighs less than 1; its `weight` here is 1
+            factor = (self.config.heads_weight or 0.0) * self.config.depth_decay * ramp
             return [
                 (total, count, factor * weight) for total, count, weight in heads(depth, states)
             ]

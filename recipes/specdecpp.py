@@ -4,11 +4,11 @@ Huang, Guo and Wang 2024, arXiv:2405.19715. On the target's text X the drafter d
 every position; its label is the probability min(1, p(Y) / q(Y)) that the target accepts it.
 Contexts mix both: a share `mix` of the tokens is X's, the rest Y's, and the head is trained at Y's
 by a weighted binary cross-entropy that counts rejections `reject_weight` times. Departures:
-independent blocks (the published code repeats one), tokens drawn anew at every visit of a text
-(with `static_mix` they stay the same, as in the code), distributions as served (`temperature`,
-`top_k`, `top_p`), and the checkpoint of the lowest binary KL after the weighting is inverted. Where
-the drafter's distribution changes with the depth of a round (EAGLE), the first `depths` depths are
-trained. Without model.drafter a causal LM is distilled first."""
+independent blocks (the published code repeats one), which start as the identity, tokens drawn anew
+at every visit of a text (with `static_mix` they stay the same, as in the code), distributions as
+served (`temperature`, `top_k`, `top_p`), and the checkpoint of the lowest binary KL after the
+weighting is inverted. Where the drafter's distribution changes with the depth of a round (EAGLE),
+the first `depths` depths are trained. Without model.drafter a causal LM is distilled first."""
 
 from __future__ import annotations
 

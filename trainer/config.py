@@ -34,7 +34,7 @@ from trainer.sections import ModelConfig, RunConfig, Section, TrainerConfig
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-SCHEMA = 2  # of the configuration; raised when a key or a default gets another meaning
+SCHEMA = 3  # of the configuration; raised when a key or a default gets another meaning
 
 
 @dataclass

@@ -49,7 +49,8 @@ class HeadConfig(DivergenceConfig):
     # weight of SmoothL1 between the head's states and the target's; 0: no regression of states
     feature_weight: float = 0.0
     top_weight: float = 0.0  # weight of cross-entropy on the target's ten likeliest tokens
-    # half width of the uniform noise that is added to the target's states, at 512 tokens
+    # half width of the uniform noise on the target's states, in a text of 512 tokens; a text of n
+    # tokens gets 512 / n times that
     feature_noise: float = 0.0
     reduction: str = "token"  # mean over tokens, or over the means of the sequences
 
@@ -235,10 +236,14 @@ class HeadObjective(Objective):
         return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Add uniform noise to states [B, L, H], scaled by 512 / the tokens of the longest text (Li
-        et al. 2024, EAGLE)."""
+        """Add uniform noise to states [B, L, H], as wide in each text as 512 / its tokens (Li et
+        al. 2024, EAGLE)."""
         if not self.config.feature_noise:
             return states
         texts = zip(batch.prompts, batch.responses, strict=True)
-        width = self.config.feature_noise * 512 / max(len(p) + len(r) for p, r in texts)
-        return states + (2 * torch.rand_like(states) - 1) * width
+        tokens = torch.tensor([len(p) + len(r) for p, r in texts], device=states.device)
+        width = (self.config.feature_noise * 512 / tokens).to(states)
+        documents = batch.documents
+        # [B, 1], or [B, L] where texts share a row, whose padding has no text
+        width = width.unsqueeze(1) if documents is None else width[documents.clamp(min=0)]
+        return states + (2 * torch.rand_like(states) - 1) * width.unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""Rewards of a frozen reference drafter's trees, computed once for each text.
+"""The frozen reference drafter of GTO: its check, and the rewards of its trees, computed once for
+each text.
 
     folder/manifest.json     what the rewards depend on: reference, target, tree, reward, positions
     folder/rewards-*.jsonl   one line for each text, every process appends to a file of its own
@@ -9,6 +10,7 @@ neither do these rewards. They stay in memory, and in a folder where one is name
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import uuid
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from drafters.base import TrainedDrafter
+from drafters.eagle import EagleDrafter
 from trainer.config import UserError
 from trainer.files import read_json, write_json
 
@@ -99,3 +103,34 @@ def _read(line: bytes, path: Path) -> dict[str, list[float]]:
         raise UserError(
             f"{path} is damaged: delete this file, its rewards are then computed again"
         ) from error
+
+
+def check_same_network(reference: TrainedDrafter, drafter: TrainedDrafter) -> None:
+    """Refuse a reference that is not an earlier state of the same head: the loss compares two
+    distributions over the same tokens, made from the same states."""
+    if reference.kind != drafter.kind:
+        raise UserError(
+            f"method.reference is a drafter of kind {reference.kind!r}, the trained one of "
+            f"{drafter.kind!r}: name an earlier state of the same head"
+        )
+    assert isinstance(reference, EagleDrafter)  # as all bases of GTO
+    assert isinstance(drafter, EagleDrafter)
+    theirs, ours = reference.kept, drafter.kept
+    same = theirs is ours if theirs is None or ours is None else torch.equal(theirs, ours)
+    if not same:
+        raise UserError(
+            "CompatibilityError: method.reference drafts from another vocabulary, "
+            f"{reference.draft_vocab_size} tokens against {drafter.draft_vocab_size}: name an "
+            "earlier state of the same head"
+        )
+    a, b = dataclasses.asdict(reference.settings), dataclasses.asdict(drafter.settings)
+    a |= {name: list(p.shape) for name, p in reference.named_parameters()}
+    b |= {name: list(p.shape) for name, p in drafter.named_parameters()}
+    differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    differing = [name for name in differing if name != "detach_recycled"]  # of training alone
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"method.reference is another network: {name} is {a.get(name)!r} there and "
+            f"{b.get(name)!r} here: name an earlier state of the same head"
+        )

@@ -93,7 +93,7 @@ def test_help_shows_the_values_of_the_recipe_and_of_the_command_line():
     assert config.trainer.adam_beta2 == 0.95  # of its YAML
     config.trainer = dataclasses.replace(config.trainer, lr=0.25)
     text = helping.recipe_help(config)
-    assert "\nmethod.steps=4\n" in text
+    assert "\nmethod.steps=5\n" in text
     assert "\ntrainer.adam_beta2=0.95\n" in text
     assert "\ntrainer.lr=0.25\n" in text
     assert max(map(len, text.splitlines()[1:])) <= 100

@@ -20,9 +20,13 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.tree_reward import AGGREGATIONS
 from phases import shared
 from recipes import eagle, eagle3
-from recipes.common.reference_rewards import ReferenceRewards, check_rewards
+from recipes.common.reference_rewards import (
+    ReferenceRewards,
+    check_rewards,
+    check_same_network,
+)
 from recipes.common.tree_loss import Paths, advantages, tree_loss
-from recipes.gto import Config, Recipe, TreeObjective, check_same_network
+from recipes.gto import Config, Recipe, TreeObjective
 from target.model import Target
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.eagle import build_eagle, eagle_settings
@@ -292,13 +296,15 @@ def known_terms():
 @pytest.mark.parametrize(
     ("common", "change"),
     [
-        *(({}, {"aggregation": name}) for name in AGGREGATIONS if name != "lse"),
-        ({}, {"eta": 3.0}),
+        *(({}, {"aggregation": name}) for name in AGGREGATIONS if name != "node_sum"),
+        ({"aggregation": "lse"}, {"eta": 3.0}),
         ({"aggregation": "lse_mean"}, {"eta": 3.0}),
         ({}, {"reward_temperature": 0.5}),
         ({}, {"reward_temperature": 0.0}),
         ({}, {"debias": False}),
         ({}, {"standardize": False}),
+        ({"standardize": False}, {"debias": False}),
+        ({"debias": False}, {"standardize": False}),
         ({}, {"std_floor": 0.5}),
         ({}, {"acceptance": "branch"}),
         ({}, {"epsilon": 0.01}),
@@ -318,6 +324,25 @@ def test_every_option_changes_the_tree_loss(common, change, target, batch, known
             known_terms[key] = tree_term(recipe, batch).item()
         values.append(known_terms[key])
     assert abs(values[0] - values[1]) > 1e-5
+
+
+def test_the_token_loss_can_be_weighed_or_switched_off(target, batch):
+    """Off, the gradient is that of the tree term alone."""
+    weights, gradients = [], []
+    for weight in (1.0, 0.25, 0.0):
+        recipe = tuned(target, token_weight=weight)
+        *tokens, tree = terms_of(recipe, batch)
+        weights.append([w for _, _, w in tokens])
+        assert tree[2] == 0.5
+        sum(w * total / float(n) for total, n, w in (*tokens, tree)).backward()
+        gradients.append([p.grad.clone() for p in recipe.drafter.parameters()])
+    assert weights[1] == [0.25 * w for w in weights[0]]
+    assert not any(weights[2])
+    recipe = tuned(target)
+    tree_term(recipe, batch).backward()
+    for got, whole, p in zip(gradients[2], gradients[0], recipe.drafter.parameters(), strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(p) if p.grad is None else p.grad)
+        assert not torch.allclose(got, whole)
 
 
 @pytest.mark.parametrize("change", [{"base": "eagle"}, {"base_options": {"steps": 3}}])
@@ -714,6 +739,10 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.base_options=3", "method.base_options must be a mapping"),
         ("method.base_options={layers: [0, 2]}", "layer id must lie in 0..1"),
         ("method.base_options={steps: 0}", "of recipe eagle3: method.steps must be >= 1"),
+        (
+            ["method.base=eagle", "method.base_options={base_max_steps: 3}"],
+            "of recipe eagle: method.base_max_steps must be null: GTO trains its base in one stage",
+        ),
         ("method.base_max_steps=0", "method.base_max_steps must be >= 1"),
         ("method.base_batch_size=0", "method.base_batch_size must be >= 1"),
         ("method.base_lr=0", "method.base_lr must be > 0"),
@@ -724,6 +753,7 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.eta=0", "method.eta must be > 0"),
         ("method.std_floor=0", "method.std_floor must be > 0"),
         ("method.omega=0", "method.omega must be > 0"),
+        ("method.token_weight=-1", "method.token_weight must be >= 0"),
         ("method.epsilon=0", "method.epsilon must lie in (0, 1), got 0.0"),
         ("method.epsilon=1", "method.epsilon must lie in (0, 1), got 1.0"),
         ("method.reward_temperature=-1", "method.reward_temperature must be >= 0"),
@@ -748,7 +778,8 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
 )
 def test_bad_settings_end_in_one_line(word, says, tiny_folder, tmp_path, capsys):
     """Before any text is generated."""
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), word)) == 2
+    words = [word] if isinstance(word, str) else word
+    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     for text in [says] if isinstance(says, str) else says:
         assert text in line

@@ -10,6 +10,7 @@ import torch
 
 from data.batches import Batches, collate
 from data.generate import GenerationPlan, generate_traces
+from data.packing import PackedTraces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
 from recipes.common import draft_vocabulary, heads
@@ -130,8 +131,10 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
     torch.testing.assert_close(*found)
 
 
-def test_noise_on_the_states_is_as_wide_as_the_longest_text_allows(target, traces):
-    """Uniform, with a half width of `feature_noise` at 512 tokens."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_noise_on_the_states_is_as_wide_as_each_texts_own_length_allows(packed, target, traces):
+    """Uniform, with a half width of `feature_noise` at 512 tokens, whatever else is in the batch or
+    in the row."""
 
     class Wrapped(torch.nn.Module):
         def __init__(self, drafter):
@@ -142,15 +145,18 @@ def test_noise_on_the_states_is_as_wide_as_the_longest_text_allows(target, trace
             self.seen = outputs.hidden["final_norm"]
             return self.module(ids, outputs, *given, **options)
 
-    recipe, batch = make("eagle", target, traces, feature_noise=0.1), batch_of(traces)
+    recipe = make("eagle", target, traces, feature_noise=0.1)
+    batch = PackedTraces(traces, "target", 64, 3, seed=0).at(0) if packed else batch_of(traces)
     sizes = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     assert len(set(sizes)) > 1
+    assert (len(batch.starts()) > len(batch.input_ids)) == packed
     drafter, outputs = Wrapped(recipe.drafter), outputs_of(recipe, batch)
     recipe.objective.loss(drafter, batch, outputs, 0)
     noise = (drafter.seen - outputs.hidden["final_norm"]).abs()
-    width = 0.1 * 512 / max(sizes)
-    assert 0.99 * width < float(noise.max()) <= 1.001 * width
-    assert float(noise.mean()) == pytest.approx(width / 2, rel=0.05)
+    for (row, begin), size in zip(batch.starts(), sizes, strict=True):
+        width, own = 0.1 * 512 / size, noise[row, begin : begin + size]
+        assert 0.99 * width < float(own.max()) <= 1.001 * width
+        assert float(own.mean()) == pytest.approx(width / 2, rel=0.1)
 
 
 def test_the_last_supervised_token_is_reached_at_every_depth_it_can_be():
@@ -230,6 +236,28 @@ def test_recycled_states_are_detached_in_hass_only(target, traces):
         loss_of(recipe, batch).backward()
         gradients.append(recipe.drafter.fc.weight.grad.clone())
     assert not torch.allclose(*gradients)
+
+
+def test_hass_starts_from_a_trained_head_of_eagle(target, traces):
+    """That of model.drafter, or that of a first stage whose loss is EAGLE-1's; one step gives
+    another head than HASS's."""
+    options = {"steps": 3, "top_weight": 1.0, "base_max_steps": 4, "base_lr": 0.5}
+    own, batch = make("eagle", target, traces, **options), batch_of(traces)
+    first, second = own.recipe.stages()
+    assert (first.start, first.row, second.start, second.row) == (
+        "base", "before", "previous", "after"
+    )  # fmt: skip
+    assert first.overrides == {"max_steps": 4, "lr": 0.5}
+    assert own.recipe.stages()[0].objective is first.objective is own.objective
+    plain = make("eagle", target, traces, steps=1)
+    assert loss_of(own, batch) == loss_of(plain, batch)
+    later = trained(own.recipe, own.drafter, stage=1, traces=traces)
+    assert later.depth == 3
+    assert loss_of(later, batch) - loss_of(own, batch) > 1e-3
+    own.recipe.accept(plain.drafter)
+    (only,) = own.recipe.stages()
+    assert only.objective is second.objective
+    assert plain.drafter.settings.detach_recycled
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -351,6 +379,8 @@ def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
         ("eagle3", {"layers": [1, 1]}, "distinct"),
         ("eagle3", {"layers": []}, "collide on a target of 2 layers"),
         ("eagle3", {"steps": 0}, r"method\.steps must be >= 1"),
+        ("eagle", {"base_max_steps": 0}, r"method\.base_max_steps must be >= 1"),
+        ("eagle", {"base_lr": 0.0}, r"method\.base_lr must be > 0"),
         ("eagle", {"feature_weight": -1.0}, r"method\.feature_weight must be >= 0"),
         ("medusa", {"num_heads": 0}, r"method\.num_heads must be >= 1"),
         ("medusa", {"divergence": "nonsense"}, "method.divergence must be one of"),

@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_the_adapted_targets_law(lm_loss, target, traces):
         drafted = recipe.drafter.draft_logits(batch.input_ids, outputs, depth)[:, :-1][where]
         expected = divergence("jsd", drafted, adapted[:, :-1][where]).sum()
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
-        assert weight == pytest.approx(recipe.config.heads_weight * ramp * 0.8 ** (depth - 1))
+        assert weight == pytest.approx(recipe.config.heads_weight * ramp * 0.8**depth)
 
 
 @pytest.mark.parametrize("ramp", RAMPS)
@@ -124,11 +124,13 @@ def test_the_heads_come_in_along_the_ramp(ramp, target, traces):
         known = {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}
         assert held == 1
         found = [weight for _, _, weight in heads]
-        assert found == pytest.approx([0.5 * known[ramp] * 0.8**k for k in range(recipe.depth)])
+        wanted = [0.5 * known[ramp] * 0.8**k for k in range(1, recipe.depth + 1)]
+        assert found == pytest.approx(wanted)
 
 
 def test_the_published_weights_of_the_heads_go_with_the_loss_of_the_target():
     assert Config().heads_weight == 0.01
+    assert Config().depth_decay == 0.8
     assert Config(lm_loss="ce").heads_weight == 0.2
     assert Config(lm_loss="ce", heads_weight=0.3).heads_weight == 0.3
 

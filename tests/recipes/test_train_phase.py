@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+import train
 from drafters.acceptance_head import AcceptanceHead
 from drafters.base import weights_hash
 from drafters.causal_lm import CausalLMDrafter
@@ -13,13 +16,14 @@ from phases.stage import sample_drafter
 from phases.train import (
     check_context,
     chosen_stages,
+    deeper_than_trained,
     prepare,
     settings_of_the_toy,
     train_stages,
 )
-from recipes import eagle, medusa
+from recipes import base, eagle, eagle3, medusa
 from recipes.base import Needs, Stage
-from tests.commands import command
+from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
 from tests.tiny import prompts_of
 from train import resolve
@@ -164,3 +168,70 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
     said = capsys.readouterr().out
     assert "data.max_new_tokens=96, trainer.lr=0.001: recipe=medusa has this for the toy" in said
     assert "7.0 B parameters" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("recipe=eagle3", None),
+        ("recipe=eagle3 eval.K=6", "eval.K=6 drafts 6 tokens deep, training unrolls 5"),
+        ("recipe=eagle3 method.steps=4", "eval.tree=dynamic:25:5:8 drafts 5 tokens deep"),
+        ("recipe=eagle3 method.steps=7 eval.tree=eagle2:60:7:10", "set method.steps to 8"),
+        ("recipe=eagle3 eval.tree=calibrated:9 eval.K=6", "drafts 6 tokens deep"),
+        ("recipe=gto", None),
+        ("recipe=gto eval.K=6", "set steps in method.base_options to 6"),
+        ("recipe=gto eval.K=6 method.base=eagle", None),
+        ("recipe=eagle", None),  # one step: no unroll
+        ("recipe=eagle method.steps=3", "drafts 5 tokens deep, training unrolls 3"),
+        ("recipe=medusa eval.K=9", None),
+    ],
+)
+def test_drafts_deeper_than_the_trained_unroll_are_named(words, says, target):
+    config = resolve([*words.split(), "model.target=x"])[0]
+    if config.recipe == "eagle3":
+        config.method.layers = [0, 1]
+    elif config.recipe == "gto" and config.method.base is None:
+        config.method.base_options = {"layers": [0, 1]}
+    recipe = base.load(config.recipe)[0].Recipe(config.method, target)
+    found = deeper_than_trained(config, recipe)
+    assert (says or "") in (found or "")
+    assert (found is None) == (says is None)
+
+
+def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
+    target, tmp_path, capsys
+):
+    run = run_of(tmp_path, target, "eval.K=4")
+    for steps, warned in ((3, True), (4, False)):
+        recipe = eagle3.Recipe(eagle3.Config(layers=[0, 1], steps=steps), target)
+        prepare(run, recipe, [])
+        said = capsys.readouterr().out
+        assert ("warning: eval" in said) == warned, said
+
+
+def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, tiny_folder, capsys):
+    """Its held-out lines say that alpha is that of the first drafted token."""
+    words = (
+        "recipe=eagle", "preset=hass", "trainer.lr_warmup_steps=0", "trainer.precision=fp32",
+        "data.num_prompts=8", "data.max_prompt_tokens=100", "eval.K=2", "eval.tree=dynamic:8:3:3",
+        "trainer.max_steps=2", "trainer.save_every=2", "trainer.log_every=1",
+        "eval.temperatures=0", "eval.timing_prompts=0",
+    )  # fmt: skip
+    folder = tiny_folder("llama")
+    for run, given, stages in (
+        ("own", ["method.base_max_steps=3"], ["base"] * 3 + ["train"] * 2),
+        ("given", [f"model.drafter={tmp_path / 'own' / 'drafter'}"], ["train"] * 2),
+    ):
+        made = command(tmp_path, folder, *words, *given, f"run.dir={tmp_path / run}")
+        assert train.main([w for w in made if not w.startswith("method.draft_")]) == 0
+        rows = read_jsonl(tmp_path / run / "metrics.jsonl")
+        assert [row["stage"] for row in rows if "loss" in row] == stages
+        evaluations = [row["eval"] for row in rows if "eval" in row]
+        assert all("alpha_at_depth_1" in one and "alpha" not in one for one in evaluations)
+        (after,) = [
+            row for row in json.loads((tmp_path / run / "report.json").read_text())["results"]
+            if row["drafter"] == "after" and row["measured_by"] == "offline" and not row["tree"]
+        ]  # fmt: skip
+        assert after["alpha"] == after["alpha_by_depth"][0]
+        said = capsys.readouterr().err
+        assert f"alpha at depth 1 {evaluations[-1]['alpha_at_depth_1']:.4f}" in said

@@ -346,7 +346,9 @@ def test_presets_hold_the_quirks_of_published_code():
         assert not method(name).identity_residual
     assert method("specdecpp").shared_blocks
     assert (method("eagle3").steps, method("eagle3").draft_vocab_size) == (7, 32_000)
-    assert train.resolve(["recipe=eagle", "preset=hass"])[0].method.top_weight == 1
+    hass = train.resolve(["recipe=eagle", "preset=hass"])[0].method
+    assert (hass.steps, hass.top_weight, hass.feature_noise) == (3, 1, 0.1)
+    assert hass.base_max_steps  # it starts from a trained head
 
 
 @pytest.mark.parametrize(
