@@ -1,0 +1,150 @@
+"""Seconds of decoding on a real chat model: transformers, ours without a drafter, ours with one.
+
+    python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
+        [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=eagle2:26:5:8]
+
+One process, at temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a
+warm-up. `generate` is transformers' own, on a model as transformers loads it; our arms share one
+target with its weights laid out (`target.layout`), so that the two gains stand apart: `plain` over
+`generate`, and speculation over `plain`. Answers that differ from `generate`'s are counted. Beside
+the tokens per second: where each millisecond of a round of batch 1 goes, and the tokens per round
+that a speed-up of 1.4 would need. Writes benchmarks/real/results/speed.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.layout import GROUPED, as_loaded
+from benchmarks.speed import clock, generate_batches, ours
+from data.prompts import load_prompts, user_turns
+from data.render import render
+from drafters.load import load_drafter
+from drafters.round import Budget
+from drafters.trees.table import parse_shape
+from eval.engine import Speculated, SpeculativeDecoder
+from eval.policies.table import make_budget
+from phases.run import provenance
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling, row_key
+from trainer.config import asks_for_help
+from trainer.files import write_json
+
+RUNS, WANTED = 7, 1.4
+GREEDY = Sampling(0.0)
+OUT = Path("benchmarks/real/results/speed.json")
+Answers = list[list[int]]
+
+
+def requests_of(target: Target, source: str, count: int) -> list[Request]:
+    """`count` prompts of the file, of each domain in turn."""
+    prompts = load_prompts(source, count=sys.maxsize)
+    rows = [render(next(iter(user_turns(p))), target.tokenizer) for p in prompts]
+    step = max(1, len(rows) // count)
+    return [Request(ids, row_key(0, ids, 0), GREEDY, i) for i, ids in enumerate(rows[::step])]
+
+
+def measured(arms: dict[str, Callable[[], Answers]]) -> tuple[dict[str, Any], dict[str, Answers]]:
+    """Median tokens per second of each arm with its quartiles, and its answers."""
+    answers = {name: arm() for name, arm in arms.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(RUNS):
+        for name, arm in arms.items():
+            os.environ[GROUPED] = str(int(name != "generate"))
+            seconds[name].append(clock(arm)[0])
+    table: dict[str, Any] = {}
+    for name in arms:
+        rates = [sum(map(len, answers[name])) / spent for spent in seconds[name]]
+        low, middle, high = statistics.quantiles(rates, n=4)
+        table[name] = {"tokens_per_s": middle, "quartiles": [low, high]}
+        for other in ("generate", "plain"):
+            ratios = [b / a for a, b in zip(seconds[name], seconds[other], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            table[name][f"over_{other}"] = middle
+            table[name][f"over_{other}_quartiles"] = [low, high]
+            table[name][f"over_{other}_range"] = [min(ratios), max(ratios)]
+    return table, answers
+
+
+def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
+    given = {
+        "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
+        "tokens": "96", "K": "4", "tree": "",
+    } | dict(a.split("=", 1) for a in arguments)  # fmt: skip
+    usual, target = as_loaded(given["target"]), Target.load(given["target"])
+    drafter = load_drafter(given["drafter"], target, key="drafter").eval()
+    requests = requests_of(target, given["prompts"], int(given["count"]))
+    limit = int(given["tokens"])
+    budgets = {f"chain of {K}": make_budget("fixed", int(K)) for K in given["K"].split(",")}
+    if given["tree"]:
+        budgets[given["tree"]] = Budget.of(parse_shape(given["tree"], "tree"))
+    result: dict[str, Any] = {"settings": given, **provenance(arguments)}
+    result["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    for batch in (1, 8):
+        last: dict[str, list[Speculated]] = {}
+
+        def speculated(name: str, batch: int = batch, last: dict = last) -> Answers:
+            decoder = SpeculativeDecoder(
+                CachedModel(target.model), drafter, sampling=GREEDY, budget=budgets[name],
+                eos_ids=target.eos_ids, max_new_tokens=limit, batch_size=batch,
+                vocab_size=target.vocab_size,
+            )  # fmt: skip
+            groups = [requests] if batch > 1 else [[request] for request in requests]
+            found = [row for group in groups for row in decoder.run(group)]
+            last[name] = sorted(found, key=lambda row: row.request.tag)
+            return [row.response_ids for row in last[name]]
+
+        def plain(batch: int = batch) -> Answers:
+            rows = ours(target, requests, batch, limit)
+            return [rows[request.tag].response_ids for request in requests]
+
+        arms: dict[str, Callable[[], Answers]] = {
+            "generate": lambda batch=batch: generate_batches(usual, requests, batch, limit),
+            "plain": plain,
+            **{name: lambda name=name: speculated(name) for name in budgets},
+        }
+        table, answers = measured(arms)
+        for name, rows in answers.items():
+            same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))
+            table[name]["answers_as_generate"] = f"{same} of {len(rows)}"
+        for name, rows in last.items():
+            table[name]["round"] = where_time_goes(rows, table["plain"]["tokens_per_s"] / batch)
+        result[f"batch {batch}"] = table
+        print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
+    write_json(OUT, result)
+    return 0
+
+
+def where_time_goes(rows: list[Speculated], plain_rate: float) -> dict[str, float]:
+    """Mean milliseconds of a round by what they are spent on, the tokens it emits, and those that
+    a speed-up of `WANTED` over plain decoding at `plain_rate` tokens/s would need."""
+    rounds = [one for row in rows for one in row.rounds]
+    spent = {
+        "draft_ms": 1000 * statistics.mean(one.t_draft for one in rounds),
+        "verify_ms": 1000 * statistics.mean(one.t_verify for one in rounds),
+        "other_ms": 1000 * statistics.mean(one.t_other for one in rounds),
+    }
+    whole = sum(spent.values())
+    return spent | {
+        "plain_step_ms": 1000 / plain_rate,
+        "tokens_per_round": statistics.mean(one.emitted for one in rounds),
+        "tokens_per_round_needed": WANTED * whole * plain_rate / 1000,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
