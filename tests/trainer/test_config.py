@@ -318,8 +318,9 @@ def test_every_recipe_says_in_its_yaml_only_what_differs(name):
 PRESETS = [(name, preset) for name in base.names() for preset in base.presets(name)]
 
 
-def test_every_recipe_has_the_setting_of_its_paper():
-    assert {name for name, preset in PRESETS if preset == "published"} == set(base.names())
+@pytest.mark.parametrize("wanted", ["published", "laptop"])
+def test_every_recipe_has_the_setting_of_its_paper_and_one_for_a_laptop(wanted):
+    assert {name for name, preset in PRESETS if preset == wanted} == set(base.names())
 
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
@@ -328,7 +329,7 @@ def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsy
     words = [f"recipe={name}", f"preset={preset}"]
     taken = train.resolve(words)[0]
     assert taken.trainer.max_steps != own.trainer.max_steps
-    assert taken.trainer.precision == "bf16"
+    assert taken.trainer.precision == ("auto" if preset == "laptop" else "bf16")
     assert train.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
     assert taken.hash() != own.hash()
     assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0
@@ -354,9 +355,9 @@ def test_presets_hold_the_quirks_of_published_code():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["preset=hass"], r"preset must be one of published, got 'hass'"),
+        (["preset=hass"], r"preset must be one of laptop, published, got 'hass'"),
         (["preset=published", "preset=published"], r"name one preset, got preset=published pr"),
-        (["preset="], r"preset must be one of published, got ''"),
+        (["preset="], r"preset must be one of laptop, published, got ''"),
     ],
 )
 def test_a_preset_that_is_not_there_is_refused(words, says):
