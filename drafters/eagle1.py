@@ -21,7 +21,13 @@ from trainer.config import UserError
 
 @dataclass
 class Eagle1Settings(EagleSettings):
-    """Settings of an EAGLE-1 head: `captures` names one layer; engines feed `final_norm`."""
+    """Settings of an EAGLE-1 head: `captures` names one layer; engines feed `final_norm`.
+
+    `fc_bias`: its `fc` has a bias, as in published heads; fresh heads have none, because vLLM drops
+    it.
+    """
+
+    fc_bias: bool = False
 
     def __post_init__(self) -> None:
         if len(self.captures) != 1:
@@ -34,6 +40,7 @@ class Eagle1Drafter(EagleDrafter):
     kind = "eagle"
     version = 1
     settings_type = Eagle1Settings
+    settings: Eagle1Settings
 
     @classmethod
     def build(cls, target: Target, settings: Eagle1Settings) -> Eagle1Drafter:
@@ -44,7 +51,8 @@ class Eagle1Drafter(EagleDrafter):
         if kept is not None:
             raise UserError("EAGLE-1 drafts through the target's head: no reduced vocabulary")
         width = self.config.hidden_size
-        self.fc = nn.Linear(width + self.settings.target_width, width, bias=False)
+        reads = width + self.settings.target_width
+        self.fc = nn.Linear(reads, width, bias=self.settings.fc_bias)
         self.layer = DecoderLayer(self.config, width)
 
     def fuse(self, hidden: Mapping[LayerId, torch.Tensor], *index: Index) -> torch.Tensor:

@@ -35,7 +35,8 @@ class Kind:
 
     `words`: how the model card names such a drafter; `load`: reads a folder of this project, None
     for causal LMs, which load by any name; `method`: the engines' name for the method; `writers`:
-    by engine, a run writes the first of them; `adopt`: makes a drafter of a published head.
+    by engine, a run writes the first of them that serves its drafter; `adopt`: makes a drafter of a
+    published head.
     """
 
     drafter: type[TrainedDrafter]
@@ -100,6 +101,17 @@ def kind_of(drafter: TrainedDrafter) -> Kind:
             f"drafters of kind {drafter.kind!r} have no row in drafters/kinds.py: add one, without "
             "writers where no engine serves them"
         ) from error
+
+
+def first_writer(drafter: TrainedDrafter) -> tuple[str, Writer]:
+    """The engine that a run writes this drafter for, and its writer.
+
+    It is the first of the drafter's row, but SGLang for an EAGLE head whose `fc` has a bias.
+    """
+    writers = kind_of(drafter).writers
+    dropped = isinstance(drafter, Eagle1Drafter) and drafter.settings.fc_bias
+    engine = "sglang" if dropped else next(iter(writers))
+    return engine, writers[engine]
 
 
 def stored_kind(about: DrafterJson) -> Kind:

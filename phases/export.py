@@ -10,7 +10,7 @@ from typing import Any
 from drafters.acceptance_head import adaptive_note
 from drafters.base import TrainedDrafter
 from drafters.export.card import Export, model_card
-from drafters.kinds import kind_of
+from drafters.kinds import first_writer, kind_of
 from eval.report.schema import markdown_table
 from phases.run import Run
 from trainer.config import ModelConfig
@@ -27,17 +27,17 @@ def save_drafter(run: Run, drafter: TrainedDrafter) -> None:
 
 
 def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
-    """Write run/export/<engine>, for the first engine in the table of kinds, with a card that holds
-    no results yet; a target that was trained with the drafter lies beside it. Returns the part
-    `export` of the report: `engine`, `folder` and `target`, or `engine` and `error`, or nothing
-    where no engine serves the drafter. An export that fails does not raise: the drafter is saved,
-    and its report follows."""
+    """Write run/export/<engine>, for the first engine in the table of kinds that serves the
+    drafter, with a card that holds no results yet; a target that was trained with the drafter lies
+    beside it. Returns the part `export` of the report: `engine`, `folder` and `target`, or `engine`
+    and `error`, or nothing where no engine serves the drafter. An export that fails does not raise:
+    the drafter is saved, and its report follows."""
     kind = kind_of(drafter)
     if not kind.writers:
         print(f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
               f"{run.folder / 'drafter'}")  # fmt: skip
         return {}
-    engine, write = next(iter(kind.writers.items()))
+    engine, write = first_writer(drafter)
     out = run.folder / "export" / engine
     try:
         served, target = drafter.servable(out / "target", ours=True)

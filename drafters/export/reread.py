@@ -194,6 +194,8 @@ class _Eagle:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.head.kind == "eagle":
             mixed = self.tensors["fc.weight"] @ torch.cat([embedded, feature])
+            if "fc.bias" in self.tensors:
+                mixed = mixed + self.tensors["fc.bias"]
             return mixed, mixed
         normed = self.norm(feature, "layer.hidden_norm")
         token = self.norm(embedded, "layer.input_layernorm")

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-3 for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
 
 EAGLE-1 has an architecture name of its own, which vLLM refuses, and an `fc` with a bias that stays
-unset unless the file has one: it gets zeros. EAGLE-3 is vLLM's folder unchanged. SGLang ignores
-keys that it does not know, so heads that it cannot serve are refused here.
+unset unless the file has one: a head without one gets zeros. EAGLE-3 is vLLM's folder unchanged.
+SGLang ignores keys that it does not know, so heads that it cannot serve are refused here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from trainer.config import UserError
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
     """Write an EAGLE-1 head; UserError where SGLang cannot serve it."""
     _check_embedding(drafter)
-    zeros = torch.zeros_like(drafter.fc.weight[:, 0])
+    bias = torch.zeros_like(drafter.fc.weight[:, 0]) if drafter.fc.bias is None else drafter.fc.bias
     config: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
-    tensors = eagle1_tensors(drafter) | {"fc.bias": zeros}
+    tensors = eagle1_tensors(drafter) | {"fc.bias": bias}
     return write(folder, (config, tensors), drafter, asked)
 
 

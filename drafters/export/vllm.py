@@ -4,7 +4,8 @@
   matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
   matrix for all of them, where a copy a head would cost vocabulary x width x heads twice, in the
   file and in memory. The loader drops biases silently unless `medusa_fc_bias` is true.
-- EAGLE-1 is a Llama of one layer plus `fc`; vLLM puts "Eagle" before the architecture's name.
+- EAGLE-1 is a Llama of one layer plus `fc`, which has no bias there; vLLM puts "Eagle" before the
+  architecture's name.
 - EAGLE-3 names the captured layers twice: vLLM looks at the top-level key and counts the states
   that have passed k layers, SGLang at `eagle_config` and counts layers from 0.
 """
@@ -32,6 +33,7 @@ from drafters.export.heads import (
     write,
 )
 from drafters.medusa import MedusaDrafter
+from trainer.config import UserError
 
 
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
@@ -41,6 +43,11 @@ def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> P
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
     """Write an EAGLE-1 head; UserError where vLLM cannot serve it."""
+    if drafter.settings.fc_bias:
+        raise UserError(
+            "script.engine=vllm: vLLM's EAGLE loader drops 'fc.bias', which this head has: use "
+            "script.engine=sglang, or train a head of your own, which has none"
+        )
     config: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
     return write(folder, (config, eagle1_tensors(drafter)), drafter, asked)
 

@@ -52,7 +52,8 @@ def eagle1(head: PublishedHead, target: Target) -> Eagle1Drafter:
     fit."""
     assert head.layer is not None
     check_head(head, target)
-    settings = Eagle1Settings(head.captures, target.hidden_size)
+    biased = "fc.bias" in head.tensors
+    settings = Eagle1Settings(head.captures, target.hidden_size, fc_bias=biased)
     drafter = Eagle1Drafter(settings, head.layer, target)
     drafter.load_state_dict(_layer_weights(head))
     return drafter.eval()

@@ -49,6 +49,7 @@ class HeadConfig(TypedDict):
     vocab_size: int
     num_hidden_layers: int
     tie_word_embeddings: bool
+    bias: bool
     truncated_vocab_size: int
     medusa_fc_bias: bool
     original_lm_head: bool

@@ -130,11 +130,11 @@ def _eagle1(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) ->
     optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, width)}
     if not strict:
         optional |= {"fc.bias": (width,), "lm_head.weight": (vocab, width)}
-    elif names == ["LlamaForCausalLMEagle"]:
-        wanted["fc.bias"] = (width,)  # of SGLang, which would leave it unset
+    if (strict and names == ["LlamaForCausalLMEagle"]) or config.get("bias"):
+        wanted["fc.bias"] = (width,)  # its readers would leave it unset
     check_tensors(folder, tensors, wanted, optional, given)
-    if "fc.bias" in tensors and bool(tensors.pop("fc.bias").any()):
-        raise UserError(f"{folder}: tensor 'fc.bias' must be zero, not all engines add it")
+    if "fc.bias" in tensors and not bool(tensors["fc.bias"].any()):
+        del tensors["fc.bias"]
     return PublishedHead("eagle", tensors, ["final_norm"], vocab, layer)
 
 

@@ -61,6 +61,7 @@ def three(captures=LOW_TO_HIGH, **changed) -> Eagle3Settings:
 
 KINDS = {
     "eagle": Eagle1Settings(["final_norm"], WIDTH),
+    "eagle with a bias": Eagle1Settings(["final_norm"], WIDTH, fc_bias=True),
     "eagle3": three(),
     "eagle3 final": three([1, "final_norm"]),
     "eagle3 kept": three(),
@@ -184,6 +185,8 @@ def test_the_first_column_is_the_formula(kind, target):
 
     if drafter.version == 1:
         z = drafter.fc.weight @ torch.cat([token, states[0]])
+        if settings.fc_bias:
+            z = z + drafter.fc.bias
         scored = layer(z, z)
         head = target.model.get_output_embeddings().weight
     else:
