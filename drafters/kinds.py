@@ -19,7 +19,7 @@ from drafters.eagle3 import Eagle3Drafter
 from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.card import Export
 from drafters.formats import heads
-from drafters.formats.reader import PublishedHead
+from drafters.formats.head import PublishedHead
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import Medusa2Drafter
@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
             Medusa2Drafter, "A set of Medusa heads", Medusa2Drafter.from_pretrained, "medusa",
             _MEDUSA_WRITERS,
         ),
-        Kind(HydraDrafter, "A set of Hydra heads", HydraDrafter.from_pretrained),
+        Kind(HydraDrafter, "A set of Hydra heads", HydraDrafter.from_pretrained, adopt=heads.hydra),
         Kind(
             Eagle1Drafter, "An EAGLE head", Eagle1Drafter.from_pretrained, "eagle",
             {"vllm": vllm.write_eagle1, "sglang": sglang.write_eagle1}, heads.eagle1,

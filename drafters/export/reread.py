@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.base import TrainedDrafter
 from drafters.eagle import EagleDrafter
 from drafters.formats.files import Tensors
-from drafters.formats.reader import PublishedHead, read
+from drafters.formats.head import PublishedHead
+from drafters.formats.reader import read
 from drafters.medusa import MedusaDrafter
 from target.model import LayerId, Target, TargetOutputs
 from trainer.config import RunFault, UserError

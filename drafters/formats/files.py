@@ -150,6 +150,13 @@ def check_tensors(
             )
 
 
+def check_architecture(folder: Path, names: object, known: tuple[str, ...]) -> None:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise UserError(
+            f"{folder}: key 'architectures' must name one of {', '.join(known)}, got {names}"
+        )
+
+
 def check_keys(
     folder: Path, config: Mapping[str, object], keys: Mapping[str, tuple[type, bool]], strict: bool
 ) -> None:

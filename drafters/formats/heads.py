@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
-from drafters.formats.files import Tensors
-from drafters.formats.reader import PublishedHead
+from drafters.formats.files import Tensors, check_tensors
+from drafters.formats.head import PublishedHead
+from drafters.formats.hydra import EMBEDDING, UNREAD, published_names
+from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
 from target.vocabulary import real_ids
@@ -28,7 +31,8 @@ def check_head(head: PublishedHead, target: Target) -> None:
             f"target has {width}"
         )
     ids = torch.arange(target.vocab_size)
-    _only_if_equal(head, "embed_tokens.weight", lambda: target.embedding(ids.to(target.device)))
+    for name in ("embed_tokens.weight", EMBEDDING):
+        _only_if_equal(head, name, lambda: target.embedding(ids.to(target.device)))
     _only_if_equal(head, "lm_head.weight", lambda: target.head.weight, head.kind == "eagle")
 
 
@@ -38,8 +42,10 @@ def _only_if_equal(
     """Raise UserError where the head's own table `name` differs from the target's."""
     if not applies or name not in head.tensors:
         return
-    ours = table()[: head.vocab_size].cpu().float()
-    if not torch.equal(head.tensors[name][: len(ours)].float(), ours):
+    ours = table()[: head.vocab_size].cpu()
+    given = head.tensors[name][: len(ours)]
+    # the same table, rounded to the dtype of one of them
+    if not torch.equal(given.to(ours.dtype), ours) and not torch.equal(given, ours.to(given.dtype)):
         raise UserError(
             f"tensor {name!r} differs from the target's: this head has a table of its own (or "
             "another target), and drafters here borrow the target's"
@@ -143,3 +149,47 @@ def medusa(head: PublishedHead, target: Target) -> MedusaDrafter:
                 weights[f"lm_heads.{i}.bias"] = torch.zeros(target.vocab_size)
     drafter.load_state_dict(weights)
     return drafter.eval()
+
+
+@torch.no_grad()
+def hydra(head: PublishedHead, target: Target) -> HydraDrafter:
+    """A drafter of this target with the weights of Hydra heads; UserError where they do not fit.
+
+    Layers that the file repeats, as the published code makes it do, stay one module. The file does
+    not hold the rate of dropout: it is 0.
+    """
+    check_head(head, target)
+    names, tensors = published_names(head), head.tensors
+    settings = HydraSettings(
+        head.num_heads, head.num_layers, identity_residual=False,
+        prefix_layer=head.flags["prefix_layer"], tie_layers=_repeats_layers(head),
+    )  # fmt: skip
+    drafter = HydraDrafter(settings, target)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for own, weight in drafter.state_dict().items():
+        counted = own.startswith("lm_heads.")  # rows of the configured vocabulary
+        shapes[names[own]] = (head.vocab_size, *weight.shape[1:]) if counted else (*weight.shape,)
+    table = (head.vocab_size, target.hidden_size)
+    unread = {UNREAD: table} if settings.prefix_layer else {}
+    check_tensors(head.folder, tensors, shapes, {EMBEDDING: table, **unread}, {})
+    weights = {own: tensors[names[own]].float() for own in drafter.state_dict()}
+    for own in weights:
+        if own.startswith("lm_heads."):
+            weights[own] = weights[own][: target.vocab_size]
+    drafter.load_state_dict(weights)
+    return drafter.eval()
+
+
+def _repeats_layers(head: PublishedHead) -> bool:
+    """Whether the layers of each Hydra head after the first are one."""
+    names = published_names(head)
+    for i, part in itertools.product(range(head.num_heads), ("weight", "bias")):
+        found = [
+            head.tensors.get(names[f"heads.{i}.layers.{j}.{part}"])
+            for j in range(head.num_layers - 1)
+        ]
+        if len(found) < 2 or found[0] is None:
+            return False
+        if not all(one is not None and torch.equal(one, found[0]) for one in found):
+            return False
+    return True

@@ -53,6 +53,11 @@ class HeadConfig(TypedDict):
     truncated_vocab_size: int
     medusa_fc_bias: bool
     original_lm_head: bool
+    hydra_num_heads: int
+    hydra_num_layers: int
+    hydra_head_arch: str
+    grounded_heads: bool
+    hidden_state_offset: int
 
 
 # keys of config.json: the type, and whether published heads always have it; our exports have all
@@ -115,6 +120,13 @@ KEYS: dict[str, dict[str, tuple[type, bool]]] = {
         "medusa_fc_bias": (bool, False),
         "original_lm_head": (bool, False),
         "dtype": (str, False),
+    },
+    "hydra": {
+        "hydra_num_heads": (int, True),
+        "hydra_num_layers": (int, True),
+        "hydra_head_arch": (str, True),
+        "grounded_heads": (bool, True),
+        "hidden_state_offset": (int, False),
     },
 }
 # keys of variants that are not known here, with the value that means their absence

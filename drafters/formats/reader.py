@@ -4,15 +4,13 @@ It shares no table with the writers, so that a mistake in one of them shows as a
 
 `read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
 missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
-the original repository's), EAGLE-1, EAGLE-3 flat (`midlayer.*` or `layers.0.*`), EAGLE-3 of the
-speculators library.
+the original repository's), Hydra's original repository, EAGLE-1, EAGLE-3 flat (`midlayer.*` or
+`layers.0.*`), EAGLE-3 of the speculators library.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from transformers import LlamaConfig
 
 from drafters.formats.files import (
     Tensors,
+    check_architecture,
     check_keys,
     check_tensors,
     read_json,
@@ -29,6 +28,8 @@ from drafters.formats.files import (
     tensor_names,
     weight_files,
 )
+from drafters.formats.head import PublishedHead
+from drafters.formats.hydra import read_hydra
 from drafters.formats.keys import (
     EAGLE1,
     EAGLE3,
@@ -41,37 +42,13 @@ from drafters.formats.keys import (
     Proposal,
     SpeculatorsConfig,
 )
+from drafters.formats.medusa import read_medusa
 from target.model import LayerId
 from trainer.config import UserError
 
 
-@dataclass
-class PublishedHead:
-    """A head as read from a folder, under names of this reader.
-
-    Tensors of EAGLE: those of the flat layout, `layer.` before the layer's. Of Medusa:
-    `block.<head>.<layer>.weight|bias` and `rows.<head>`, or `rows` for a shared matrix.
-    `captures`: ids as in `target.model`, in the order in which an engine joins the states.
-    """
-
-    kind: str  # "medusa" | "eagle" | "eagle3"
-    tensors: Tensors
-    captures: list[LayerId]
-    vocab_size: int
-    layer: LlamaConfig | None = None  # of EAGLE
-    num_heads: int = 0  # of Medusa, as the next
-    num_layers: int = 0
-    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """Target ids of a reduced draft vocabulary, [Vd] int64; None for the whole vocabulary."""
-        d2t = self.tensors.get("d2t")
-        return None if d2t is None else d2t + torch.arange(len(d2t))
-
-
 def layout_of(folder: Path) -> str | None:
-    """Layout of the head: medusa, eagle, eagle3 or speculators; None where it is unknown."""
+    """Layout of the head, by its key in `KEYS`; None where it is unknown."""
     if not (folder / "config.json").exists():
         return None
     config = read_json(folder / "config.json", dict)
@@ -79,6 +56,8 @@ def layout_of(folder: Path) -> str | None:
         return "speculators"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
+    if "hydra_num_heads" in config:
+        return "hydra"
     names = config.get("architectures") or []
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
@@ -111,7 +90,9 @@ def read(
     check_keys(folder, config, KEYS[layout], strict)
     tensors = read_tensors(folder)
     if layout == "medusa":
-        return _medusa(folder, config, tensors, strict)
+        return read_medusa(folder, config, tensors, strict)
+    if layout == "hydra":
+        return read_hydra(folder, config, tensors)
     if layout == "eagle":
         return _eagle1(folder, config, tensors, strict)
     return _eagle3(folder, layout, config, tensors, strict, num_target_layers)
@@ -122,7 +103,7 @@ def read(
 
 def _eagle1(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
     names = config["architectures"]
-    _check_architecture(folder, names, EAGLE1)
+    check_architecture(folder, names, EAGLE1)
     layer = _layer_config(folder, config, strict)
     width, vocab = layer.hidden_size, layer.vocab_size
     tensors, given = _named(folder, tensors, r"layers\.0" if strict else r"midlayer|layers\.0")
@@ -159,7 +140,7 @@ def _eagle3(
         if strict:
             _check_proposal(folder, config["speculators_config"])
     else:
-        _check_architecture(folder, config.get("architectures"), (*EAGLE3, "LlamaForCausalLM"))
+        check_architecture(folder, config.get("architectures"), (*EAGLE3, "LlamaForCausalLM"))
     _refuse_variants(folder, config if layout == "speculators" else {})
     layer = _layer_config(folder, nested, strict)
     tensors, given = _named(folder, tensors, prefix if strict else r"midlayer|layers\.0")
@@ -283,13 +264,6 @@ def _captures(
     return list(layers)
 
 
-def _check_architecture(folder: Path, names: object, known: tuple[str, ...]) -> None:
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
-        raise UserError(
-            f"{folder}: key 'architectures' must name one of {', '.join(known)}, got {names}"
-        )
-
-
 def _refuse_variants(folder: Path, config: Mapping[str, object]) -> None:
     for key, value in WITHOUT.items():
         given = config.get(key)
@@ -325,75 +299,3 @@ def _check_proposal(folder: Path, config: SpeculatorsConfig) -> None:
     for key, good in needed.items():
         if not good:
             raise UserError(f"{folder}: key 'speculators_config.{key}' is missing or wrong")
-
-
-# --- Medusa --------------------------------------------------------------------------------------
-
-
-def _medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
-    if strict:
-        _check_architecture(folder, config["architectures"], ("MedusaModel",))
-        if config["model_type"] != "medusa" or not config["medusa_fc_bias"]:
-            raise UserError(
-                f"{folder}: keys 'model_type' and 'medusa_fc_bias' must be 'medusa' and true, or "
-                "vLLM drops the biases"
-            )
-    indexed = r"(?:medusa_heads\.)?(\d+)\.(\d+)"  # head, layer; the matrix comes after the layers
-    matrices = [match for name in tensors if (match := re.fullmatch(indexed + r"\.weight", name))]
-    tensors, given = renamed(
-        folder,
-        tensors,
-        [
-            (indexed + r"\.linear\.(weight|bias)", r"block.\1.\2.\3"),
-            (indexed + r"\.weight", r"rows.\1"),
-            (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"block.\1.\2.\3"),
-            (r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight", r"rows.\1"),
-            (r"(?:medusa_heads\.)?lm_head\.weight", "rows"),
-        ],
-    )
-    # the file counts: uploads of the original repository are known to say too few heads
-    parts = [name.split(".") for name in tensors if name.startswith(("block.", "rows."))]
-    num_heads = 1 + max((int(part[1]) for part in parts), default=-1)
-    num_layers = 1 + max((int(part[2]) for part in parts if part[0] == "block"), default=-1)
-    said = {
-        "num_heads": num_heads,
-        "num_hidden_layers": num_layers,
-        "medusa_num_layers": num_layers,
-    }
-    for key, count in said.items():
-        if config.get(key, count) != count:
-            raise UserError(
-                f"{folder}: key {key!r} must be {count}, as the tensors are numbered, "
-                f"got {config.get(key)}"
-            )
-    for match in matrices:
-        if int(match[2]) != num_layers:
-            raise UserError(f"{folder}: unknown tensor {match[0]!r} beside {num_layers} layers")
-
-    shared = bool(config.get("original_lm_head"))
-    if shared and "rows" not in tensors and "rows.0" in tensors:
-        tensors["rows"], given["rows"] = tensors.pop("rows.0"), given.pop("rows.0")
-    rows = tensors.get("rows" if shared else "rows.0")
-    if rows is None or rows.dim() != 2 or num_heads > len(tensors):
-        raise UserError(f"{folder}: tensor 'medusa_heads.0.{num_layers}.weight' is missing")
-    vocab, width = config.get("vocab_size") or len(rows), config.get("hidden_size") or rows.shape[1]
-    if config.get("truncated_vocab_size", vocab) not in (None, vocab):
-        raise UserError(
-            f"{folder}: key 'truncated_vocab_size' must be that of vocab_size, {vocab}, "
-            f"got {config['truncated_vocab_size']}"
-        )
-    blocks = [(i, j) for i in range(num_heads) for j in range(num_layers)]
-    wanted: dict[str, tuple[int, ...]] = {
-        f"block.{i}.{j}.weight": (width, width) for i, j in blocks
-    }
-    biases: dict[str, tuple[int, ...]] = {f"block.{i}.{j}.bias": (width,) for i, j in blocks}
-    for i, j in blocks:  # as they would be called
-        for part in ("weight", "bias"):
-            given.setdefault(f"block.{i}.{j}.{part}", f"medusa_heads.{i}.{j}.linear.{part}")
-    for name in ["rows"] if shared else [f"rows.{i}" for i in range(num_heads)]:
-        wanted[name] = (vocab, width)
-        given.setdefault(name, f"medusa_heads.{name[5:]}.{num_layers}.weight")
-    check_tensors(folder, tensors, wanted | biases if strict else wanted, biases, given)
-    return PublishedHead(
-        "medusa", tensors, ["final_norm"], vocab, num_heads=num_heads, num_layers=num_layers
-    )

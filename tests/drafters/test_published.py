@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import train
 from drafters.export.card import Export
@@ -39,15 +41,15 @@ def drawn(shapes):
     return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def layer_shapes(prefix, reads):
+def layer_shapes(prefix, reads, inner=INNER):
     return {
         f"{prefix}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, reads),
         f"{prefix}.self_attn.k_proj.weight": (GROUPS * HEAD_DIM, reads),
         f"{prefix}.self_attn.v_proj.weight": (GROUPS * HEAD_DIM, reads),
         f"{prefix}.self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
-        f"{prefix}.mlp.gate_proj.weight": (INNER, WIDTH),
-        f"{prefix}.mlp.up_proj.weight": (INNER, WIDTH),
-        f"{prefix}.mlp.down_proj.weight": (WIDTH, INNER),
+        f"{prefix}.mlp.gate_proj.weight": (inner, WIDTH),
+        f"{prefix}.mlp.up_proj.weight": (inner, WIDTH),
+        f"{prefix}.mlp.down_proj.weight": (WIDTH, inner),
         f"{prefix}.post_attention_layernorm.weight": (WIDTH,),
     }
 
@@ -110,6 +112,47 @@ def medusa_by_hand(naming):
         config = {"medusa_num_heads": 1, "medusa_num_layers": 1, "version": "2",
                   "base_model_name_or_path": "org/target"}  # fmt: skip
     return config, drawn(shapes)
+
+
+def hydra_by_hand(target, arch, layers=2, heads=3):
+    """As torch saves the published modules: dropout takes numbers of its own in a prefix-mlp, the
+    repeated layer is named at each place, and the embedding is part of the heads."""
+    shapes = {}
+    for i in range(heads):
+        reads = (i + 2) * WIDTH
+        places = [0, *range(1, layers)] if arch == "mlp" else range(1, 2 * layers, 2)
+        for j, place in enumerate(places):
+            block = f"hydra_mlp.{i}.{place}"
+            shapes[f"{block}.linear.weight"] = (WIDTH, WIDTH if j else reads)
+            shapes[f"{block}.linear.bias"] = (WIDTH,)
+            if j == 0:
+                shapes[f"{block}.res_connection.weight"] = (WIDTH, reads)
+                shapes[f"{block}.res_connection.bias"] = (WIDTH,)
+        rows = f"hydra_lm_head.{i}" if arch == "mlp" else f"hydra_lm_head.{i}.1"
+        shapes[f"{rows}.weight"], shapes[f"{rows}.bias"] = (VOCAB_SIZE, WIDTH), (VOCAB_SIZE,)
+    if arch == "prefix-mlp":
+        layer = "prefix_embeding_layer.layers.0"
+        shapes |= {**layer_shapes(layer, WIDTH, inner=2 * WIDTH),
+                   f"{layer}.input_layernorm.weight": (WIDTH,),
+                   "prefix_embeding_layer.norm.weight": (WIDTH,),
+                   "prefix_embeding_layer.embed_tokens.weight": (VOCAB_SIZE, WIDTH),
+                   f"{layer}.self_attn.rotary_emb.inv_freq": (HEAD_DIM // 2,)}  # fmt: skip
+    tensors = drawn(shapes)
+    tensors["input_embed_fn.weight"] = target.embedding.weight.detach().clone()
+    return {
+        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": arch,
+        "grounded_heads": True, "hidden_state_offset": 0, "transformers_version": "4.35.0",
+        "base_model_name_or_path": "org/target",
+    }, tensors  # fmt: skip
+
+
+def repeat_layers(tensors, layers):
+    """What `[block] * n` does: every later place holds the first one's weights."""
+    for name in list(tensors):
+        for place in range(3, layers + 1):
+            at = f".{2 * place - 1}.linear."
+            if name.startswith("hydra_mlp.") and at in name:
+                tensors[name] = tensors[name.replace(at, ".3.linear.")]
 
 
 def save(folder, config, tensors, file="model.safetensors"):
@@ -303,6 +346,80 @@ def test_medusa_heads_that_share_the_targets_matrix_stay_shared(target, tmp_path
     assert torch.equal(drafter.lm_heads[1].weight, tensors["lm_head.weight"])
 
 
+def drafted_by_hydra(tensors, arch, layers, depth, states, embedded):
+    """Logits of head `depth`, from the formula: the state, then the embeddings drafted so far."""
+    if arch == "prefix-mlp":
+        layer, norm_of = prefix_layer(tensors), "prefix_embeding_layer.norm.weight"
+        state, first, rows = (
+            norm(layer(states), tensors[norm_of]),
+            1,
+            f"hydra_lm_head.{depth - 1}.1",
+        )
+    else:
+        state, first, rows = states[-1], 0, f"hydra_lm_head.{depth - 1}"
+    u = torch.cat([state, *embedded[:depth]])
+    block = f"hydra_mlp.{depth - 1}."
+
+    def times(name, x):
+        return tensors[f"{name}.weight"] @ x + tensors[f"{name}.bias"]
+
+    r = times(f"{block}{first}.res_connection", u) + F.silu(times(f"{block}{first}.linear", u))
+    for j in range(1, layers):
+        r = r + F.silu(times(f"{block}{j if first == 0 else 2 * j + 1}.linear", r))
+    return times(rows, r)
+
+
+def prefix_layer(tensors):
+    """The layer's output at the last of some states [T, H], by transformers' own module."""
+    config = LlamaConfig(**LLAMA | {"intermediate_size": 2 * WIDTH})
+    layer = LlamaDecoderLayer(config, 0).eval()
+    own = "prefix_embeding_layer.layers.0."
+    named = {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
+    layer.load_state_dict({n: t for n, t in named.items() if "rotary" not in n})
+
+    def last(states):
+        positions = LlamaRotaryEmbedding(config)(states[None], torch.arange(len(states))[None])
+        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)
+        made = layer(states[None], attention_mask=mask[None, None], position_embeddings=positions)
+        return (made[0] if isinstance(made, tuple) else made)[-1].reshape(-1, WIDTH)[-1]
+
+    return last
+
+
+@pytest.mark.parametrize(
+    ("arch", "layers", "repeated"),
+    [("mlp", 1, False), ("mlp", 2, False), ("prefix-mlp", 4, True), ("prefix-mlp", 3, False)],
+)
+def test_published_hydra_heads_load(target, tmp_path, arch, layers, repeated):
+    config, tensors = hydra_by_hand(target, arch, layers)
+    if repeated:
+        repeat_layers(tensors, layers)
+    drafter = load_drafter(save(tmp_path, config, tensors, "hydra_lm_head.pt"), target)
+    assert (drafter.max_depth, drafter.settings.num_layers) == (3, layers)
+    assert drafter.settings.prefix_layer == (arch == "prefix-mlp")
+    assert drafter.settings.tie_layers == repeated
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCAB_SIZE, (6,), generator=generator)
+    states = torch.randn(6, WIDTH, generator=generator)
+    embedded = target.embedding.weight[ids].detach()
+    with torch.no_grad():
+        for depth in (1, 2, 3):
+            found = drafter.draft_logits(
+                ids[None], TargetOutputs({"final_norm": states[None]}), depth
+            )
+            for t in range(6 - depth):
+                wanted = drafted_by_hydra(
+                    tensors, arch, layers, depth, states[: t + 1], embedded[t + 1 :]
+                )
+                torch.testing.assert_close(found[0, t + depth], wanted, rtol=1e-4, atol=1e-4)
+    assert_drafts(drafter, target)
+    drafter.save_pretrained(tmp_path / "own")
+    again = load_drafter(str(tmp_path / "own"), target)
+    assert again.num_parameters == drafter.num_parameters
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
 class Intruder:
     def __reduce__(self):
         return (print, ("code in a weight file was run",))
@@ -355,6 +472,20 @@ class Intruder:
         ("medusa", lambda t, c: t.update(token_map=torch.arange(50)), "unknown tensor 'token_map'"),
         ("medusa", lambda t, c: t.pop("medusa_heads.1.1.weight"), "'medusa_heads.1.1.weight' of"),
         ("medusa", lambda t, c: c.update(num_heads=3), "'num_heads' must be 2"),
+        ("hydra", lambda t, c: c.update(hydra_head_arch="cross-attn"), "'hydra_head_arch' must be"),
+        ("hydra", lambda t, c: c.update(grounded_heads=False), "'grounded_heads' must be true"),
+        ("hydra", lambda t, c: c.update(hidden_state_offset=2), "'hidden_state_offset' must be 0"),
+        ("hydra", lambda t, c: c.update(hydra_num_heads=0), "'hydra_num_heads' must be >= 1"),
+        ("hydra", lambda t, c: c.update(hydra_num_heads=4), "'hydra_mlp.3.3.linear.weight' of sh"),
+        ("hydra", lambda t, c: c.update(hydra_num_heads=2), "unknown tensor 'hydra_lm_head.2.1.b"),
+        ("hydra", lambda t, c: c.pop("grounded_heads"), "key 'grounded_heads' is missing"),
+        ("hydra", lambda t, c: t["input_embed_fn.weight"].add_(1), "'input_embed_fn.weight' diff"),
+        ("hydra", lambda t, c: t.pop("hydra_lm_head.0.1.weight"), "'hydra_lm_head.0.1.weight' is"),
+        (
+            "hydra",
+            lambda t, c: t.update({"prefix_embeding_layer.norm.weight": torch.ones(16)}),
+            "'prefix_embeding_layer.norm.weight' must have shape .32., got .16.",
+        ),
         (
             "medusa",
             lambda t, c: (
@@ -373,6 +504,7 @@ def test_heads_that_cannot_be_taken_over_are_refused_by_name(
         "eagle3": eagle3_by_hand,
         "speculators": speculators_by_hand,
         "medusa": lambda: medusa_by_hand("prefixed"),
+        "hydra": lambda: hydra_by_hand(target, "prefix-mlp"),
     }[make]()
     change(tensors, config)
     with pytest.raises(UserError, match=complaint) as caught:
