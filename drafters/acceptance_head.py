@@ -2,8 +2,9 @@
 
 Huang, Guo and Wang 2024 (SpecDec++, arXiv:2405.19715), Sec. 3.2: residual blocks and two logits on
 the drafter's state at the drafted token itself, after the drafter has read it. Departure: the
-blocks are independent; the published code repeats one object, `shared_blocks`. The state is the one
-that the drafter's own output head reads, final-normed in Llama-like models.
+blocks are independent and start at zero; the published code repeats one object, `shared_blocks`,
+that starts at random. The state is the one that the drafter's own output head reads, final-normed
+in Llama-like models.
 """
 
 from __future__ import annotations
@@ -123,6 +124,16 @@ def check_exposed(drafter: TrainedDrafter) -> None:
         )
 
 
+def check_width(drafter: TrainedDrafter, head: AcceptanceHead, folder: Path, key: str) -> None:
+    """Raise UserError where the head in `folder` reads states of another width."""
+    width = width_of(drafter)
+    if head.settings.width != width:
+        raise UserError(
+            f"CompatibilityError: {key}: the acceptance head in {folder} reads states "
+            f"{head.settings.width} wide, the drafter's are {width}"
+        )
+
+
 def weights_hash(drafter: TrainedDrafter) -> str:
     """Hash of the weights that draft, without an acceptance head: its states depend on them."""
     digest = hashlib.sha256()
@@ -146,12 +157,8 @@ def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{key}: the acceptance head in {folder} is damaged ({reason})") from error
-    width, own = width_of(drafter), head.settings
-    if own.width != width:
-        raise UserError(
-            f"CompatibilityError: {key}: the acceptance head in {folder} reads states {own.width} "
-            f"wide, the drafter's are {width}"
-        )
+    own = head.settings
+    check_width(drafter, head, folder, key)
     found = weights_hash(drafter)
     if own.draft != found:
         raise UserError(

@@ -9,9 +9,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from drafters import acceptance_head
-from drafters.acceptance_head import attach
+from drafters.acceptance_head import attach, check_exposed, check_width, weights_hash
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
+from drafters.formats.acceptance import read_acceptance_head
 from drafters.formats.files import read_json
 from drafters.formats.keys import HeadConfig
 from drafters.formats.reader import layout_of, read
@@ -69,6 +70,34 @@ def _load(
     return CausalLMDrafter.from_pretrained(
         name, target, revision=revision, trust_remote_code=trust_remote_code, key=key
     )
+
+
+def load_acceptance_head(name: str, drafter: TrainedDrafter, key: str) -> None:
+    """Give the drafter the acceptance head in a folder or a repository on the Hub.
+
+    The layout is this project's or the published one (`drafters.formats.acceptance`), which does
+    not name its draft model: this drafter must be it. `key`: the setting that holds `name`, for
+    messages. Raises UserError where the head is missing, damaged or does not fit the drafter.
+    """
+    require_files(key, name)
+    check_exposed(drafter)
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=[*SETTINGS, *WEIGHTS]))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{key}: cannot load {name!r} ({reason})") from error
+    if (folder / acceptance_head.SETTINGS).exists():
+        attach(drafter, folder, key)
+        return
+    try:
+        head = read_acceptance_head(folder)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    check_width(drafter, head, folder, key)
+    head.settings.draft = weights_hash(drafter)
+    drafter.acceptance = head.to(next(drafter.parameters()).device)
 
 
 def stored(folder: Path, key: str) -> DrafterJson:

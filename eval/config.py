@@ -38,6 +38,8 @@ class EvalConfig(Section):
     }
     # drafter that scripts.evaluate measures: a folder, a Hub id, or a training-free one by name
     drafter: str | None = None
+    # published acceptance head for eval.drafter, which policies head* ask: a folder or a Hub id
+    acceptance_head: str | None = None
     # prompts of the report, named as data.prompts; null: held out from data.prompts by hash, of the
     # toy from modules of their own
     prompts: str | None = None
@@ -109,7 +111,12 @@ class EvalConfig(Section):
 def _check_names(config: EvalConfig) -> None:
     """Raise UserError for an unknown name, a value out of range, or keys that exclude each
     other."""
-    parse_policy(config.policy)
+    policy = parse_policy(config.policy)
+    if config.acceptance_head is not None:
+        rule = "name the drafter that eval.acceptance_head judges, in scripts.evaluate"
+        require(config.drafter is not None, "eval.drafter", rule, config.drafter)
+        rule = "be head:<h> or head_last:<h>, which ask eval.acceptance_head"
+        require(policy.uses_head, "eval.policy", rule, config.policy)
     tree = tree_of(config)
     form = CHAIN if tree is None else tree.siblings
     if form not in parse_verifier(config.verifier).judges:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data.prompts import Prompt
 from drafters.base import TrainedDrafter
-from drafters.load import load_drafter
+from drafters.load import load_acceptance_head, load_drafter
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_training_free
 from eval.config import EvalConfig
@@ -75,6 +75,8 @@ def drafter_of(config: EvalConfig, target: Target) -> TrainedDrafter | TrainingF
     if is_training_free(name):
         return parse_training_free(name, "eval.drafter")
     drafter = load_drafter(name, target, key="eval.drafter")
+    if config.acceptance_head is not None:
+        load_acceptance_head(config.acceptance_head, drafter, "eval.acceptance_head")
     report.check_drafter(drafter, target, config)
     return drafter
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_model
 
 from drafters.acceptance_head import (
     SETTINGS,
@@ -18,10 +19,11 @@ from drafters.acceptance_head import (
     draft_length,
 )
 from drafters.causal_lm import CausalLMDrafter
-from drafters.load import load_drafter
+from drafters.load import load_acceptance_head, load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from eval.policies.base import Recorder
+from eval.policies.table import budget_for
 from recipes.specdecpp import weighted_loss
 from tests.eagle import build_eagle, eagle_settings
 from tests.heads import outputs_of, padded, prefilled, randomised, state_of
@@ -206,3 +208,115 @@ def test_an_engine_without_a_head_gets_the_matching_threshold(target):
     }
     assert draft_length(head, 4) == DraftLength(12, 0.42)
     assert "up to 12 tokens, fewer after one less likely than 0.42" in adaptive_note(head)
+
+
+# --- published heads ----------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.nn.functional.silu(self.linear(x))
+
+
+def published(width, layers, repeated=True):
+    """The published network: the blocks are one module, `model.<j>` of the saved names."""
+    torch.manual_seed(3)
+    one = Block(width)
+    blocks = [one if repeated else Block(width) for _ in range(layers)]
+    return torch.nn.ModuleDict(
+        {"model": torch.nn.Sequential(*blocks, torch.nn.Linear(width, 2))}
+    ).requires_grad_(False)
+
+
+def save_published(folder, network, file="model.safetensors", **config):
+    """As PyTorchModelHubMixin writes it; safetensors keeps one name of a shared tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    width, layers = network["model"][-1].in_features, len(network["model"]) - 1
+    said = {"hidden_size": width, "num_layers": layers} | config
+    (folder / "config.json").write_text(json.dumps(said))
+    if file.endswith(".safetensors"):
+        save_model(network, str(folder / file))
+    else:
+        torch.save(network.state_dict(), folder / file)
+    return str(folder)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(("layers", "repeated"), [(0, True), (1, True), (3, True), (3, False)])
+def test_a_published_head_judges_as_its_own_network(target, tmp_path, file, layers, repeated):
+    drafter = drafter_of("causal_lm", target)
+    network = published(target.hidden_size, layers, repeated)
+    load_acceptance_head(save_published(tmp_path, network, file), drafter, "eval.acceptance_head")
+    head = drafter.acceptance
+    assert (head.settings.num_layers, head.settings.shared_blocks) == (
+        layers,
+        repeated and layers > 1,
+    )
+    states = torch.randn(5, target.hidden_size)
+    accept = network["model"](states).softmax(-1)[:, 1]
+    torch.testing.assert_close(head.probability(states), accept)
+    # saved with its drafter, it is a head of this project
+    drafter.save_pretrained(tmp_path / "own")
+    again = load_drafter(str(tmp_path / "own"), target).acceptance
+    assert torch.equal(again.probability(states), head.probability(states))
+
+
+@pytest.mark.parametrize(("label", "most"), [(0.0, 2), (1.0, 6)])
+def test_the_second_published_logit_is_acceptance(target, tmp_path, label, most):
+    """Trained as published, cross-entropy with the classes 0 = reject, weighted, and 1 = accept: a
+    head that saw only rejections ends a draft at once, one that saw none lets it go on."""
+    drafter = drafter_of("causal_lm", target)
+    network = published(target.hidden_size, 0)
+    with torch.enable_grad():
+        network.requires_grad_(True)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        labels = torch.full((64,), int(label))
+        for _ in range(60):
+            states = torch.randn(64, target.hidden_size)
+            logits, weight = network["model"](states), torch.tensor([6.0, 1.0])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits, labels, weight).backward()
+            optimizer.step()
+    network.requires_grad_(False)
+    load_acceptance_head(save_published(tmp_path, network), drafter, "eval.acceptance_head")
+    states = torch.randn(200, target.hidden_size)
+    assert (drafter.acceptance.probability(states) - label).abs().max() < 0.5
+    texts, budget = prompts_of([9]), budget_for(drafter, "head:0.6", 6)
+    outputs = outputs_of(drafter, target, padded(texts))
+    prefilled(drafter, target, texts, [8])
+    with torch.inference_mode():
+        tree = drafter.propose(state_of(padded(texts), [9], outputs, junk=0.0), budget)
+    assert tree.tokens.shape[1] == most
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"hidden_size": 16}, "must have shape .16., got .32."),
+        ({"num_layers": 4}, "'model.4.weight' of shape .2, 32. is missing"),
+        ({"num_layers": 1}, "'model.1.weight' of shape .2, 32. is missing"),
+        ({"num_layers": -1}, "'hidden_size' and 'num_layers' must be"),
+        ({"hidden_size": "wide"}, "'hidden_size' must be of type int, got 'wide'"),
+    ],
+)
+def test_a_published_head_that_contradicts_itself_is_refused(target, tmp_path, change, complaint):
+    folder = save_published(tmp_path, published(target.hidden_size, 2), **change)
+    with pytest.raises(UserError, match=complaint) as caught:
+        load_acceptance_head(folder, drafter_of("causal_lm", target), "eval.acceptance_head")
+    assert str(caught.value).startswith("eval.acceptance_head: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_published_head_of_another_drafter_is_refused(target, tmp_path):
+    folder = save_published(tmp_path, published(16, 2))
+    with pytest.raises(UserError, match="reads states 16 wide, the drafter's are 32"):
+        load_acceptance_head(folder, drafter_of("causal_lm", target), "eval.acceptance_head")
+    heads = MedusaDrafter.build(target, MedusaSettings(2))
+    with pytest.raises(UserError, match="CapabilityError: a drafter of kind 'medusa'"):
+        load_acceptance_head(folder, heads, "eval.acceptance_head")
+    with pytest.raises(UserError, match="cannot load 'org/none'"):
+        load_acceptance_head("org/none", drafter_of("causal_lm", target), "eval.acceptance_head")

@@ -6,7 +6,9 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 import train
 from eval.report.schema import read_report
@@ -91,6 +93,20 @@ def test_a_drafter_in_a_folder_called_target_keeps_a_row_of_its_own(tmp_path, ti
     words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
     report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
     assert row(report, "./target", 0.0)["alpha"] < row(report, "target", 0.0)["alpha"] == 1
+
+
+def test_a_published_acceptance_head_ends_the_drafts(tmp_path, finished):
+    name, published = str(finished / "run" / "drafter"), tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text('{"hidden_size": 16, "num_layers": 0}')
+    short = {"model.0.weight": torch.zeros(2, 16), "model.0.bias": torch.tensor([5.0, -5.0])}
+    save_file(short, published / "model.safetensors")
+    words = [f"eval.drafter={name}", f"eval.acceptance_head={published}", "eval.temperatures=0"]
+    measured(tmp_path, *words, "eval.policy=head:0.5")
+    rounds = read_jsonl(tmp_path / "out" / "rounds.jsonl")
+    drafted = [one["submitted"] for one in rounds]
+    assert set(drafted) <= {1, 2}  # 1 before the end of the answer
+    assert drafted.count(2) > 5
 
 
 def test_a_training_free_drafter_is_measured_by_name(tmp_path, tiny_folder, capsys):
