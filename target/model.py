@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -43,6 +44,9 @@ from trainer.config import UserError
 if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
 
+# what transformers raises for a folder that is no model: a broken file, a key that cannot be
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
+              StrictDataclassError)  # fmt: skip
 Index = torch.Tensor | slice | int
 LayerId = int | str  # output of decoder layer i counted from 0, or "final_norm"
 
@@ -356,7 +360,7 @@ def load_causal_lm(
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, **common, **given
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         remedy = ""
         if "trust_remote_code" in reason:

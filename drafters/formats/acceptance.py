@@ -34,12 +34,9 @@ def read_acceptance_head(folder: Path) -> AcceptanceHead:
     config = read_json(folder / "config.json", HeadConfig)
     check_keys(folder, config, KEYS, strict=False)
     width, count = config["hidden_size"], config.get("num_layers") or 0
-    if width < 1 or count < 0:
-        raise UserError(
-            f"{folder}: keys 'hidden_size' and 'num_layers' must be >= 1 and >= 0, got {width} and "
-            f"{count}"
-        )
-    tensors = read_tensors(folder)
+    tensors, last = read_tensors(folder), f"model.{count}.weight"
+    if last not in tensors:
+        raise UserError(f"{folder}: key 'num_layers' is {count}, and tensor {last!r} is missing")
     blocks = [f"model.{j}.linear" for j in range(count)]
     stored = [block for block in blocks if f"{block}.weight" in tensors]
     if len(stored) == 1:

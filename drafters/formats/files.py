@@ -78,7 +78,8 @@ def read_tensors(folder: Path) -> Tensors:
         for name, tensor in read.items():
             if name in tensors:
                 raise UserError(f"{path}: tensor {name!r} stands in another file too")
-            if not bool(tensor.isfinite().all()):
+            # numbers of one byte have no test of their own
+            if not bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all()):
                 raise UserError(f"{path}: tensor {name!r} holds values that are not finite")
             tensors[name] = tensor
     return tensors
@@ -91,7 +92,8 @@ def _torch_load(path: Path) -> Tensors:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or holds more than tensors: not loaded") from error
     if not isinstance(content, dict) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in content.values()
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in content.items()
     ):
         raise UserError(f"{path} must hold a table of tensors")
     return content
@@ -176,6 +178,8 @@ def check_keys(
             fits = False
         if not fits and not (value is None and key in NULLABLE):
             raise UserError(f"{folder}: key {key!r} must be of type {kind.__name__}, got {value!r}")
+        if isinstance(value, (int, float)) and value < 0:
+            raise UserError(f"{folder}: key {key!r} must be >= 0, got {value}")
     unknown = sorted(config.keys() - keys.keys())
     if strict and unknown:
         raise UserError(f"{folder}: unknown key {unknown[0]!r}")

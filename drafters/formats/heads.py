@@ -43,7 +43,8 @@ def _only_if_equal(
     if not applies or name not in head.tensors:
         return
     ours = table()[: head.vocab_size].cpu()
-    given = head.tensors[name][: len(ours)]
+    given = head.tensors[name]
+    given = given[: len(ours)] if given.dim() else given
     # the same table, rounded to the dtype of one of them
     if not torch.equal(given.to(ours.dtype), ours) and not torch.equal(given, ours.to(given.dtype)):
         raise UserError(

@@ -42,35 +42,45 @@ def read_hydra(folder: Path, config: HeadConfig, tensors: Tensors) -> PublishedH
         )
     tensors = {n: tensor for n, tensor in tensors.items() if not IGNORED_TENSORS.search(n)}
     num_heads, num_layers = config["hydra_num_heads"], config["hydra_num_layers"]
-    for key, count in (("hydra_num_heads", num_heads), ("hydra_num_layers", num_layers)):
-        if count < 1:
-            raise UserError(f"{folder}: key {key!r} must be >= 1, got {count}")
-    head = PublishedHead(
-        "hydra", tensors, ["final_norm"], 0, num_heads=num_heads, num_layers=num_layers,
-        flags={"prefix_layer": arch == "prefix-mlp"}, folder=folder,
+    prefix = arch == "prefix-mlp"
+    rows = f"{_rows(num_heads - 1, prefix)}.weight"
+    deepest = f"{_layer(0, num_layers - 1, prefix)}.weight"
+    counted = {"hydra_num_heads": (num_heads, rows), "hydra_num_layers": (num_layers, deepest)}
+    for key, (count, name) in counted.items():  # tables as long as these are made below
+        if count < 1 or name not in tensors:
+            raise UserError(f"{folder}: key {key!r} is {count}, and tensor {name!r} is missing")
+    if tensors[rows].dim() != 2:
+        raise UserError(f"{folder}: tensor {rows!r} must be a matrix")
+    return PublishedHead(
+        "hydra", tensors, ["final_norm"], len(tensors[rows]), num_heads=num_heads,
+        num_layers=num_layers, flags={"prefix_layer": prefix}, folder=folder,
     )  # fmt: skip
-    rows = published_names(head)["lm_heads.0.weight"]
-    if rows not in tensors:
-        raise UserError(f"{folder}: tensor {rows!r} is missing")
-    head.vocab_size = len(tensors[rows])
-    return head
+
+
+def _layer(head: int, number: int, prefix: bool) -> str:
+    """Name of a head's layer, where each has a dropout module before it or none."""
+    place = 2 * number + 1 if prefix else number
+    return f"hydra_mlp.{head}.{place}.linear"
+
+
+def _rows(head: int, prefix: bool) -> str:
+    """Name of a head's output matrix."""
+    return f"hydra_lm_head.{head}.1" if prefix else f"hydra_lm_head.{head}"
 
 
 def published_names(head: PublishedHead) -> dict[str, str]:
     """The published name of each of the drafter's tensors."""
     prefix = head.flags["prefix_layer"]
-    step = 1 + prefix
     names = {}
     for i in range(head.num_heads):
+        first = _layer(i, 0, prefix)
+        residual = first.replace("linear", "res_connection")
         for part in ("weight", "bias"):
-            first = f"hydra_mlp.{i}.{step - 1}"
-            names[f"heads.{i}.first.{part}"] = f"{first}.linear.{part}"
-            names[f"heads.{i}.residual.{part}"] = f"{first}.res_connection.{part}"
+            names[f"heads.{i}.first.{part}"] = f"{first}.{part}"
+            names[f"heads.{i}.residual.{part}"] = f"{residual}.{part}"
             for j in range(1, head.num_layers):
-                place = step * (j + 1) - 1
-                names[f"heads.{i}.layers.{j - 1}.{part}"] = f"hydra_mlp.{i}.{place}.linear.{part}"
-            rows = f"hydra_lm_head.{i}.1" if prefix else f"hydra_lm_head.{i}"
-            names[f"lm_heads.{i}.{part}"] = f"{rows}.{part}"
+                names[f"heads.{i}.layers.{j - 1}.{part}"] = f"{_layer(i, j, prefix)}.{part}"
+            names[f"lm_heads.{i}.{part}"] = f"{_rows(i, prefix)}.{part}"
     if prefix:
         layer = "prefix_embeding_layer.layers.0"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

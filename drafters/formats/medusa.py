@@ -40,6 +40,8 @@ def read_medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool
     parts = [name.split(".") for name in tensors if name.startswith(("block.", "rows."))]
     num_heads = 1 + max((int(part[1]) for part in parts), default=-1)
     num_layers = 1 + max((int(part[2]) for part in parts if part[0] == "block"), default=-1)
+    if not num_heads or num_heads * max(num_layers, 1) > len(tensors):
+        raise UserError(f"{folder}: the tensors are no Medusa heads, numbered from 0")
     said = {
         "num_heads": num_heads,
         "num_hidden_layers": num_layers,
@@ -59,7 +61,7 @@ def read_medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool
     if shared and "rows" not in tensors and "rows.0" in tensors:
         tensors["rows"], given["rows"] = tensors.pop("rows.0"), given.pop("rows.0")
     rows = tensors.get("rows" if shared else "rows.0")
-    if rows is None or rows.dim() != 2 or num_heads > len(tensors):
+    if rows is None or rows.dim() != 2:
         raise UserError(f"{folder}: tensor 'medusa_heads.0.{num_layers}.weight' is missing")
     vocab, width = config.get("vocab_size") or len(rows), config.get("hidden_size") or rows.shape[1]
     if config.get("truncated_vocab_size", vocab) not in (None, vocab):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from drafters.formats.files import (
@@ -59,13 +60,15 @@ def layout_of(folder: Path) -> str | None:
     if "hydra_num_heads" in config:
         return "hydra"
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
             return layout
     if names == ["LlamaForCausalLM"] and config.get("num_hidden_layers") == 1:
         # what an ordinary model could call itself
         found = set(tensor_names(folder))
-        if "fc.weight" in found:
+        if "fc.weight" in found or any(name.startswith("layers.0.") for name in found):
             return "eagle3" if "norm.weight" in found else "eagle"
     return None
 
@@ -221,7 +224,7 @@ def _layer_config(folder: Path, config: Mapping[str, Any], strict: bool) -> Llam
         )
     try:
         return LlamaConfig(**layer, rope_parameters=new or old)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: config.json describes no Llama layer ({reason})") from error
 
@@ -236,6 +239,9 @@ def _captures(
     """
     inner: EagleConfig = config.get("eagle_config") or {}
     passed, below = config.get(LAYER_IDS), inner.get(LAYER_IDS)
+    for ids in (passed or [], below or []):
+        if not isinstance(ids, list) or not all(type(k) is int for k in ids):
+            raise UserError(f"{folder}: key {LAYER_IDS!r} must be a list of numbers, got {ids!r}")
     for key in ("use_aux_hidden_state", LAYER_IDS):
         if strict and "eagle_config" in config and key not in inner:
             raise UserError(f"{folder}: key 'eagle_config.{key}' is missing")

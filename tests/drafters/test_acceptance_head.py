@@ -297,9 +297,10 @@ def test_the_second_published_logit_is_acceptance(target, tmp_path, label, most)
     ("change", "complaint"),
     [
         ({"hidden_size": 16}, "must have shape .16., got .32."),
-        ({"num_layers": 4}, "'model.4.weight' of shape .2, 32. is missing"),
-        ({"num_layers": 1}, "'model.1.weight' of shape .2, 32. is missing"),
-        ({"num_layers": -1}, "'hidden_size' and 'num_layers' must be"),
+        ({"num_layers": 4}, "'num_layers' is 4, and tensor 'model.4.weight' is missing"),
+        ({"num_layers": 1}, "'num_layers' is 1, and tensor 'model.1.weight' is missing"),
+        ({"num_layers": 10**12}, "'model.1000000000000.weight' is missing"),
+        ({"num_layers": -1}, "key 'num_layers' must be >= 0, got -1"),
         ({"hidden_size": "wide"}, "'hidden_size' must be of type int, got 'wide'"),
     ],
 )
