@@ -19,7 +19,7 @@ from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
-from eval.metrics import PromptCounters, counters_from_rounds
+from eval.counters import PromptCounters, counters_from_rounds
 from eval.rounds import Round
 from target.model import Target, TargetOutputs
 from target.sampling import KeyedRandom, Sampling

@@ -25,7 +25,8 @@ from drafters.training_free.table import parse_training_free
 from drafters.trees.table import parse_tree
 from eval.config import EvalConfig
 from eval.costs import cost_of, read_per_round
-from eval.measure import Bench, next_token_loss
+from eval.measure import Bench
+from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
 from eval.replay import rank_accuracy
 from eval.report.rows import BASELINE, Row

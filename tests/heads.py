@@ -12,8 +12,8 @@ import torch
 
 from drafters.round import Budget, DraftState
 from drafters.trees.static import StaticTree
+from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
-from eval.metrics import check_invariants
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import TargetOutputs

@@ -23,7 +23,7 @@ from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState, Signals
 from drafters.trees.chain import Stops
 from drafters.trees.tree import TokenTree
-from eval.metrics import PromptCounters
+from eval.counters import PromptCounters
 from eval.offline import OfflineEvaluator
 from eval.policies.base import Recorder
 from eval.speed_model import modelled_speedup

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
+from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.metrics import (
-    PromptCounters,
     bootstrap_p,
-    check_invariants,
-    counters_from_rounds,
     hierarchical_difference,
     holm,
     paired_difference,

@@ -15,10 +15,11 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from drafters.training_free.lookup import PromptLookup
 from drafters.trees.tree import TokenTree
+from eval.counters import check_invariants, counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.metrics import check_invariants, counters_from_rounds
-from eval.offline import OfflineEvaluator, replay
+from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
+from eval.walk import replay
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import Target

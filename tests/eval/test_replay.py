@@ -10,8 +10,8 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.dynamic import DynamicTree
+from eval.counters import counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.metrics import counters_from_rounds
 from eval.replay import TreeReplay, rank_accuracy
 from target.cache import CachedModel
 from target.decode import Request, decode

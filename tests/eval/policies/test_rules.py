@@ -13,7 +13,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, Signals
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig
-from eval.metrics import counters_from_rounds
+from eval.counters import counters_from_rounds
 from eval.policies.table import budget_for, make_budget
 from tests.drafters.test_acceptance_head import judged
 from tests.eval.test_engine import drafter_of, speculated
