@@ -13,6 +13,10 @@ from eval.rounds import Round
 
 # lists with an entry for each position of a draft
 POSITIONS = ("reach", "tested", "engine_accepted_per_position")
+# lists with an entry for each range of positions in the answer
+RANGES = ("rounds_from", "emitted_from")
+NUM_RANGES = 12  # 0-31, 32-63, 64-127, ...; the last one has no end
+FIRST_RANGE = 32
 
 
 @dataclass
@@ -39,6 +43,9 @@ class PromptCounters:
     engine_drafted: float = 0.0
     engine_accepted: float = 0.0
     engine_accepted_per_position: list[float] = field(default_factory=list)  # [K]
+    # [NUM_RANGES] rounds that begin in each range of the answer, and the tokens that they emit
+    rounds_from: list[float] = field(default_factory=list)
+    emitted_from: list[float] = field(default_factory=list)
     identical: bool | None = None  # greedy: the same tokens as plain decoding
     plain_s: float = 0.0  # 0: not timed
     plain_tokens: float = 0.0
@@ -46,25 +53,39 @@ class PromptCounters:
     speculative_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in POSITIONS:
-            values = getattr(self, name) or [0.0] * self.K
-            assert len(values) == self.K, (
-                f"{name} must have K = {self.K} entries, got {len(values)}"
-            )
+        sizes = dict.fromkeys(POSITIONS, self.K) | dict.fromkeys(RANGES, NUM_RANGES)
+        for name, size in sizes.items():
+            values = getattr(self, name) or [0.0] * size
+            assert len(values) == size, f"{name} must have {size} entries, got {len(values)}"
             setattr(self, name, [float(value) for value in values])
+
+
+def range_of(position: int) -> int:
+    """The range of a position in the answer, of which position 0 is the token of the prefill."""
+    return min((position // FIRST_RANGE).bit_length(), NUM_RANGES - 1)
+
+
+def range_bounds(index: int) -> tuple[int, int | None]:
+    """The first and the last position of a range; None: no end."""
+    first = FIRST_RANGE << (index - 1) if index else 0
+    return first, None if index == NUM_RANGES - 1 else (FIRST_RANGE << index) - 1
 
 
 def counters_from_rounds(
     rounds: Sequence[Round], prompt_hash: str, domain: str, K: int, judges_last: bool = False
 ) -> PromptCounters:
-    """Add up the rounds of one prompt; greedy match and timings are left to the caller.
+    """Add up the rounds of one prompt, given in their order.
 
-    `judges_last`: a round that stopped early had fed its newest token to the drafter.
+    Greedy match and timings are left to the caller. `judges_last`: a round that stopped early had
+    fed its newest token to the drafter.
     """
     total = PromptCounters(prompt_hash, domain, K)
     for round_ in rounds:
         assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
         assert max(round_.depth, round_.engine_accepted) <= K, round_
+        begins = range_of(1 + int(total.emitted))
+        total.rounds_from[begins] += 1
+        total.emitted_from[begins] += round_.emitted
         total.rounds += 1
         total.truncated_rounds += round_.truncated
         total.emitted += round_.emitted

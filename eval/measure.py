@@ -15,7 +15,7 @@ from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.metrics import Row, per_domain, summarise
+from eval.metrics import Row, per_domain, per_position, summarise
 from eval.offline import OfflineEvaluator
 from eval.plain import Parting, difference, plain_generate, timed
 from eval.policies.table import budget_for
@@ -96,6 +96,8 @@ class Bench:
         extra: Row = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
+        if result.draft_vocabulary is not None:
+            extra["draft_vocabulary"] = result.draft_vocabulary
         row = self.row(name, result.counters, cost, "offline", budget)
         return Measurement(row | extra, result.counters)
 
@@ -315,7 +317,8 @@ class Bench:
             "max_new_tokens": config.max_new_tokens,
             "batch_size": config.batch_size,
             "seed": config.seed,
-            "by_domain": per_domain(counters),
+            "by_domain": per_domain(counters, draws=config.bootstrap_draws, seed=config.seed),
+            "by_position": per_position(counters, draws=config.bootstrap_draws, seed=config.seed),
             **self.about,
         }
 

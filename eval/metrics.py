@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from eval.counters import POSITIONS, PromptCounters
+from eval.counters import NUM_RANGES, POSITIONS, RANGES, PromptCounters, range_bounds
 from trainer.config import UserError
 
 # A row of the report: what `summarise` returns, and what identifies the measurement
@@ -37,6 +37,16 @@ class ByDomain(TypedDict):
     worst: dict[str, Worst | None]
 
 
+class AtPosition(TypedDict):
+    """Tokens per round of the rounds that begin in a range of positions of the answer."""
+
+    first: int
+    last: int | None  # None: no end
+    num_rounds: int | float
+    tokens_per_round: float
+    tokens_per_round_ci95: list[float] | None
+
+
 class Difference(TypedDict):
     """The difference of a metric on the same prompts, a - b."""
 
@@ -57,7 +67,7 @@ class SeedDifference(Difference):
 _SCALARS = [
     f.name
     for f in dataclasses.fields(PromptCounters)
-    if f.name not in (*POSITIONS, "prompt_hash", "domain", "K", "identical")
+    if f.name not in (*POSITIONS, *RANGES, "prompt_hash", "domain", "K", "identical")
 ]
 _COLUMNS = [*_SCALARS, "tries"]  # tries = accepted + rejections
 
@@ -116,12 +126,18 @@ def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: in
     return row
 
 
-def per_domain(counters: Sequence[PromptCounters]) -> ByDomain:
-    """Headline metrics by domain, their mean over domains, and the worst domain of each."""
+def per_domain(counters: Sequence[PromptCounters], *, draws: int = 0, seed: int = 0) -> ByDomain:
+    """Headline metrics by domain, their mean over domains, and the worst domain of each.
+
+    `draws`: resamples for the interval of tokens per round in each domain.
+    """
     domains: dict[str, Row] = {}
     for domain in sorted({c.domain for c in counters}):
-        row = summarise([c for c in counters if c.domain == domain], draws=0)
+        own = [c for c in counters if c.domain == domain]
+        row = summarise(own, draws=0)
         domains[domain] = {name: row[name] for name in ("num_prompts", "num_rounds", *HEADLINE)}
+        drawn = _bootstrap(_by_prompt(own), "tokens_per_round", draws, seed)
+        domains[domain]["tokens_per_round_ci95"] = _interval(drawn)
     mean: dict[str, float | None] = {}
     worst: dict[str, Worst | None] = {}
     for name in HEADLINE:
@@ -130,6 +146,37 @@ def per_domain(counters: Sequence[PromptCounters]) -> ByDomain:
         mean[name] = float(np.mean(list(known.values()))) if known else None
         worst[name] = {"domain": lowest, "value": known[lowest]} if lowest is not None else None
     return {"domains": domains, "mean": mean, "worst": worst}
+
+
+def per_position(
+    counters: Sequence[PromptCounters], *, draws: int = 0, seed: int = 0
+) -> list[AtPosition]:
+    """Tokens per round by the place in the answer at which rounds begin; ranges without a round
+    are left out."""
+    order = {name: i for i, name in enumerate(sorted({_first_turn(c) for c in counters}))}
+    table = np.zeros((2, len(order), NUM_RANGES))  # rounds and tokens
+    for c in counters:
+        table[:, order[_first_turn(c)]] += [c.rounds_from, c.emitted_from]
+    rounds, emitted = table
+    weights = np.zeros((0, len(order)))
+    if draws and len(order) > 1:
+        weights = _resample(np.random.default_rng(seed), len(order), draws)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = (weights @ emitted) / (weights @ rounds)
+    found: list[AtPosition] = []
+    for index in np.flatnonzero(rounds.sum(0)):
+        first, last = range_bounds(int(index))
+        total = float(rounds[:, index].sum())
+        found.append(
+            {
+                "first": first,
+                "last": last,
+                "num_rounds": _whole(total),
+                "tokens_per_round": float(emitted[:, index].sum()) / total,
+                "tokens_per_round_ci95": _interval(drawn[:, index]),
+            }
+        )
+    return found
 
 
 def paired_difference(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -23,28 +22,15 @@ from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget, Signals, StopRule
 from drafters.training_free.base import TrainingFree
 from drafters.trees.chain import Stops
-from eval.counters import PromptCounters
+from eval.calibration import Calibration, calibration
+from eval.counters import NUM_RANGES, PromptCounters, range_of
+from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
 from eval.walk import replay
 from target.model import Target, TargetOutputs
 from target.sampling import Sampling, warp
 from trainer.config import UserError
 
-CONFIDENCE_BINS = 10
 CACHED_TARGET_BYTES = 1 << 30  # most memory for target probabilities between evaluations
-
-
-class CalibrationBin(TypedDict):
-    """Mean confidence and acceptance of the tokens in a bin of confidence."""
-
-    confidence: float
-    acceptance: float
-    count: int
-
-
-class Calibration(TypedDict, total=False):
-    """The drafter's confidence against acceptance; empty for a drafter without probabilities."""
-
-    bins: list[CalibrationBin]
 
 
 @dataclass
@@ -55,6 +41,7 @@ class OfflineResult:
     calibration: Calibration
     alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without probabilities
     visits: list[np.ndarray]  # [response] each: expected rounds that start at each token
+    draft_vocabulary: DraftVocabulary | None  # None: the drafter has the target's
 
 
 class OfflineEvaluator:
@@ -123,17 +110,18 @@ class OfflineEvaluator:
         confidence: list[np.ndarray] = []
         agreement: list[np.ndarray] = []
         depth_sums = np.zeros((2, self.K))  # overlap and positions at each depth
+        lost = VocabularyCost()
         for index, group in enumerate(self.groups):
             lengths = np.array([len(t.response_ids) for t in group])
             width = int(lengths.max())
             accept = np.zeros((len(group), width, self.K))
             drafted = np.full((len(group), width), self.K)
-            overlap = greedy = real = None
+            overlap = greedy = real = outside = None
             if isinstance(drafter, TrainingFree):
                 self._by_start(drafter, group, accept, drafted)
             else:
                 drafter.routed([trace.prompt_ids for trace in group])
-                overlaps, greedy, sure = self._parallel(
+                overlaps, greedy, sure, outside = self._parallel(
                     drafter, draft_sampling, rule, index, group, accept, drafted
                 )
                 overlap = overlaps[0]
@@ -148,13 +136,20 @@ class OfflineEvaluator:
                     )
                     depth_sums[:, j] += common[visited].sum(), visited.sum()
             sums = replay(accept, drafted, lengths, self.K)
-            starts = sums.pop("visits")
+            if outside is not None and real is not None:
+                lost.add(outside, real, accept, drafted, lengths, sums)
+            starts, emitted = sums.pop("visits"), sums.pop("emitted_from")
+            ranges = np.array([range_of(t) for t in range(width)])
             for row, trace in enumerate(group):
                 visits.append(starts[row, : lengths[row]])
                 one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
                 for name, values in sums.items():
                     value = values[row]
                     setattr(one, name, value.tolist() if value.ndim else float(value))
+                one.rounds_from, one.emitted_from = (
+                    np.bincount(ranges, weights=own[row], minlength=NUM_RANGES).tolist()
+                    for own in (starts, emitted)
+                )
                 if not self.engine_counters:
                     one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
                     one.engine_accepted_per_position = [0.0] * self.K
@@ -168,7 +163,9 @@ class OfflineEvaluator:
                 counters.append(one)
             on_tokens(int(lengths.sum()))
         by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
-        return OfflineResult(counters, _calibration(confidence, agreement), by_depth, visits)
+        return OfflineResult(
+            counters, calibration(confidence, agreement), by_depth, visits, lost.found()
+        )
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and indices of a batch.
@@ -195,11 +192,11 @@ class OfflineEvaluator:
         group: Sequence[Trace],
         accept: np.ndarray,
         drafted: np.ndarray,
-    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, Outside | None]:
         """Fill `accept` and `drafted` from one pass of each model.
 
         Returns the overlap at each depth, and at the first depth the greedy match and the drafter's
-        confidence, each [B, N].
+        confidence, each [B, N]; and what lies outside of a reduced draft vocabulary.
         """
         ids, where, tokens = self._rows(group)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
@@ -238,7 +235,9 @@ class OfflineEvaluator:
             overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
         if rule is not None:
             drafted[:] = signals.lengths(rule, width, self.K)
-        return overlaps, greedy, sure
+        kept = drafter.output_head(1).kept if needed else None  # language models keep them all
+        outside = None if kept is None else Outside.of(kept, tokens, p, self.target.vocab_size)
+        return overlaps, greedy, sure, outside
 
     def _probs(
         self,
@@ -342,24 +341,3 @@ class _SignalsByDepth:
             if stops.all(rule(Signals(confidence, probability, score), depth)):
                 break
         return stops.lengths.clamp(max=K).view(batch, width).cpu().numpy()
-
-
-def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> Calibration:
-    if not confidence:
-        return {}
-    sure, agreed = np.concatenate(confidence), np.concatenate(agreement)
-    known = np.isfinite(sure)  # weights that are not finite are refused elsewhere, by name
-    sure, agreed = sure[known], agreed[known]
-    bins = np.minimum((sure * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
-    rows: list[CalibrationBin] = []
-    for b in range(CONFIDENCE_BINS):
-        inside = bins == b
-        if inside.any():
-            rows.append(
-                {
-                    "confidence": float(sure[inside].mean()),
-                    "acceptance": float(agreed[inside].mean()),
-                    "count": int(inside.sum()),
-                }
-            )
-    return {"bins": rows}

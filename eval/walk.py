@@ -18,7 +18,7 @@ def replay(
     accepted given the trace and given that the shallower ones were; drafted: [B, N] int, how many
     tokens such a round drafts (at most K); lengths: [B] int, response lengths; index 0 is the token
     of the prefill, so rounds start at 1..length-1. Returns sums per trace ([B] or [B, K]), and
-    `visits` [B, N], how many rounds start at each index.
+    how many rounds start at each index and what those emit, `visits` and `emitted_from` [B, N].
     """
     batch, width, _ = accept.shape
     visit = np.zeros((batch, width + K + 1))
@@ -36,7 +36,9 @@ def replay(
     per_depth = {
         name: np.zeros((batch, K)) for name in ("reach", "tested", "engine_accepted_per_position")
     }
+    emitted_from = np.zeros((batch, width))
     for t in range(1, int(lengths.max(initial=1))):
+        emitted = sums["emitted"].copy()
         start = visit[:, t] * (t < lengths)
         room = lengths - t  # tokens the output still takes
         sums["rounds"] += start
@@ -62,10 +64,11 @@ def replay(
             survive = passed
         visit[:, t + K + 1] += survive
         sums["truncated_rounds"] += survive * (room < K + 1)
+        emitted_from[:, t] = sums["emitted"] - emitted
     sums["visits"] = visit[:, :width] * (np.arange(width) < lengths[:, None])
     sums["engine_drafted"] = sums["submitted"]
     sums["engine_accepted"] = per_depth["engine_accepted_per_position"].sum(1)
-    return sums | per_depth
+    return sums | per_depth | {"emitted_from": emitted_from}
 
 
 def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.ndarray, float]:
