@@ -12,6 +12,7 @@ from drafters.trees.table import parse_tree
 from drafters.trees.tree import CHAIN
 from eval.policies.table import parse_policy
 from eval.verifiers.table import VERIFIERS, parse_verifier
+from eval.verifiers.token import Token
 from trainer.checks import (
     SEEDS,
     SIDE_BY_SIDE,
@@ -31,8 +32,7 @@ class EvalConfig(Section):
     """`eval.*`: what is measured, on which prompts, and how."""
 
     MOVED: ClassVar[Mapping[str, str]] = {
-        "tree_children": "eval.tree=<tree>,siblings=without_replacement, with a verifier that "
-        "judges it, eval.verifier=multi_round",
+        "tree_children": "eval.tree=<tree>,siblings=without_replacement or siblings=top",
         "typical_epsilon": "eval.verifier=typical:<epsilon>:<delta>",
         "typical_delta": "eval.verifier=typical:<epsilon>:<delta>",
     }
@@ -50,8 +50,11 @@ class EvalConfig(Section):
     top_k: int = 0  # of the report's answers
     top_p: float = 1.0  # of the report's answers
     K: int = 4  # tokens drafted per round by a chain, at most where a policy ends it early
-    tree: str | None = None  # tree to measure beside the chain; null: none
-    # rule that decides which drafted tokens are accepted; rows of a lossy one say so
+    # tree to measure beside the chain; null: none. At temperatures above 0 the children of static
+    # trees are drawn without replacement, with siblings=top the most likely tokens
+    tree: str | None = None
+    # rule that decides which drafted tokens are accepted; token: the exact rule for what is
+    # drafted, of sampled children multi_round; rows of a lossy one say so
     verifier: str = "token"
     policy: str = "fixed"  # rule that ends a chain before eval.K tokens; head* need such a head
     # training-free drafters that get rows beside those of the drafter
@@ -112,8 +115,10 @@ def _check_names(config: EvalConfig) -> None:
     parse_policy(config.policy)
     tree = tree_of(config)
     form = CHAIN if tree is None else tree.siblings
-    if form not in parse_verifier(config.verifier).judges:
-        others = [name for name, one in VERIFIERS.items() if form in one.judges]
+    verifier = parse_verifier(config.verifier)
+    # `token`, the default, stands for the exact rule of whatever is drafted
+    if form not in verifier.judges and type(verifier) is not Token:
+        others = [name for name, one in VERIFIERS.items() if form in one.judges or one is Token]
         what = "eval.tree=null, a chain" if tree is None else f"eval.tree={config.tree}, {form}"
         raise UserError(
             f"eval.verifier={config.verifier} cannot judge these drafts ({what}): name "

@@ -25,8 +25,7 @@ from eval.report.schema import COUNTING
 from eval.rounds import Round
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
 from eval.verifiers.base import Verifier
-from eval.verifiers.table import parse_verifier
-from eval.verifiers.token import Token
+from eval.verifiers.table import exact_verifier, parse_verifier
 from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
@@ -207,7 +206,7 @@ class Bench:
         )
 
     def verifier(self, budget: Budget, measured_by: str = "decoding") -> Verifier:
-        """eval.verifier where it can judge these drafts, else verification token by token.
+        """eval.verifier where it can judge these drafts, else the exact rule for them.
 
         The latter also holds for what an engine serves, and for replay where eval.verifier does not
         support it.
@@ -215,7 +214,7 @@ class Bench:
         asked = parse_verifier(self.config.verifier)
         replayed = measured_by == "offline" and asked.replayable(self.sampling)
         own = budget.form in asked.judges and (measured_by == "decoding" or replayed)
-        return asked if own else Token()
+        return asked if own else exact_verifier(budget.form, self.sampling)
 
     def _time(
         self,
@@ -280,7 +279,7 @@ class Bench:
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost
         paid = None if budget.stop is not None and drafted == 0 else tokens
         verifier = self.verifier(budget, measured_by)
-        sampled = tree is not None and tree.siblings != TOP
+        sampled = tree is not None and tree.siblings != TOP and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
             "role": role_of(name),

@@ -22,7 +22,7 @@ from drafters.trees.tree import TOP, TokenTree
 from eval.counters import PromptCounters, counters_from_rounds
 from eval.rounds import Round
 from target.model import Target, TargetOutputs
-from target.sampling import KeyedRandom, Sampling
+from target.sampling import KeyedRandom, Sampling, warp
 from trainer.config import UserError
 
 
@@ -164,12 +164,15 @@ def rank_accuracy(
     traces: Sequence[Trace],
     drafter: TrainedDrafter,
     depth: int,
+    sampling: Sampling,
     batch_size: int = 16,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> list[list[float]]:
-    """[depth][rank]: share of starts at which the rank-th token of a depth is the target's.
+    """[depth][rank]: the target's probability of the rank-th token of a depth, over all starts.
 
-    The tokens before it are the target's own. For `drafters.trees.calibrated`.
+    It is the target's at `sampling`, whatever the text was sampled with: at T=0 the share of starts
+    at which that token is the target's choice. The tokens before it are the text's own. For
+    `drafters.trees.calibrated`.
     """
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
@@ -181,7 +184,8 @@ def rank_accuracy(
         for row, text in enumerate(rows):
             ids[row, : len(text)] = torch.tensor(text)
         ids = ids.to(target.device)
-        outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
+        outputs = target.outputs(ids, layers=drafter.target_layers)
+        assert outputs.logits is not None
         for j, states in enumerate(drafter.states(ids, outputs, depth)):
             for row, trace in enumerate(group):
                 # the first token of an answer is the prefill's, the anchor of the first round
@@ -191,8 +195,9 @@ def rank_accuracy(
                     continue
                 logits = drafter.project(states[row, first - 1 : last - 1], j + 1)
                 best = logits.topk(MAX_RANKS, -1).indices
-                match = best == ids[row, first:last].unsqueeze(-1)
-                hits[j] += match.sum(0).cpu().numpy()
+                wanted = outputs.logits[row, first - 1 : last - 1, : target.vocab_size]
+                mass = warp(wanted, sampling).gather(-1, best)
+                hits[j] += mass.double().sum(0).cpu().numpy()
                 tried[j] += last - first
         on_tokens(sum(len(trace.response_ids) for trace in group))
     return (hits / np.maximum(tried, 1)[:, None]).tolist()

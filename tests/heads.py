@@ -258,7 +258,7 @@ def assert_gradients_reach_everything(drafter, target, K, but=()):
 
 
 def assert_stored_whole(drafter, target, folder):
-    drafter.rank_accuracy = [[0.5, 0.25], [0.5, 0.0]]
+    drafter.rank_accuracy = {"0": [[0.5, 0.25], [0.5, 0.0]]}
     drafter.save_pretrained(folder)
     again = type(drafter).from_pretrained(folder, target)
     assert not again.training

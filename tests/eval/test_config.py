@@ -16,6 +16,8 @@ SAMPLED = "eagle,siblings=without_replacement"
     [
         (None, "token"),
         ("eagle", "token"),
+        ("eagle,siblings=top", "token"),
+        ("eagle", "multi_round"),
         ("dynamic:9:3:3", "typical"),
         ("calibrated:9,siblings=without_replacement", "multi_round"),
         (SAMPLED, "multi_round"),
@@ -35,12 +37,12 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ),
         ({"verifier": "multi_round"}, "cannot judge .* a chain"),
         (
-            {"verifier": "multi_round", "tree": "eagle"},
-            r"cannot judge these drafts \(eval\.tree=eagle, top\): name token or typical",
+            {"verifier": "multi_round", "tree": "dynamic:9:3:3"},
+            r"cannot judge these drafts \(eval\.tree=dynamic:9:3:3, top\): name token or typical",
         ),
         (
-            {"tree": SAMPLED},
-            r"eval\.verifier=token cannot .*, without_replacement\): name multi_round or typical",
+            {"verifier": "multi_round", "tree": "eagle,siblings=top"},
+            r"cannot judge these drafts .*, top\): name token or typical",
         ),
         (
             {"verifier": "tokens"},
