@@ -11,7 +11,7 @@ output; traces carry look-ahead tokens so that those counters can be replayed to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,9 +121,12 @@ class OfflineEvaluator:
                 self._by_start(drafter, group, accept, drafted)
             else:
                 drafter.routed([trace.prompt_ids for trace in group])
+                signals = None if rule is None else SignalsByDepth(rule.uses_head)
                 overlaps, greedy, sure, outside = self._parallel(
-                    drafter, draft_sampling, rule, index, group, accept, drafted
+                    drafter, draft_sampling, signals, index, group, accept
                 )
+                if rule is not None and signals is not None:
+                    drafted[:] = _lengths(rule, *signals.by_start(width, self.K))
                 overlap = overlaps[0]
                 inside = np.arange(width) < lengths[:, None]
                 # a head's first draft of an answer is its second token: the first is the prefill's
@@ -167,6 +170,16 @@ class OfflineEvaluator:
             counters, calibration(confidence, agreement), by_depth, visits, lost.found()
         )
 
+    @torch.inference_mode()
+    def along(self, drafter: TrainedDrafter, uses_head: bool) -> Iterator[Along]:
+        """Yield what decides about the rounds that start at each token, group by group."""
+        for index, group in enumerate(self.groups):
+            drafter.routed([trace.prompt_ids for trace in group])
+            width = max(len(trace.response_ids) for trace in group)
+            accept, signals = np.zeros((len(group), width, self.K)), SignalsByDepth(uses_head)
+            self._parallel(drafter, self.sampling, signals, index, group, accept)
+            yield Along(group, accept, *signals.by_start(width, self.K))
+
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and indices of a batch.
 
@@ -187,13 +200,12 @@ class OfflineEvaluator:
         self,
         drafter: TrainedDrafter,
         draft_sampling: Sampling,
-        rule: StopRule | None,
+        signals: SignalsByDepth | None,
         index: int,
         group: Sequence[Trace],
         accept: np.ndarray,
-        drafted: np.ndarray,
     ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, Outside | None]:
-        """Fill `accept` and `drafted` from one pass of each model.
+        """Fill `accept` and `signals` from one pass of each model.
 
         Returns the overlap at each depth, and at the first depth the greedy match and the drafter's
         confidence, each [B, N]; and what lies outside of a reduced draft vocabulary.
@@ -212,17 +224,16 @@ class OfflineEvaluator:
         scored: _Scored | None = None
         overlaps: list[np.ndarray] = []
         greedy = sure = np.zeros((len(group), width))
-        signals = _SignalsByDepth()
         seen = score = None
         for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
             if scored is None or states is not before:  # else the same distribution at every depth
                 before = states
                 logits = drafter.project(states[batch, where], depth).float()
                 scored = _scored(logits, tokens, p, draft_sampling)
-                if rule is not None:
+                if signals is not None:
                     own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
                     seen = scored.probs.amax(-1), own
-                if rule is not None and rule.uses_head:  # the state at a token, not before it
+                if signals is not None and signals.uses_head:  # the state at a token, not before it
                     at = (where + 1).clamp(max=ids.shape[1] - 1)
                     score = acceptance_of(drafter).probability(states[batch, at])
                 if depth == 1:
@@ -230,11 +241,9 @@ class OfflineEvaluator:
                     greedy = (logits.argmax(-1) == best)[:, :width].double().cpu().numpy()
                     sure = scored.probs.amax(-1)[:, :width].double().cpu().numpy()
             accept[:, :, depth - 1] = scored.weights[:, positions + depth - 1]
-            if seen is not None:
+            if signals is not None and seen is not None:
                 signals.add(seen, score)
             overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
-        if rule is not None:
-            drafted[:] = signals.lengths(rule, width, self.K)
         kept = drafter.output_head(1).kept if needed else None  # language models keep them all
         outside = None if kept is None else Outside.of(kept, tokens, p, self.target.vocab_size)
         return overlaps, greedy, sure, outside
@@ -311,33 +320,71 @@ def _scored(
     return _Scored(plain, weight.double().cpu().numpy(), common)
 
 
-class _SignalsByDepth:
-    """Signals of a stop rule for rounds from every position of the traces, [B, N] at each depth.
+class SignalsByDepth:
+    """Signals of a stop rule for rounds from every position of the traces, [B, N+K] at each depth.
 
     As long as a round goes on, the drafted token is the trace's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uses_head: bool):
+        self.uses_head = uses_head
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # confidence, probability
-        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d - 1
+        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d
 
     def add(self, seen: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
         self.seen.append(seen)
         self.scores.append(score)
 
-    def lengths(self, rule: StopRule, width: int, K: int) -> np.ndarray:
-        """Tokens, [B, width], that a round drafts from each response index."""
-        batch, device = len(self.seen[0][0]), self.seen[0][0].device
-        positions = torch.arange(width, device=device)
-        rule.begin(batch * width, device)
-        stops = Stops(torch.zeros(batch * width, dtype=torch.long, device=device))
-        for depth in range(1, K):
-            at = positions + depth - 1
-            confidence, probability = (one[:, at].flatten() for one in self.seen[depth - 1])
-            judged = depth if rule.judges_last else depth - 1  # the depth of the token
-            score = self.scores[judged] if judged else None
-            if score is not None:
-                score = score[:, positions + judged - 1].flatten()
-            if stops.all(rule(Signals(confidence, probability, score), depth)):
-                break
-        return stops.lengths.clamp(max=K).view(batch, width).cpu().numpy()
+    def by_start(self, width: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Confidence, probability and score [B, width, K] of the tokens of the round that starts at
+        each response index; the score of the last one is NaN, and all without a head."""
+        device = self.seen[0][0].device
+        at = torch.arange(width, device=device).unsqueeze(1) + torch.arange(K, device=device)
+        parts = [torch.stack(own, -1) for own in zip(*self.seen, strict=True)]
+        unknown = torch.full_like(parts[0][..., 0], torch.nan)
+        known = [unknown if one is None else one.to(unknown) for one in self.scores[1:]]
+        parts.append(torch.stack([*known, unknown], -1))
+        depth = torch.arange(K, device=device)
+        confidence, probability, score = (one[:, at, depth] for one in parts)
+        return confidence, probability, score
+
+
+@dataclass(frozen=True)
+class Along:
+    """A group of traces, with what decides about the rounds that start at each response index.
+
+    `accept` [B, N, K] float64: as `eval.walk.replay` takes it; `confidence`, `probability`, `score`
+    [B, N, K]: `Signals` of the drafted tokens as long as they are the text's own.
+    """
+
+    traces: Sequence[Trace]
+    accept: np.ndarray
+    confidence: torch.Tensor
+    probability: torch.Tensor
+    score: torch.Tensor
+
+
+def drafted_lengths(
+    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
+) -> torch.Tensor:
+    """Lengths [n] at which the rule ends rounds of at most K tokens with these signals, [n, K].
+
+    `score` is that of each token itself.
+    """
+    stops, K = Stops(torch.zeros_like(confidence[:, 0], dtype=torch.long)), confidence.shape[-1]
+    for depth in range(1, K):
+        at = depth - 1
+        judged = at if rule.judges_last else at - 1
+        known = score[:, judged] if rule.uses_head and judged >= 0 else None
+        if stops.all(rule(Signals(confidence[:, at], probability[:, at], known), depth)):
+            break
+    return stops.lengths.clamp(max=K)
+
+
+def _lengths(
+    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
+) -> np.ndarray:
+    """Tokens, [B, N], that a round drafts from each start; signals [B, N, K]."""
+    flat = [one.flatten(0, 1) for one in (confidence, probability, score)]
+    rule.begin(len(flat[0]), confidence.device)
+    return drafted_lengths(rule, *flat).view(confidence.shape[:2]).cpu().numpy()

@@ -71,6 +71,19 @@ def replay(
     return sums | per_depth | {"emitted_from": emitted_from}
 
 
+def visits(accept: np.ndarray, drafted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The `visits` [B, N] of `replay`, without its counters and much faster."""
+    batch, width, K = accept.shape
+    tried = np.where(np.arange(K) < drafted[..., None], accept, 0.0)
+    reach = np.cumprod(np.concatenate([np.ones((batch, width, 1)), tried], -1), -1)
+    ends = reach - np.concatenate([reach[..., 1:], np.zeros((batch, width, 1))], -1)
+    found = np.zeros((batch, width + K + 1))
+    found[:, 1] = 1.0
+    for t in range(1, width):  # a round that accepts a tokens is followed by one a + 1 further on
+        found[:, t + 1 : t + K + 2] += found[:, t, None] * ends[:, t]
+    return found[:, :width] * (np.arange(width) < lengths[:, None])
+
+
 def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Positions that rounds of K tokens are expected to test and to reject along one text.
 
