@@ -112,7 +112,9 @@ class EvalConfig(Section):
 def _check_names(config: EvalConfig) -> None:
     """Raise UserError for an unknown name, a value out of range, or keys that exclude each
     other."""
-    parse_policy(config.policy)
+    policy = parse_policy(config.policy)
+    require(policy.K_min <= config.K, "eval.policy", f"have K_min <= eval.K={config.K}",
+            config.policy)  # fmt: skip
     tree = tree_of(config)
     form = CHAIN if tree is None else tree.siblings
     verifier = parse_verifier(config.verifier)

@@ -33,6 +33,18 @@ from trainer.config import UserError
 CACHED_TARGET_BYTES = 1 << 30  # most memory for target probabilities between evaluations
 
 
+def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:
+    """Raise UserError for text of another sampling, which tells nothing about rounds of this
+    one."""
+    for trace in traces:
+        own = Sampling(trace.temperature, trace.top_k, trace.top_p)
+        if own != sampling:
+            raise UserError(
+                f"traces were sampled with {own}, the evaluation needs {sampling}: "
+                "generate traces with that sampling"
+            )
+
+
 @dataclass
 class OfflineResult:
     """What replay gives: counters of each trace, and the drafter's probabilities."""
@@ -64,13 +76,8 @@ class OfflineEvaluator:
         if not traces:
             raise UserError("acceptance without decoding needs at least one target trace")
         K = budget.max_tokens
+        check_sampling(traces, sampling)
         for trace in traces:
-            own = Sampling(trace.temperature, trace.top_k, trace.top_p)
-            if own != sampling:
-                raise UserError(
-                    f"traces were sampled with {own}, the evaluation needs {sampling}: "
-                    "generate traces with that sampling"
-                )
             if engine_counters and len(trace.lookahead_ids) < K - 1:
                 raise UserError(
                     f"traces carry {len(trace.lookahead_ids)} look-ahead tokens, eval.K={K} "

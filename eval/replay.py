@@ -20,6 +20,7 @@ from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
 from eval.counters import PromptCounters, counters_from_rounds
+from eval.offline import check_sampling
 from eval.rounds import Round
 from target.model import Target, TargetOutputs
 from target.sampling import KeyedRandom, Sampling, warp
@@ -30,7 +31,7 @@ class TreeReplay:
     """Replays traces of one sampling with trees of `budget.tree`; counters equal those of decoding.
 
     `on_tokens` is called with the response tokens of each round. Raises UserError where such trees
-    cannot be replayed, or the traces have too few look-ahead tokens.
+    cannot be replayed, or the traces are of another sampling or have too few look-ahead tokens.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TreeReplay:
                 "acceptance given the text is known for trees of the most likely tokens alone: "
                 f"only decoding measures those whose siblings are {budget.form}"
             )
+        check_sampling(traces, sampling)
         for trace in traces:
             if len(trace.lookahead_ids) < budget.max_tokens - 1:
                 raise UserError(

@@ -17,6 +17,7 @@ from target.cache import CachedModel
 from target.decode import Request, decode
 from target.sampling import Sampling, warp
 from tests.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
+from trainer.config import UserError
 
 K = 3
 
@@ -111,3 +112,10 @@ def test_ranks_are_measured_at_the_rows_own_temperature(target, drafter, traces)
     torch.testing.assert_close(found, masses / tried)
     greedy = torch.tensor(rank_accuracy(target, traces, drafter, K, GREEDY))
     assert float((found - greedy).abs().max()) > 0.05
+
+
+def test_traces_of_another_sampling_are_refused(target, traces):
+    """At T=1 the greedy text would be taken for the target's draws."""
+    for sampling in (Sampling(1.0), Sampling(0.0, top_k=3)):
+        with pytest.raises(UserError, match=r"traces were sampled with .* the evaluation needs"):
+            TreeReplay(target, traces, sampling, Budget(K, tree=BUSHY))
