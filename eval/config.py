@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from drafters.training_free.table import is_training_free, parse_training_free
@@ -13,6 +13,7 @@ from drafters.trees.tree import CHAIN
 from eval.policies.table import parse_policy
 from eval.verifiers.table import VERIFIERS, parse_verifier
 from eval.verifiers.token import Token
+from target.sampling import Sampling
 from trainer.checks import (
     SEEDS,
     SIDE_BY_SIDE,
@@ -53,6 +54,9 @@ class EvalConfig(Section):
     # tree to measure beside the chain; null: none. At temperatures above 0 the children of static
     # trees are drawn without replacement, with siblings=top the most likely tokens
     tree: str | None = None
+    # the drafter's own temperature in rows at temperatures above 0; null: the row's. Output still
+    # has the target's distribution
+    draft_temperature: float | None = None
     # rule that decides which drafted tokens are accepted; token: the exact rule for what is
     # drafted, of sampled children multi_round; rows of a lossy one say so
     verifier: str = "token"
@@ -95,6 +99,13 @@ class EvalConfig(Section):
         require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
         distinct = len(set(self.temperatures)) == len(self.temperatures)
         require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
+        if self.draft_temperature is not None:
+            self.draft_temperature = float(self.draft_temperature)
+            drafted = self.draft_temperature
+            require(drafted > 0, "eval.draft_temperature", "be > 0, or null", drafted)
+            own = self.engine == "own"
+            require(own, "eval.draft_temperature", "be null for vLLM, which drafts its own way",
+                    drafted)  # fmt: skip
         require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
         require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
         require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
@@ -107,6 +118,12 @@ class EvalConfig(Section):
             rule = "be own, vllm, or the address of a running vLLM server (http://...)"
             require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
         _check_names(self)
+
+    def draft_sampling(self, sampling: Sampling) -> Sampling:
+        """The drafter's sampling in a row of this one."""
+        if self.draft_temperature is None or sampling.temperature == 0:
+            return sampling
+        return replace(sampling, temperature=self.draft_temperature)
 
 
 def _check_names(config: EvalConfig) -> None:

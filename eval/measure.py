@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import Row, per_domain, per_position, summarise
 from eval.offline import OfflineEvaluator
-from eval.plain import Parting, difference, plain_generate, timed
+from eval.plain import Parting, difference, next_token_loss, plain_generate, timed
 from eval.policies.table import budget_for
 from eval.replay import TreeReplay
 from eval.report.rows import role_of
@@ -74,8 +75,11 @@ class Bench:
         self.progress = progress or TokenProgress("", enabled=False)
         self.target, self.traces = target, list(traces)
         self.sampling, self.config = sampling, config
+        self.draft_sampling = config.draft_sampling(sampling)
         self.prompts = dict(prompts)
         self.about: dict[str, object] = dict(about or {})
+        if self.draft_sampling != sampling:
+            self.about["draft_temperature"] = self.draft_sampling.temperature
         if target.sharded is not None:
             self.about["note"] = GATHERED
         self.offline = OfflineEvaluator(target, traces, sampling, Budget(config.K))
@@ -91,7 +95,9 @@ class Bench:
         if budget.stop is not None and not budget.stop.replayable:
             budget = Budget(budget.max_tokens)
         self._replays(name)
-        result = self.offline(drafter, budget=budget, on_tokens=self.progress.advance)
+        result = self.offline(
+            drafter, self.draft_sampling, budget=budget, on_tokens=self.progress.advance
+        )
         extra: Row = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
@@ -166,7 +172,19 @@ class Bench:
             row["num_compared"] = sum(one.identical is not None for one in counters)
             row["differing_prompts"] = differing
             row["lossless"] = row["lossless"] and all(one["near_tie"] for one in differing)
+        if not self.verifier(budget).lossless(self.sampling):
+            row |= self._quality(finished)
         return Measurement(row, counters, rounds, [finished[tag] for tag in shown])
+
+    def _quality(self, finished: Mapping[str, Speculated]) -> Row:
+        """The quality of answers that a lossy rule let through."""
+        texts = [
+            dataclasses.replace(trace, response_ids=finished[trace.prompt_hash].response_ids)
+            for trace in self.traces
+        ]
+        own = next_token_loss(self.target, self.traces)
+        metric = f"nats per token under the target, whose own text has {own:.3f}"
+        return {"quality": next_token_loss(self.target, texts), "quality_metric": metric}
 
     def requests(self) -> list[Request]:
         """A request for each trace; its tag is the prompt's hash."""
@@ -194,6 +212,7 @@ class Bench:
             cached,
             drafter,
             sampling=self.sampling,
+            draft_sampling=self.draft_sampling,
             budget=budget,
             eos_ids=self.target.eos_ids,
             max_new_tokens=self.config.max_new_tokens,

@@ -178,13 +178,15 @@ class OfflineEvaluator:
         )
 
     @torch.inference_mode()
-    def along(self, drafter: TrainedDrafter, uses_head: bool) -> Iterator[Along]:
+    def along(
+        self, drafter: TrainedDrafter, draft_sampling: Sampling, uses_head: bool
+    ) -> Iterator[Along]:
         """Yield what decides about the rounds that start at each token, group by group."""
         for index, group in enumerate(self.groups):
             drafter.routed([trace.prompt_ids for trace in group])
             width = max(len(trace.response_ids) for trace in group)
             accept, signals = np.zeros((len(group), width, self.K)), SignalsByDepth(uses_head)
-            self._parallel(drafter, self.sampling, signals, index, group, accept)
+            self._parallel(drafter, draft_sampling, signals, index, group, accept)
             yield Along(group, accept, *signals.by_start(width, self.K))
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -58,7 +58,7 @@ def measure_policies(
         banks = [
             rollouts.draw(
                 run.target, drafter, texts, sampling, K, seed=config.seed,
-                on_tokens=progress.advance,
+                draft_sampling=config.draft_sampling(sampling), on_tokens=progress.advance,
             )
             for texts in (dev, traces)
         ]  # fmt: skip

@@ -207,6 +207,7 @@ def draw(
     sampling: Sampling,
     K: int,
     *,
+    draft_sampling: Sampling | None = None,
     starts: int = STARTS,
     seed: int = 0,
     batch_size: int = 32,
@@ -214,12 +215,14 @@ def draw(
 ) -> Rollouts:
     """Draft rollouts from `starts` positions of every trace whose response has one.
 
-    They use `sampling`, whatever the text was sampled with. `on_tokens` is called after each batch
+    They use `sampling`, whatever the text was sampled with; `draft_sampling`: of the drafter, the
+    same unless given. `on_tokens` is called after each batch
     with the number of drafted tokens. Raises UserError where no trace has two tokens.
     """
     usable = [trace for trace in traces if len(trace.response_ids) > 1]
     if not usable:
         raise UserError("rollouts need at least one target trace of two tokens")
+    draft_sampling = draft_sampling or sampling
     rng = np.random.default_rng(seed)
     places = [_places(len(t.response_ids), starts, float(rng.random())) for t in usable]
     rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
@@ -233,7 +236,7 @@ def draw(
             usable[p].prompt_ids + usable[p].response_ids[:n] for p, n in (rows[r] for r in taken)
         ]
         keys = [row_key(seed, usable[p].prompt_ids, n) for p, n in (rows[r] for r in taken)]
-        found = _group(target, drafter, texts, keys, sampling, K)
+        found = _group(target, drafter, texts, keys, sampling, draft_sampling, K)
         for name, values in found.items():
             table[name][taken] = values.double().cpu()
         on_tokens(len(taken) * K)
@@ -241,7 +244,7 @@ def draw(
     laid = {name: values.view(len(usable), starts, K) for name, values in table.items()}
     ends = laid.pop("ends") > 0
     rounds = [len(trace.response_ids) - 1.0 for trace in usable]
-    own = own_rounds(target, drafter, usable, sampling, K, rng)
+    own = own_rounds(target, drafter, usable, sampling, draft_sampling, K, rng)
     return Rollouts(
         usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds, own=own
     )
@@ -252,6 +255,7 @@ def own_rounds(
     drafter: TrainedDrafter,
     traces: Sequence[Trace],
     sampling: Sampling,
+    draft_sampling: Sampling,
     K: int,
     rng: np.random.Generator,
 ) -> OwnRounds:
@@ -267,7 +271,7 @@ def own_rounds(
     groups = ()
     if own:
         offline = OfflineEvaluator(target, own, sampling, Budget(K), engine_counters=False)
-        groups = offline.along(drafter, drafter.acceptance is not None)
+        groups = offline.along(drafter, draft_sampling, drafter.acceptance is not None)
     for group in groups:
         at, size = torch.tensor([rows[id(t)] for t in group.traces]), group.accept.shape[1]
         accept[at, :size] = torch.from_numpy(group.accept)
@@ -294,6 +298,7 @@ def _group(
     texts: list[list[int]],
     keys: list[int],
     sampling: Sampling,
+    draft_sampling: Sampling,
     K: int,
 ) -> dict[str, torch.Tensor]:
     """Draft one rollout after each text; values are [B, K]."""
@@ -310,7 +315,7 @@ def _group(
     prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})
     drafter.prefill(rows, ids[:, : longest - 1], lengths - 1, prompt)
     recorder = Recorder(drafter.acceptance is not None)
-    state = DraftState(ids, lengths, longest, sampling, random, outputs)
+    state = DraftState(ids, lengths, longest, draft_sampling, random, outputs)
     tree = drafter.propose(state, Budget(K, recorder))
     found = _judged(target, ids, lengths, tree, sampling)
     scores = [one.score for one in recorder.seen[1:]] if recorder.uses_head else []

@@ -56,7 +56,8 @@ DEFINITIONS = [
     "bonus token counted, token of the prefill not, cut at end of text and length.",
     "accepted_per_round: accepted drafts per target forward, without the bonus token.",
     "alpha: mean overlap sum_v min(p_v, q_v) of target and drafter on text the target wrote; at "
-    "temperature 0 the share of positions where both choose the same token.",
+    "temperature 0 the share of positions where both choose the same token. Of the first draft of "
+    "a round: a head has less further on (alpha_by_depth), a language model the same.",
     "greedy match (greedy_match): share of those positions where the two most likely tokens agree.",
     "draft acceptance (draft_acceptance_rate): accepted / submitted draft tokens; depends on K and "
     "on the size of a tree. discard_rate is the rest of it.",

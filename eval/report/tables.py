@@ -85,9 +85,9 @@ def main_table(rows: Iterable[Row]) -> Table:
         ]
         for name, row in zip(names, rows, strict=True)
     ]
-    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha", "greedy match",
-               "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s", "identical",
-               "lossless", "role"]  # fmt: skip
+    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha, depth 1",
+               "greedy match", "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s",
+               "identical", "lossless", "role"]  # fmt: skip
     return Table(headers, cells, {i for i, name in enumerate(names) if name == "after"})
 
 
@@ -117,6 +117,8 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 if parted
                 else f"{name}: lossy, the output does not have the target's distribution."
             )
+        if row.get("quality") is not None:
+            found.append(f"{name}: its answers have {row['quality']:.3f} {row['quality_metric']}.")
         measured, modelled = row["speedup"], row["modelled_speedup"]
         if row["role"] != PLAIN and measured and modelled and modelled > 1.15 * measured:
             slower.append(name)

@@ -9,7 +9,7 @@ from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
 from eval.report.rows import Report, Row, groups, label, once
 
-HEADERS = ("", "tokens per round", "alpha", "speed-up")
+HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
 
 

@@ -74,10 +74,10 @@ def sampled(tree):
     return Budget(2, tree=dataclasses.replace(tree, siblings=WITHOUT_REPLACEMENT))
 
 
-def one_round(target, drafter, context, budget, random, verify):
+def one_round(target, drafter, context, budget, random, verify, draft=PLAIN):
     ids = torch.tensor([[*context, *[0] * 8]])
     lengths = torch.tensor([len(context)])
-    state = DraftState(ids, lengths, len(context), PLAIN, random)
+    state = DraftState(ids, lengths, len(context), draft, random)
     tree = drafter.propose(state, budget)
     assert tree.siblings == budget.tree.siblings
     texts = [list(context)]
@@ -91,7 +91,7 @@ def one_round(target, drafter, context, budget, random, verify):
     return [tree.tokens[0, n].item() for n in path] + [int(verdict.emitted)]
 
 
-def error(budget, seed=0, verify=None):
+def error(budget, seed=0, verify=None, draft=PLAIN):
     """Largest difference between the law of depth + 1 tokens and the target's own."""
     verify = verify or {TOP: Token(), WITHOUT_REPLACEMENT: MultiRound()}[budget.form]
     target, own = dirichlet_table([V] * 3, 100 + seed), dirichlet_table([V] * 2, 200 + seed)
@@ -101,7 +101,7 @@ def error(budget, seed=0, verify=None):
         while open_:
             outcomes, weight = open_.pop()
             random = Replaying(outcomes)
-            emitted = one_round(target, drafter, context, budget, random, verify)
+            emitted = one_round(target, drafter, context, budget, random, verify, draft)
             if random.fork is not None:
                 open_ += [((*outcomes, i), weight * w) for i, w in random.fork]
                 continue
@@ -186,6 +186,11 @@ def test_a_drafter_that_is_the_target_has_every_drawn_child_accepted():
     assert accepted[TOP] == pytest.approx(expected)
     # the tree's second child has no children of its own, and is never needed
     assert accepted[WITHOUT_REPLACEMENT] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 2.0])
+def test_children_drawn_at_the_drafters_own_temperature_leave_the_targets_law(temperature):
+    assert error(sampled(SMALL), draft=Sampling(temperature)) < 1e-12
 
 
 def test_a_rejection_that_leaves_no_residual_draws_from_the_target():
