@@ -52,7 +52,7 @@ SEEDS = (0, 1, 2, 3, 4)
 STEPS, ROWS, K, NODES = 240, 24, 4, 25
 NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 72, 64
 SMALL = 400  # prompts of the cells with less data
-TREES = {"static": "eagle", "dynamic": "dynamic:25:5:8"}
+TREES = {"static": "eagle,siblings=top", "dynamic": "dynamic:25:5:8"}
 # cell -> (recipe, settings, learning rate, prompts)
 CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "medusa": ("medusa", {}, 4e-3, NUM_PROMPTS),
@@ -146,7 +146,7 @@ class Experiment:
 
     def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
-        accuracy = rank_accuracy(self.target, self.dev, drafter, K)
+        accuracy = rank_accuracy(self.target, self.dev, drafter, K, Sampling(1.0))
         shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
         if drafter.max_depth is None:
             shapes |= {name: parse_shape(text) for name, text in TREES.items()}

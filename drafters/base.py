@@ -45,7 +45,7 @@ class DrafterJson(TypedDict):
     kind: str
     vocab_size: int
     target: dict[str, Any]  # the fingerprint of the target it was made for
-    rank_accuracy: list[list[float]] | None
+    rank_accuracy: dict[str, list[list[float]]] | None
     provenance: Mapping[str, object]  # only of drafters that were fine-tuned
     settings: dict[str, Any]  # of the kind's own dataclass; causal LMs have none
     layer: dict[str, Any]  # EAGLE heads: the configuration of their decoder layer
@@ -70,8 +70,9 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     vocab_size: int
     fingerprint: dict[str, Any]  # as `target.model.fingerprint` makes it
     tokenizer: PreTrainedTokenizerBase
-    # [depth][rank]: how often that token is the target's on held-out text, for calibrated trees
-    rank_accuracy: list[list[float]] | None = None
+    # temperature, as it is written -> [depth][rank]: how often that token is the target's on
+    # held-out text, for calibrated trees
+    rank_accuracy: dict[str, list[list[float]]] | None = None
     provenance: Mapping[str, object] | None = None  # how it was fine-tuned, for drafter.json
 
     def __init__(self) -> None:

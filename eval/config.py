@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from drafters.training_free.table import is_training_free, parse_training_free
@@ -12,6 +12,8 @@ from drafters.trees.table import parse_tree
 from drafters.trees.tree import CHAIN
 from eval.policies.table import parse_policy
 from eval.verifiers.table import VERIFIERS, parse_verifier
+from eval.verifiers.token import Token
+from target.sampling import Sampling
 from trainer.checks import (
     SEEDS,
     SIDE_BY_SIDE,
@@ -31,8 +33,7 @@ class EvalConfig(Section):
     """`eval.*`: what is measured, on which prompts, and how."""
 
     MOVED: ClassVar[Mapping[str, str]] = {
-        "tree_children": "eval.tree=<tree>,siblings=without_replacement, with a verifier that "
-        "judges it, eval.verifier=multi_round",
+        "tree_children": "eval.tree=<tree>,siblings=without_replacement or siblings=top",
         "typical_epsilon": "eval.verifier=typical:<epsilon>:<delta>",
         "typical_delta": "eval.verifier=typical:<epsilon>:<delta>",
     }
@@ -52,8 +53,14 @@ class EvalConfig(Section):
     top_k: int = 0  # of the report's answers
     top_p: float = 1.0  # of the report's answers
     K: int = 4  # tokens drafted per round by a chain, at most where a policy ends it early
-    tree: str | None = None  # tree to measure beside the chain; null: none
-    # rule that decides which drafted tokens are accepted; rows of a lossy one say so
+    # tree to measure beside the chain; null: none. At temperatures above 0 the children of static
+    # trees are drawn without replacement, with siblings=top the most likely tokens
+    tree: str | None = None
+    # the drafter's own temperature in rows at temperatures above 0; null: the row's. Output still
+    # has the target's distribution
+    draft_temperature: float | None = None
+    # rule that decides which drafted tokens are accepted; token: the exact rule for what is
+    # drafted, of sampled children multi_round; rows of a lossy one say so
     verifier: str = "token"
     policy: str = "fixed"  # rule that ends a chain before eval.K tokens; head* need such a head
     # training-free drafters that get rows beside those of the drafter
@@ -94,6 +101,13 @@ class EvalConfig(Section):
         require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
         distinct = len(set(self.temperatures)) == len(self.temperatures)
         require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
+        if self.draft_temperature is not None:
+            self.draft_temperature = float(self.draft_temperature)
+            drafted = self.draft_temperature
+            require(drafted > 0, "eval.draft_temperature", "be > 0, or null", drafted)
+            own = self.engine == "own"
+            require(own, "eval.draft_temperature", "be null for vLLM, which drafts its own way",
+                    drafted)  # fmt: skip
         require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
         require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
         require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
@@ -107,6 +121,12 @@ class EvalConfig(Section):
             require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
         _check_names(self)
 
+    def draft_sampling(self, sampling: Sampling) -> Sampling:
+        """The drafter's sampling in a row of this one."""
+        if self.draft_temperature is None or sampling.temperature == 0:
+            return sampling
+        return replace(sampling, temperature=self.draft_temperature)
+
 
 def _check_names(config: EvalConfig) -> None:
     """Raise UserError for an unknown name, a value out of range, or keys that exclude each
@@ -117,10 +137,14 @@ def _check_names(config: EvalConfig) -> None:
         require(config.drafter is not None, "eval.drafter", rule, config.drafter)
         rule = "be head:<h> or head_last:<h>, which ask eval.acceptance_head"
         require(policy.uses_head, "eval.policy", rule, config.policy)
+    require(policy.K_min <= config.K, "eval.policy", f"have K_min <= eval.K={config.K}",
+            config.policy)  # fmt: skip
     tree = tree_of(config)
     form = CHAIN if tree is None else tree.siblings
-    if form not in parse_verifier(config.verifier).judges:
-        others = [name for name, one in VERIFIERS.items() if form in one.judges]
+    verifier = parse_verifier(config.verifier)
+    # `token`, the default, stands for the exact rule of whatever is drafted
+    if form not in verifier.judges and type(verifier) is not Token:
+        others = [name for name, one in VERIFIERS.items() if form in one.judges or one is Token]
         what = "eval.tree=null, a chain" if tree is None else f"eval.tree={config.tree}, {form}"
         raise UserError(
             f"eval.verifier={config.verifier} cannot judge these drafts ({what}): name "

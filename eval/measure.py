@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, TypeVar
 
-import torch
-
-from data.batches import collate
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter
@@ -18,16 +14,11 @@ from drafters.training_free.base import TrainingFree
 from drafters.trees.tree import TOP
 from eval.config import EvalConfig
 from eval.costs import Cost
+from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.metrics import (
-    PromptCounters,
-    Row,
-    check_invariants,
-    counters_from_rounds,
-    per_domain,
-    summarise,
-)
+from eval.metrics import Row, per_domain, per_position, summarise
 from eval.offline import OfflineEvaluator
+from eval.plain import Parting, difference, next_token_loss, plain_generate, timed
 from eval.policies.table import budget_for
 from eval.replay import TreeReplay
 from eval.report.rows import role_of
@@ -35,27 +26,13 @@ from eval.report.schema import COUNTING
 from eval.rounds import Round
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
 from eval.verifiers.base import Verifier
-from eval.verifiers.table import parse_verifier
-from eval.verifiers.token import Token
+from eval.verifiers.table import exact_verifier, parse_verifier
 from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.losses import ce_hard
 from trainer.progress import TokenProgress
-from trainer.shift import align
 from trainer.specs import spelled
-
-T = TypeVar("T")
-NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
-
-
-class Parting(TypedDict):
-    """The first place at which an answer differs from that of plain decoding."""
-
-    position: int
-    logit_gap: float  # between the two best logits of the target there
-    near_tie: bool  # the gap is below NEAR_TIE
 
 
 class DifferingPrompt(Parting):
@@ -98,8 +75,11 @@ class Bench:
         self.progress = progress or TokenProgress("", enabled=False)
         self.target, self.traces = target, list(traces)
         self.sampling, self.config = sampling, config
+        self.draft_sampling = config.draft_sampling(sampling)
         self.prompts = dict(prompts)
         self.about: dict[str, object] = dict(about or {})
+        if self.draft_sampling != sampling:
+            self.about["draft_temperature"] = self.draft_sampling.temperature
         if target.sharded is not None:
             self.about["note"] = GATHERED
         self.offline = OfflineEvaluator(target, traces, sampling, Budget(config.K))
@@ -115,10 +95,14 @@ class Bench:
         if budget.stop is not None and not budget.stop.replayable:
             budget = Budget(budget.max_tokens)
         self._replays(name)
-        result = self.offline(drafter, budget=budget, on_tokens=self.progress.advance)
+        result = self.offline(
+            drafter, self.draft_sampling, budget=budget, on_tokens=self.progress.advance
+        )
         extra: Row = {"calibration": result.calibration} if result.calibration else {}
         if result.alpha_by_depth:
             extra["alpha_by_depth"] = result.alpha_by_depth
+        if result.draft_vocabulary is not None:
+            extra["draft_vocabulary"] = result.draft_vocabulary
         row = self.row(name, result.counters, cost, "offline", budget)
         return Measurement(row | extra, result.counters)
 
@@ -188,7 +172,19 @@ class Bench:
             row["num_compared"] = sum(one.identical is not None for one in counters)
             row["differing_prompts"] = differing
             row["lossless"] = row["lossless"] and all(one["near_tie"] for one in differing)
+        if not self.verifier(budget).lossless(self.sampling):
+            row |= self._quality(finished)
         return Measurement(row, counters, rounds, [finished[tag] for tag in shown])
+
+    def _quality(self, finished: Mapping[str, Speculated]) -> Row:
+        """The quality of answers that a lossy rule let through."""
+        texts = [
+            dataclasses.replace(trace, response_ids=finished[trace.prompt_hash].response_ids)
+            for trace in self.traces
+        ]
+        own = next_token_loss(self.target, self.traces)
+        metric = f"nats per token under the target, whose own text has {own:.3f}"
+        return {"quality": next_token_loss(self.target, texts), "quality_metric": metric}
 
     def requests(self) -> list[Request]:
         """A request for each trace; its tag is the prompt's hash."""
@@ -216,6 +212,7 @@ class Bench:
             cached,
             drafter,
             sampling=self.sampling,
+            draft_sampling=self.draft_sampling,
             budget=budget,
             eos_ids=self.target.eos_ids,
             max_new_tokens=self.config.max_new_tokens,
@@ -228,7 +225,7 @@ class Bench:
         )
 
     def verifier(self, budget: Budget, measured_by: str = "decoding") -> Verifier:
-        """eval.verifier where it can judge these drafts, else verification token by token.
+        """eval.verifier where it can judge these drafts, else the exact rule for them.
 
         The latter also holds for what an engine serves, and for replay where eval.verifier does not
         support it.
@@ -236,7 +233,7 @@ class Bench:
         asked = parse_verifier(self.config.verifier)
         replayed = measured_by == "offline" and asked.replayable(self.sampling)
         own = budget.form in asked.judges and (measured_by == "decoding" or replayed)
-        return asked if own else Token()
+        return asked if own else exact_verifier(budget.form, self.sampling)
 
     def _time(
         self,
@@ -301,7 +298,7 @@ class Bench:
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost
         paid = None if budget.stop is not None and drafted == 0 else tokens
         verifier = self.verifier(budget, measured_by)
-        sampled = tree is not None and tree.siblings != TOP
+        sampled = tree is not None and tree.siblings != TOP and self.sampling.temperature > 0
         return summary | {
             "drafter": name,
             "role": role_of(name),
@@ -338,7 +335,8 @@ class Bench:
             "max_new_tokens": config.max_new_tokens,
             "batch_size": config.batch_size,
             "seed": config.seed,
-            "by_domain": per_domain(counters),
+            "by_domain": per_domain(counters, draws=config.bootstrap_draws, seed=config.seed),
+            "by_position": per_position(counters, draws=config.bootstrap_draws, seed=config.seed),
             **self.about,
         }
 
@@ -352,77 +350,3 @@ def spread(domains: Sequence[str], count: int) -> list[int]:
         turns.append((seen[domain], place))
         seen[domain] += 1
     return sorted(place for _, place in sorted(turns)[:count])
-
-
-def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
-    """The result of a call and its seconds, with the device synchronised."""
-    began = time.perf_counter()
-    result = call()
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - began
-
-
-@torch.inference_mode()
-def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 16) -> float:
-    """Mean -log p of the traces' responses at temperature 1, in nats per token."""
-    total, count = 0.0, 0
-    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-    for i in range(0, len(order), batch_size):
-        group = order[i : i + batch_size]
-        texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
-        batch = collate(*texts, ["target"] * len(group)).to(target.device)
-        logits = target.outputs(batch.input_ids).logits
-        assert isinstance(logits, torch.Tensor)
-        found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
-        total += float(ce_hard(found.draft, found.labels).sum())
-        count += len(found.labels)
-    return total / count
-
-
-@torch.inference_mode()
-def plain_generate(
-    target: Target, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int
-) -> list[int]:
-    """transformers' own generate at batch 1: the plain decoding that ours must equal at T=0."""
-    # changes of the distribution by the model's generation config are switched off: ours has none
-    options: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
-    options["no_repeat_ngram_size"] = 0
-    if sampling.temperature > 0:
-        options |= {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": None,
-        }
-    ids = torch.tensor([prompt_ids], device=target.device)
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-        eos_token_id=list(target.eos_ids) or None,
-        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
-        # ids without a token: their logits are padding
-        suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
-        synced_gpus=False,  # processes wait for each other in `target.sharded`
-        **options,
-    )  # fmt: skip
-    return output[0, len(prompt_ids) :].tolist()
-
-
-def difference(
-    target: Target, prompt_ids: list[int], plain: list[int], ours: Speculated
-) -> Parting | None:
-    """The place where two answers part, with the gap of the two best logits; None if equal."""
-    mine = ours.response_ids
-    if plain == mine:
-        return None
-    where = next(
-        (i for i, (a, b) in enumerate(zip(plain, mine, strict=False)) if a != b),
-        min(len(plain), len(mine)),
-    )
-    ids = torch.tensor([prompt_ids + plain[:where]], device=target.device)
-    logits = target.outputs(ids).logits
-    assert logits is not None
-    best = logits[0, -1, : target.vocab_size].float().topk(2).values
-    gap = float(best[0] - best[1])
-    return {"position": where, "logit_gap": gap, "near_tie": gap < NEAR_TIE}

@@ -2,8 +2,7 @@
 
 Everything is a ratio of sums over prompts, and prompts are what is resampled: rounds of one
 prompt resemble each other, so resampling rounds would give intervals that are too narrow.
-Counters come from decoding (`counters_from_rounds`) or, as expected numbers, from a teacher-forced
-pass; both go through `summarise`.
+Counters (`eval.counters`) of decoding and expected ones go through `summarise` alike.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import numpy as np
 
-from eval.rounds import Round
+from eval.counters import NUM_RANGES, POSITIONS, RANGES, PromptCounters, range_bounds
 from trainer.config import UserError
 
 # A row of the report: what `summarise` returns, and what identifies the measurement
@@ -39,6 +37,16 @@ class ByDomain(TypedDict):
     worst: dict[str, Worst | None]
 
 
+class AtPosition(TypedDict):
+    """Tokens per round of the rounds that begin in a range of positions of the answer."""
+
+    first: int
+    last: int | None  # None: no end
+    num_rounds: int | float
+    tokens_per_round: float
+    tokens_per_round_ci95: list[float] | None
+
+
 class Difference(TypedDict):
     """The difference of a metric on the same prompts, a - b."""
 
@@ -56,50 +64,10 @@ class SeedDifference(Difference):
     diff_per_seed: list[float]
 
 
-@dataclass
-class PromptCounters:
-    """Sums over the rounds of one prompt; expected numbers when measured without decoding."""
-
-    prompt_hash: str
-    domain: str
-    K: int
-    rounds: float = 0.0  # target forwards after the prefill
-    truncated_rounds: float = 0.0
-    emitted: float = 0.0  # cut at EOS and length, token of the prefill excluded
-    submitted: float = 0.0
-    judging: float = 0.0  # drafting steps that only judged the newest token and drafted nothing
-    accepted: float = 0.0  # cut
-    rejections: float = 0.0  # rounds with a rejection
-    reach: list[float] = field(default_factory=list)  # [K] rounds with at least i accepted (cut)
-    tested: list[float] = field(default_factory=list)  # [K] rounds that decided position i
-    overlap_sum: float = 0.0  # sum_v min(p_v, q_v) over response or verified positions
-    overlap_count: float = 0.0
-    greedy_sum: float = 0.0  # positions where drafter argmax = target argmax
-    greedy_count: float = 0.0
-    engine_drafts: float = 0.0  # as vLLM counts: not cut, rounds without drafts left out
-    engine_drafted: float = 0.0
-    engine_accepted: float = 0.0
-    engine_accepted_per_position: list[float] = field(default_factory=list)  # [K]
-    identical: bool | None = None  # greedy: the same tokens as plain decoding
-    plain_s: float = 0.0  # 0: not timed
-    plain_tokens: float = 0.0
-    speculative_s: float = 0.0
-    speculative_tokens: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in _LISTS:
-            values = getattr(self, name) or [0.0] * self.K
-            assert len(values) == self.K, (
-                f"{name} must have K = {self.K} entries, got {len(values)}"
-            )
-            setattr(self, name, [float(value) for value in values])
-
-
-_LISTS = ("reach", "tested", "engine_accepted_per_position")
 _SCALARS = [
     f.name
     for f in dataclasses.fields(PromptCounters)
-    if f.name not in (*_LISTS, "prompt_hash", "domain", "K", "identical")
+    if f.name not in (*POSITIONS, *RANGES, "prompt_hash", "domain", "K", "identical")
 ]
 _COLUMNS = [*_SCALARS, "tries"]  # tries = accepted + rejections
 
@@ -116,54 +84,6 @@ _RATIOS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 HEADLINE = tuple(_RATIOS)
 
 
-def counters_from_rounds(
-    rounds: Sequence[Round], prompt_hash: str, domain: str, K: int, judges_last: bool = False
-) -> PromptCounters:
-    """Add up the rounds of one prompt; greedy match and timings are left to the caller.
-
-    `judges_last`: a round that stopped early had fed its newest token to the drafter.
-    """
-    total = PromptCounters(prompt_hash, domain, K)
-    for round_ in rounds:
-        assert round_.prompt_hash == prompt_hash, (round_.prompt_hash, prompt_hash)
-        assert max(round_.depth, round_.engine_accepted) <= K, round_
-        total.rounds += 1
-        total.truncated_rounds += round_.truncated
-        total.emitted += round_.emitted
-        total.submitted += round_.submitted
-        total.judging += judges_last and 0 < round_.submitted < K
-        total.accepted += round_.accepted
-        total.rejections += round_.rejected
-        for i in range(round_.accepted):
-            total.reach[i] += 1
-            total.tested[i] += 1
-        if round_.rejected:
-            total.tested[round_.accepted] += 1
-        total.overlap_sum += sum(round_.overlap)
-        total.overlap_count += len(round_.overlap)
-        total.engine_drafts += round_.submitted > 0
-        total.engine_drafted += round_.submitted
-        total.engine_accepted += round_.engine_accepted
-        for i in range(round_.engine_accepted):
-            total.engine_accepted_per_position[i] += 1
-    return total
-
-
-def check_invariants(rounds: Sequence[Round], output_length: int) -> None:
-    """Assert that the rounds of one request add up to its output of `output_length` tokens."""
-    emitted = sum(round_.emitted for round_ in rounds)
-    assert emitted + 1 == output_length, (
-        f"rounds emitted {emitted} tokens + 1 of the prefill, the output has {output_length}"
-    )
-    for index, round_ in enumerate(rounds):
-        where = f"round {index}: {round_}"
-        assert 0 <= round_.accepted <= round_.engine_accepted <= round_.submitted, where
-        assert round_.accepted <= round_.emitted <= round_.accepted + 1, where
-        assert round_.truncated or round_.emitted == round_.accepted + 1, where
-        assert not round_.rejected or round_.first_reject_pos == round_.accepted + 1, where
-        assert len(round_.overlap) <= round_.submitted, where
-
-
 def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0) -> Row:
     """Every metric of a report row that counters determine; None where a denominator is zero.
 
@@ -174,7 +94,7 @@ def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: in
     table = _by_prompt(counters)
     sums = table.sum(axis=0)
     total = {name: float(sums[i]) for i, name in enumerate(_COLUMNS)}
-    reach, tested, engine = (_sum_positions(counters, name) for name in _LISTS)
+    reach, tested, engine = (_sum_positions(counters, name) for name in POSITIONS)
     identical = [c.identical for c in counters if c.identical is not None]
     emitted, rounds = (table[:, _COLUMNS.index(name)] for name in ("emitted", "rounds"))
     per_prompt = emitted[rounds > 0] / rounds[rounds > 0]
@@ -206,12 +126,18 @@ def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: in
     return row
 
 
-def per_domain(counters: Sequence[PromptCounters]) -> ByDomain:
-    """Headline metrics by domain, their mean over domains, and the worst domain of each."""
+def per_domain(counters: Sequence[PromptCounters], *, draws: int = 0, seed: int = 0) -> ByDomain:
+    """Headline metrics by domain, their mean over domains, and the worst domain of each.
+
+    `draws`: resamples for the interval of tokens per round in each domain.
+    """
     domains: dict[str, Row] = {}
     for domain in sorted({c.domain for c in counters}):
-        row = summarise([c for c in counters if c.domain == domain], draws=0)
+        own = [c for c in counters if c.domain == domain]
+        row = summarise(own, draws=0)
         domains[domain] = {name: row[name] for name in ("num_prompts", "num_rounds", *HEADLINE)}
+        drawn = _bootstrap(_by_prompt(own), "tokens_per_round", draws, seed)
+        domains[domain]["tokens_per_round_ci95"] = _interval(drawn)
     mean: dict[str, float | None] = {}
     worst: dict[str, Worst | None] = {}
     for name in HEADLINE:
@@ -220,6 +146,37 @@ def per_domain(counters: Sequence[PromptCounters]) -> ByDomain:
         mean[name] = float(np.mean(list(known.values()))) if known else None
         worst[name] = {"domain": lowest, "value": known[lowest]} if lowest is not None else None
     return {"domains": domains, "mean": mean, "worst": worst}
+
+
+def per_position(
+    counters: Sequence[PromptCounters], *, draws: int = 0, seed: int = 0
+) -> list[AtPosition]:
+    """Tokens per round by the place in the answer at which rounds begin; ranges without a round
+    are left out."""
+    order = {name: i for i, name in enumerate(sorted({_first_turn(c) for c in counters}))}
+    table = np.zeros((2, len(order), NUM_RANGES))  # rounds and tokens
+    for c in counters:
+        table[:, order[_first_turn(c)]] += [c.rounds_from, c.emitted_from]
+    rounds, emitted = table
+    weights = np.zeros((0, len(order)))
+    if draws and len(order) > 1:
+        weights = _resample(np.random.default_rng(seed), len(order), draws)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = (weights @ emitted) / (weights @ rounds)
+    found: list[AtPosition] = []
+    for index in np.flatnonzero(rounds.sum(0)):
+        first, last = range_bounds(int(index))
+        total = float(rounds[:, index].sum())
+        found.append(
+            {
+                "first": first,
+                "last": last,
+                "num_rounds": _whole(total),
+                "tokens_per_round": float(emitted[:, index].sum()) / total,
+                "tokens_per_round_ci95": _interval(drawn[:, index]),
+            }
+        )
+    return found
 
 
 def paired_difference(

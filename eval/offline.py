@@ -11,9 +11,8 @@ output; traces carry look-ahead tokens so that those counters can be replayed to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -23,106 +22,27 @@ from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget, Signals, StopRule
 from drafters.training_free.base import TrainingFree
 from drafters.trees.chain import Stops
-from eval.metrics import PromptCounters
+from eval.calibration import Calibration, calibration
+from eval.counters import NUM_RANGES, PromptCounters, range_of
+from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
+from eval.walk import replay
 from target.model import Target, TargetOutputs
 from target.sampling import Sampling, warp
 from trainer.config import UserError
 
-CONFIDENCE_BINS = 10
 CACHED_TARGET_BYTES = 1 << 30  # most memory for target probabilities between evaluations
 
 
-def replay(
-    accept: np.ndarray, drafted: np.ndarray, lengths: np.ndarray, K: int
-) -> dict[str, np.ndarray]:
-    """Walk the round process along traces.
-
-    accept: [B, N, K] float64, probability that depth j+1 of a round starting at response index t is
-    accepted given the trace and given that the shallower ones were; drafted: [B, N] int, how many
-    tokens such a round drafts (at most K); lengths: [B] int, response lengths; index 0 is the token
-    of the prefill, so rounds start at 1..length-1. Returns sums per trace ([B] or [B, K]), and
-    `visits` [B, N], how many rounds start at each index.
-    """
-    batch, width, _ = accept.shape
-    visit = np.zeros((batch, width + K + 1))
-    visit[:, 1] = 1.0
-    names = (
-        "rounds",
-        "truncated_rounds",
-        "emitted",
-        "submitted",
-        "accepted",
-        "rejections",
-        "engine_drafts",
-    )
-    sums = {name: np.zeros(batch) for name in names}
-    per_depth = {
-        name: np.zeros((batch, K)) for name in ("reach", "tested", "engine_accepted_per_position")
-    }
-    for t in range(1, int(lengths.max(initial=1))):
-        start = visit[:, t] * (t < lengths)
-        room = lengths - t  # tokens the output still takes
-        sums["rounds"] += start
-        sums["emitted"] += start
-        sums["submitted"] += start * drafted[:, t]
-        sums["engine_drafts"] += start * (drafted[:, t] > 0)
-        survive = start
-        for j in range(K):
-            tried = survive * (j < drafted[:, t])
-            passed = tried * accept[:, t, j]
-            inside = j < room
-            visit[:, t + j + 1] += (
-                survive - passed
-            )  # rejected here, or nothing left to verify: round ends
-            # the j+1 tokens so far came with one more: past the room, it was cut
-            sums["truncated_rounds"] += (survive - passed) * (j + 1 > room)
-            sums["accepted"] += passed * inside
-            sums["emitted"] += passed * (j + 1 < room)
-            sums["rejections"] += (tried - passed) * inside
-            per_depth["tested"][:, j] += tried * inside
-            per_depth["reach"][:, j] += passed * inside
-            per_depth["engine_accepted_per_position"][:, j] += passed
-            survive = passed
-        visit[:, t + K + 1] += survive
-        sums["truncated_rounds"] += survive * (room < K + 1)
-    sums["visits"] = visit[:, :width] * (np.arange(width) < lengths[:, None])
-    sums["engine_drafted"] = sums["submitted"]
-    sums["engine_accepted"] = per_depth["engine_accepted_per_position"].sum(1)
-    return sums | per_depth
-
-
-def rejections(accept: np.ndarray, length: int, K: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Positions that rounds of K tokens are expected to test and to reject along one text.
-
-    accept: [N] float64, probability that a token drafted at response index i is accepted given the
-    text, equal at every depth (a causal LM); `length` <= N: of the response, index 0 being the
-    token of the prefill. Returns [N] probabilities that i is tested, and that it is rejected, given
-    the text; and the expected number of rounds. Summed, they are the counters of `replay`.
-    """
-    visit, tested = np.zeros(length + K + 1), np.zeros(len(accept))
-    visit[min(1, length)] = 1.0
-    for t in range(1, length):
-        survive = visit[t]
-        for i in range(t, min(t + K, length)):
-            tested[i] += survive
-            visit[i + 1] += survive * (1 - accept[i])
-            survive *= accept[i]
-        visit[t + K + 1] += survive
-    return tested, tested * (1 - accept), float(visit[1:length].sum())
-
-
-class CalibrationBin(TypedDict):
-    """Mean confidence and acceptance of the tokens in a bin of confidence."""
-
-    confidence: float
-    acceptance: float
-    count: int
-
-
-class Calibration(TypedDict, total=False):
-    """The drafter's confidence against acceptance; empty for a drafter without probabilities."""
-
-    bins: list[CalibrationBin]
+def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:
+    """Raise UserError for text of another sampling, which tells nothing about rounds of this
+    one."""
+    for trace in traces:
+        own = Sampling(trace.temperature, trace.top_k, trace.top_p)
+        if own != sampling:
+            raise UserError(
+                f"traces were sampled with {own}, the evaluation needs {sampling}: "
+                "generate traces with that sampling"
+            )
 
 
 @dataclass
@@ -133,6 +53,7 @@ class OfflineResult:
     calibration: Calibration
     alpha_by_depth: list[float | None]  # mean overlap at each depth; [] without probabilities
     visits: list[np.ndarray]  # [response] each: expected rounds that start at each token
+    draft_vocabulary: DraftVocabulary | None  # None: the drafter has the target's
 
 
 class OfflineEvaluator:
@@ -155,13 +76,8 @@ class OfflineEvaluator:
         if not traces:
             raise UserError("acceptance without decoding needs at least one target trace")
         K = budget.max_tokens
+        check_sampling(traces, sampling)
         for trace in traces:
-            own = Sampling(trace.temperature, trace.top_k, trace.top_p)
-            if own != sampling:
-                raise UserError(
-                    f"traces were sampled with {own}, the evaluation needs {sampling}: "
-                    "generate traces with that sampling"
-                )
             if engine_counters and len(trace.lookahead_ids) < K - 1:
                 raise UserError(
                     f"traces carry {len(trace.lookahead_ids)} look-ahead tokens, eval.K={K} "
@@ -201,19 +117,23 @@ class OfflineEvaluator:
         confidence: list[np.ndarray] = []
         agreement: list[np.ndarray] = []
         depth_sums = np.zeros((2, self.K))  # overlap and positions at each depth
+        lost = VocabularyCost()
         for index, group in enumerate(self.groups):
             lengths = np.array([len(t.response_ids) for t in group])
             width = int(lengths.max())
             accept = np.zeros((len(group), width, self.K))
             drafted = np.full((len(group), width), self.K)
-            overlap = greedy = real = None
+            overlap = greedy = real = outside = None
             if isinstance(drafter, TrainingFree):
                 self._by_start(drafter, group, accept, drafted)
             else:
                 drafter.routed([trace.prompt_ids for trace in group])
-                overlaps, greedy, sure = self._parallel(
-                    drafter, draft_sampling, rule, index, group, accept, drafted
+                signals = None if rule is None else SignalsByDepth(rule.uses_head)
+                overlaps, greedy, sure, outside = self._parallel(
+                    drafter, draft_sampling, signals, index, group, accept
                 )
+                if rule is not None and signals is not None:
+                    drafted[:] = _lengths(rule, *signals.by_start(width, self.K))
                 overlap = overlaps[0]
                 inside = np.arange(width) < lengths[:, None]
                 # a head's first draft of an answer is its second token: the first is the prefill's
@@ -226,13 +146,20 @@ class OfflineEvaluator:
                     )
                     depth_sums[:, j] += common[visited].sum(), visited.sum()
             sums = replay(accept, drafted, lengths, self.K)
-            starts = sums.pop("visits")
+            if outside is not None and real is not None:
+                lost.add(outside, real, accept, drafted, lengths, sums)
+            starts, emitted = sums.pop("visits"), sums.pop("emitted_from")
+            ranges = np.array([range_of(t) for t in range(width)])
             for row, trace in enumerate(group):
                 visits.append(starts[row, : lengths[row]])
                 one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
                 for name, values in sums.items():
                     value = values[row]
                     setattr(one, name, value.tolist() if value.ndim else float(value))
+                one.rounds_from, one.emitted_from = (
+                    np.bincount(ranges, weights=own[row], minlength=NUM_RANGES).tolist()
+                    for own in (starts, emitted)
+                )
                 if not self.engine_counters:
                     one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
                     one.engine_accepted_per_position = [0.0] * self.K
@@ -246,7 +173,21 @@ class OfflineEvaluator:
                 counters.append(one)
             on_tokens(int(lengths.sum()))
         by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
-        return OfflineResult(counters, _calibration(confidence, agreement), by_depth, visits)
+        return OfflineResult(
+            counters, calibration(confidence, agreement), by_depth, visits, lost.found()
+        )
+
+    @torch.inference_mode()
+    def along(
+        self, drafter: TrainedDrafter, draft_sampling: Sampling, uses_head: bool
+    ) -> Iterator[Along]:
+        """Yield what decides about the rounds that start at each token, group by group."""
+        for index, group in enumerate(self.groups):
+            drafter.routed([trace.prompt_ids for trace in group])
+            width = max(len(trace.response_ids) for trace in group)
+            accept, signals = np.zeros((len(group), width, self.K)), SignalsByDepth(uses_head)
+            self._parallel(drafter, draft_sampling, signals, index, group, accept)
+            yield Along(group, accept, *signals.by_start(width, self.K))
 
     def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and indices of a batch.
@@ -268,16 +209,15 @@ class OfflineEvaluator:
         self,
         drafter: TrainedDrafter,
         draft_sampling: Sampling,
-        rule: StopRule | None,
+        signals: SignalsByDepth | None,
         index: int,
         group: Sequence[Trace],
         accept: np.ndarray,
-        drafted: np.ndarray,
-    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """Fill `accept` and `drafted` from one pass of each model.
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, Outside | None]:
+        """Fill `accept` and `signals` from one pass of each model.
 
         Returns the overlap at each depth, and at the first depth the greedy match and the drafter's
-        confidence, each [B, N].
+        confidence, each [B, N]; and what lies outside of a reduced draft vocabulary.
         """
         ids, where, tokens = self._rows(group)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
@@ -293,17 +233,16 @@ class OfflineEvaluator:
         scored: _Scored | None = None
         overlaps: list[np.ndarray] = []
         greedy = sure = np.zeros((len(group), width))
-        signals = _SignalsByDepth()
         seen = score = None
         for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
             if scored is None or states is not before:  # else the same distribution at every depth
                 before = states
                 logits = drafter.project(states[batch, where], depth).float()
                 scored = _scored(logits, tokens, p, draft_sampling)
-                if rule is not None:
+                if signals is not None:
                     own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
                     seen = scored.probs.amax(-1), own
-                if rule is not None and rule.uses_head:  # the state at a token, not before it
+                if signals is not None and signals.uses_head:  # the state at a token, not before it
                     at = (where + 1).clamp(max=ids.shape[1] - 1)
                     score = acceptance_of(drafter).probability(states[batch, at])
                 if depth == 1:
@@ -311,12 +250,12 @@ class OfflineEvaluator:
                     greedy = (logits.argmax(-1) == best)[:, :width].double().cpu().numpy()
                     sure = scored.probs.amax(-1)[:, :width].double().cpu().numpy()
             accept[:, :, depth - 1] = scored.weights[:, positions + depth - 1]
-            if seen is not None:
+            if signals is not None and seen is not None:
                 signals.add(seen, score)
             overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
-        if rule is not None:
-            drafted[:] = signals.lengths(rule, width, self.K)
-        return overlaps, greedy, sure
+        kept = drafter.output_head(1).kept if needed else None  # language models keep them all
+        outside = None if kept is None else Outside.of(kept, tokens, p, self.target.vocab_size)
+        return overlaps, greedy, sure, outside
 
     def _probs(
         self,
@@ -390,54 +329,71 @@ def _scored(
     return _Scored(plain, weight.double().cpu().numpy(), common)
 
 
-class _SignalsByDepth:
-    """Signals of a stop rule for rounds from every position of the traces, [B, N] at each depth.
+class SignalsByDepth:
+    """Signals of a stop rule for rounds from every position of the traces, [B, N+K] at each depth.
 
     As long as a round goes on, the drafted token is the trace's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uses_head: bool):
+        self.uses_head = uses_head
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # confidence, probability
-        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d - 1
+        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d
 
     def add(self, seen: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
         self.seen.append(seen)
         self.scores.append(score)
 
-    def lengths(self, rule: StopRule, width: int, K: int) -> np.ndarray:
-        """Tokens, [B, width], that a round drafts from each response index."""
-        batch, device = len(self.seen[0][0]), self.seen[0][0].device
-        positions = torch.arange(width, device=device)
-        rule.begin(batch * width, device)
-        stops = Stops(torch.zeros(batch * width, dtype=torch.long, device=device))
-        for depth in range(1, K):
-            at = positions + depth - 1
-            confidence, probability = (one[:, at].flatten() for one in self.seen[depth - 1])
-            judged = depth if rule.judges_last else depth - 1  # the depth of the token
-            score = self.scores[judged] if judged else None
-            if score is not None:
-                score = score[:, positions + judged - 1].flatten()
-            if stops.all(rule(Signals(confidence, probability, score), depth)):
-                break
-        return stops.lengths.clamp(max=K).view(batch, width).cpu().numpy()
+    def by_start(self, width: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Confidence, probability and score [B, width, K] of the tokens of the round that starts at
+        each response index; the score of the last one is NaN, and all without a head."""
+        device = self.seen[0][0].device
+        at = torch.arange(width, device=device).unsqueeze(1) + torch.arange(K, device=device)
+        parts = [torch.stack(own, -1) for own in zip(*self.seen, strict=True)]
+        unknown = torch.full_like(parts[0][..., 0], torch.nan)
+        known = [unknown if one is None else one.to(unknown) for one in self.scores[1:]]
+        parts.append(torch.stack([*known, unknown], -1))
+        depth = torch.arange(K, device=device)
+        confidence, probability, score = (one[:, at, depth] for one in parts)
+        return confidence, probability, score
 
 
-def _calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> Calibration:
-    if not confidence:
-        return {}
-    sure, agreed = np.concatenate(confidence), np.concatenate(agreement)
-    known = np.isfinite(sure)  # weights that are not finite are refused elsewhere, by name
-    sure, agreed = sure[known], agreed[known]
-    bins = np.minimum((sure * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
-    rows: list[CalibrationBin] = []
-    for b in range(CONFIDENCE_BINS):
-        inside = bins == b
-        if inside.any():
-            rows.append(
-                {
-                    "confidence": float(sure[inside].mean()),
-                    "acceptance": float(agreed[inside].mean()),
-                    "count": int(inside.sum()),
-                }
-            )
-    return {"bins": rows}
+@dataclass(frozen=True)
+class Along:
+    """A group of traces, with what decides about the rounds that start at each response index.
+
+    `accept` [B, N, K] float64: as `eval.walk.replay` takes it; `confidence`, `probability`, `score`
+    [B, N, K]: `Signals` of the drafted tokens as long as they are the text's own.
+    """
+
+    traces: Sequence[Trace]
+    accept: np.ndarray
+    confidence: torch.Tensor
+    probability: torch.Tensor
+    score: torch.Tensor
+
+
+def drafted_lengths(
+    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
+) -> torch.Tensor:
+    """Lengths [n] at which the rule ends rounds of at most K tokens with these signals, [n, K].
+
+    `score` is that of each token itself.
+    """
+    stops, K = Stops(torch.zeros_like(confidence[:, 0], dtype=torch.long)), confidence.shape[-1]
+    for depth in range(1, K):
+        at = depth - 1
+        judged = at if rule.judges_last else at - 1
+        known = score[:, judged] if rule.uses_head and judged >= 0 else None
+        if stops.all(rule(Signals(confidence[:, at], probability[:, at], known), depth)):
+            break
+    return stops.lengths.clamp(max=K)
+
+
+def _lengths(
+    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
+) -> np.ndarray:
+    """Tokens, [B, N], that a round drafts from each start; signals [B, N, K]."""
+    flat = [one.flatten(0, 1) for one in (confidence, probability, score)]
+    rule.begin(len(flat[0]), confidence.device)
+    return drafted_lengths(rule, *flat).view(confidence.shape[:2]).cpu().numpy()

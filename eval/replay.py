@@ -19,10 +19,11 @@ from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
-from eval.metrics import PromptCounters, counters_from_rounds
+from eval.counters import PromptCounters, counters_from_rounds
+from eval.offline import check_sampling
 from eval.rounds import Round
 from target.model import Target, TargetOutputs
-from target.sampling import KeyedRandom, Sampling
+from target.sampling import KeyedRandom, Sampling, warp
 from trainer.config import UserError
 
 
@@ -30,7 +31,7 @@ class TreeReplay:
     """Replays traces of one sampling with trees of `budget.tree`; counters equal those of decoding.
 
     `on_tokens` is called with the response tokens of each round. Raises UserError where such trees
-    cannot be replayed, or the traces have too few look-ahead tokens.
+    cannot be replayed, or the traces are of another sampling or have too few look-ahead tokens.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TreeReplay:
                 "acceptance given the text is known for trees of the most likely tokens alone: "
                 f"only decoding measures those whose siblings are {budget.form}"
             )
+        check_sampling(traces, sampling)
         for trace in traces:
             if len(trace.lookahead_ids) < budget.max_tokens - 1:
                 raise UserError(
@@ -164,12 +166,15 @@ def rank_accuracy(
     traces: Sequence[Trace],
     drafter: TrainedDrafter,
     depth: int,
+    sampling: Sampling,
     batch_size: int = 16,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> list[list[float]]:
-    """[depth][rank]: share of starts at which the rank-th token of a depth is the target's.
+    """[depth][rank]: the target's probability of the rank-th token of a depth, over all starts.
 
-    The tokens before it are the target's own. For `drafters.trees.calibrated`.
+    It is the target's at `sampling`, whatever the text was sampled with: at T=0 the share of starts
+    at which that token is the target's choice. The tokens before it are the text's own. For
+    `drafters.trees.calibrated`.
     """
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
@@ -181,7 +186,8 @@ def rank_accuracy(
         for row, text in enumerate(rows):
             ids[row, : len(text)] = torch.tensor(text)
         ids = ids.to(target.device)
-        outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
+        outputs = target.outputs(ids, layers=drafter.target_layers)
+        assert outputs.logits is not None
         for j, states in enumerate(drafter.states(ids, outputs, depth)):
             for row, trace in enumerate(group):
                 # the first token of an answer is the prefill's, the anchor of the first round
@@ -191,8 +197,9 @@ def rank_accuracy(
                     continue
                 logits = drafter.project(states[row, first - 1 : last - 1], j + 1)
                 best = logits.topk(MAX_RANKS, -1).indices
-                match = best == ids[row, first:last].unsqueeze(-1)
-                hits[j] += match.sum(0).cpu().numpy()
+                wanted = outputs.logits[row, first - 1 : last - 1, : target.vocab_size]
+                mass = warp(wanted, sampling).gather(-1, best)
+                hits[j] += mass.double().sum(0).cpu().numpy()
                 tried[j] += last - first
         on_tokens(sum(len(trace.response_ids) for trace in group))
     return (hits / np.maximum(tried, 1)[:, None]).tolist()

@@ -9,9 +9,10 @@ from drafters.round import Budget
 from engines.distribution_check import CHECKED, unlike
 from engines.vllm_run import EngineRun
 from eval.costs import Cost
+from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated
-from eval.measure import Bench, DifferingPrompt, Measurement, difference
-from eval.metrics import PromptCounters, check_invariants, counters_from_rounds
+from eval.measure import Bench, DifferingPrompt, Measurement
+from eval.plain import difference
 from eval.rounds import Round
 from target.decode import Continuation
 from trainer.config import RunFault

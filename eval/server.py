@@ -15,8 +15,8 @@ from data.traces import Trace
 from engines.completions import ask, continuation, served_model
 from engines.vllm_run import EngineCounters, scrape
 from eval.costs import Cost
+from eval.counters import PromptCounters
 from eval.measure import Bench, Measurement
-from eval.metrics import PromptCounters
 from eval.served import engine_row
 from target.decode import Request
 from trainer.config import RunFault, UserError

@@ -12,8 +12,9 @@ from drafters.acceptance_head import AcceptanceSettings
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget
 from eval.costs import cost_of
+from eval.counters import PromptCounters
 from eval.measure import Bench
-from eval.metrics import PromptCounters, paired_difference
+from eval.metrics import paired_difference
 from eval.policies import rollouts
 from eval.policies.drafted import Drafted
 from eval.policies.rollouts import FAMILIES, Rollouts
@@ -57,7 +58,7 @@ def measure_policies(
         banks = [
             rollouts.draw(
                 run.target, drafter, texts, sampling, K, seed=config.seed,
-                on_tokens=progress.advance,
+                draft_sampling=config.draft_sampling(sampling), on_tokens=progress.advance,
             )
             for texts in (dev, traces)
         ]  # fmt: skip

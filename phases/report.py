@@ -22,10 +22,12 @@ from drafters.round import Budget, Shape
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
+from drafters.trees.calibrated import accuracy_at
 from drafters.trees.table import parse_tree
 from eval.config import EvalConfig
 from eval.costs import cost_of, read_per_round
-from eval.measure import Bench, next_token_loss
+from eval.measure import Bench
+from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
 from eval.replay import rank_accuracy
 from eval.report.rows import BASELINE, Row
@@ -105,13 +107,18 @@ def check_drafter(
         )
 
 
-def tree_of(drafter: ReportDrafter, config: EvalConfig) -> Shape | None:
-    """Build eval.tree for this drafter; a calibrated tree is built from the drafter's accuracies.
-    None without a tree, and for a drafter that cannot draft one."""
+def tree_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> Shape | None:
+    """Build eval.tree for this drafter; a calibrated tree is built from the drafter's accuracies at
+    the nearest temperature. None without a tree, and for a drafter that cannot draft one."""
     if config.tree is None or not isinstance(drafter, TrainedDrafter):
         return None
+    tree = parse_tree(config.tree)
+    accuracy, measured = accuracy_at(drafter.rank_accuracy, temperature)
+    if tree.needs_accuracy and measured != temperature:
+        print(f"eval.tree={config.tree}: at T={temperature:g} it is built from the drafter's "
+              f"accuracies at T={measured:g}, the nearest that were measured")  # fmt: skip
     try:
-        shape = parse_tree(config.tree).shape(drafter.rank_accuracy, config.K)
+        shape = tree.shape(accuracy, config.K)
     except UserError as error:
         raise UserError(f"eval.tree={config.tree}: {error}") from error
     require(
@@ -124,16 +131,23 @@ def tree_of(drafter: ReportDrafter, config: EvalConfig) -> Shape | None:
 
 
 def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
-    """Measure how often each rank of each depth is the target's token, on held-out training traces,
-    and set the drafter's `rank_accuracy`."""
+    """Measure how often each rank of each depth is the target's token at each of the report's
+    temperatures, on held-out training traces, of that temperature where there are some, and set the
+    drafter's `rank_accuracy`."""
     if dev and drafter.target_layers:
         depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
         target = drafter.served_target() or run.target
         progress = TokenProgress("calibration")
-        progress.part("", total=sum(len(trace.response_ids) for trace in dev))
-        drafter.rank_accuracy = rank_accuracy(
-            target, dev, drafter, depth, on_tokens=progress.advance
-        )
+        config, found = run.config.eval, dict[str, list[list[float]]]()
+        for temperature in config.temperatures:
+            sampling = Sampling(temperature, config.top_k, config.top_p)
+            own = [trace for trace in dev if trace.temperature == temperature] or dev
+            total = sum(len(trace.response_ids) for trace in own)
+            progress.part(f"T={temperature:g}", total=total)
+            found[f"{temperature:g}"] = rank_accuracy(
+                target, own, drafter, depth, sampling, on_tokens=progress.advance
+            )
+        drafter.rank_accuracy = found
         progress.close()
 
 
@@ -165,9 +179,10 @@ def measure(
     costs = {
         n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
     }
-    shape = tree_of(subject, config)
-    tree = None if shape is None else Budget.of(shape)
-    tree_cost = None if tree is None else cost_of(subject, run.target, tree)
+    shapes = {t: tree_of(subject, config, t) for t in config.temperatures}
+    tree_costs = {  # equal shapes are timed once
+        shape: cost_of(subject, run.target, Budget.of(shape)) for shape in shapes.values() if shape
+    }
     out = Measured([], [], [], [])
     readings = ReadingCollector(prompts, run.target.tokenizer)
     for temperature in config.temperatures:
@@ -191,19 +206,22 @@ def measure(
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
             out.rows += served_rows(bench, decoded, subject, costs[decoded])
-        if shape is None or tree is None or tree_cost is None:
+        shape = shapes[temperature]
+        if shape is None:
             continue
-        real = bench.decoded(decoded, subject, tree_cost, tree, shown)
+        tree, tree_cost = Budget.of(shape), tree_costs[shape]
+        best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)
         readings.add(real)
         out.rows.append(real.row)
         out.rounds += [
             {"temperature": temperature, "tree": shape.describe(), **r.line()} for r in real.rounds
         ]
         if bench.verifier(tree).replayable(sampling):
-            replayed = bench.replayed_tree(decoded, subject, tree_cost, tree)
-            merge(replayed, real, temperature, config)
-            out.rows.append(replayed.row)
-            out.comparisons += against(replayed, mine, temperature, config)
+            best = bench.replayed_tree(decoded, subject, tree_cost, tree)
+            merge(best, real, temperature, config)
+            out.rows.append(best.row)
+        if best.row["lossless"]:
+            out.comparisons += against(best, mine, temperature, config)
     progress.close()
     out.readings = readings.all()
     return out

@@ -165,7 +165,7 @@ def table(entries: Sequence[Entry]) -> Table:
         ]
         for run, report, row in entries
     ]
-    headers = ["run: drafter", "draft", "nodes", "parameters", "tokens per round", "alpha",
+    headers = ["run: drafter", "draft", "nodes", "parameters", "tokens per round", "alpha, depth 1",
                *COST_HEADERS, "speed-up", "identical", "lossless", "role"]  # fmt: skip
     return Table(headers, lines)
 

@@ -12,8 +12,8 @@ import torch
 
 from drafters.round import Budget, DraftState
 from drafters.trees.static import StaticTree
+from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
-from eval.metrics import check_invariants
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import TargetOutputs
@@ -258,7 +258,7 @@ def assert_gradients_reach_everything(drafter, target, K, but=()):
 
 
 def assert_stored_whole(drafter, target, folder):
-    drafter.rank_accuracy = [[0.5, 0.25], [0.5, 0.0]]
+    drafter.rank_accuracy = {"0": [[0.5, 0.25], [0.5, 0.0]]}
     drafter.save_pretrained(folder)
     again = type(drafter).from_pretrained(folder, target)
     assert not again.training

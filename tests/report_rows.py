@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from eval.metrics import PromptCounters, paired_difference, per_domain, summarise
+from eval.counters import PromptCounters
+from eval.metrics import paired_difference, per_domain, summarise
 from eval.report.rows import role_of
 from eval.report.schema import build_report, check_report, plain_row
 from eval.speed_model import COST_RATIOS, mbsu, modelled_speedup

@@ -93,7 +93,7 @@ class AtMost(Policy):
     name: ClassVar[str] = "at_most"
     count: int
 
-    def __call__(self, signals, depth):
+    def stops(self, signals, depth):
         return torch.full_like(signals.confidence, depth >= self.count, dtype=torch.bool)
 ''',
     ),

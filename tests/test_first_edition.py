@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 import train
@@ -70,6 +71,9 @@ def test_a_drafter_is_measured_as_it_was(name, place):
         f"eval.prompts={place}/eval.jsonl", "eval.num_prompts=4", "eval.max_new_tokens=11",
         "eval.timing_prompts=0", "eval.bootstrap_draws=20", "script.out=found",
     )  # fmt: skip
+    tree = yaml.safe_load((run / "config.yaml").read_text())["eval"]["tree"]
+    if tree is not None and not tree.startswith("dynamic"):
+        words += (f"eval.tree={tree},siblings=top",)  # which was the default then
     assert evaluate.main(list(words)) == 0
     assert set((place / "cache" / "traces").iterdir()) == stores
     now, before = rows_of(report_of(Path("found")), drafter), rows_of(report_of(run), "after")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.static import Ranks, StaticTree
-from drafters.trees.tree import TOP
+from drafters.trees.tree import WITHOUT_REPLACEMENT
 from trainer.config import UserError, require
 
 MAX_RANKS = 10  # children of one node
@@ -21,7 +21,7 @@ class CalibratedTree(TreeSpec):
     name: ClassVar[str] = "calibrated"
     needs_accuracy: ClassVar[bool] = True
     num_nodes: int
-    siblings: str = field(default=TOP, kw_only=True)
+    siblings: str = field(default=WITHOUT_REPLACEMENT, kw_only=True)
 
     def deepest(self, K: int) -> int:
         # five levels already hold more nodes than one pass can verify
@@ -38,6 +38,19 @@ class CalibratedTree(TreeSpec):
             )
         tree = calibrated_tree(accuracy[:K], self.num_nodes)
         return replace(tree, siblings=self.siblings)
+
+
+def accuracy_at(
+    stored: Mapping[str, Accuracy] | Accuracy | None, temperature: float
+) -> tuple[Accuracy | None, float]:
+    """The accuracies of a drafter that were measured at the nearest temperature, and the latter.
+
+    An earlier version stored one table, of the temperatures of its training text.
+    """
+    if not isinstance(stored, Mapping):
+        return stored, temperature
+    nearest = min(stored, key=lambda measured: abs(float(measured) - temperature))
+    return stored[nearest], float(nearest)
 
 
 def calibrated_tree(accuracy: Accuracy, num_nodes: int) -> StaticTree:

@@ -27,8 +27,9 @@ class StaticTree(TreeSpec):
     Paths are unique and prefix-closed, and where rank r is present so are all lower ranks of the
     same parent. They are stored level by level, so that a node's index is its place among the
     nodes. `title`: the name in reports. At temperatures above 0 children are the most likely tokens
-    too, or drawn from the drafter's distribution `without_replacement`. Raises UserError where the
-    paths form no tree.
+    too, `top`, or drawn from the drafter's distribution `without_replacement`: then rank r is the
+    r-th draw, as EAGLE-1 published it (Li et al. 2024), and the trees that `eval.tree` names do so.
+    Raises UserError where the paths form no tree.
     """
 
     paths: tuple[Ranks, ...]
@@ -154,6 +155,7 @@ class FileTree(StaticTree):
     paths: tuple[Ranks, ...] = field(init=False)
     title: str = field(init=False)
     file: str
+    siblings: str = field(default=WITHOUT_REPLACEMENT, kw_only=True)
 
     def __post_init__(self) -> None:
         path = Path(self.file)

@@ -19,7 +19,7 @@ TREES: dict[str, type[TreeSpec]] = {
 
 def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
     """The tree that `text` names; UserError, with `key`, where it names none."""
-    if text.endswith(".json") and text.partition(":")[0] not in TREES:
+    if text.endswith(".json") and text.partition(",")[0].partition(":")[0] not in TREES:
         raise UserError(f"{key}={text}: a JSON file of rank paths is named as static:{text}")
     return parse(key, text, TREES)
 

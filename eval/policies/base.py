@@ -7,7 +7,7 @@ distribution unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -21,16 +21,36 @@ MIDDLE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 @dataclass
 class Policy(StopRule):
-    """A stop rule with a name."""
+    """A stop rule with a name, which ends no round before `K_min` tokens.
+
+    A rule says in `stops` where it would; that is asked after every token.
+    """
 
     name: ClassVar[str]
+    K_min: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(self.K_min >= 1, "K_min", "be >= 1", self.K_min)
+
+    def stops(self, signals: Signals, depth: int) -> torch.Tensor:
+        """[B] bool: the rows that the rule would stop after the token of this depth."""
+        raise NotImplementedError
+
+    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+        stopped = self.stops(signals, depth)  # also before K_min: some rules add up over tokens
+        return stopped & (depth >= self.least)
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens of a round."""
+        return self.K_min
 
     @property
     def policy(self) -> str:
         return spelled(self)
 
     def budget(self, K: int, K_min: int = 1) -> Budget:
-        """Chains of at most K tokens, and of at least `K_min` where an acceptance head decides."""
+        """Chains of at most K tokens; `K_min`: that of the acceptance head, where one decides."""
         return Budget(K, self)
 
     @classmethod
@@ -47,6 +67,7 @@ class Threshold(Policy):
     threshold: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 < self.threshold < 1, "threshold", "lie in (0, 1)", self.threshold)
 
     @classmethod

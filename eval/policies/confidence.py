@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from drafters.round import Signals
-from eval.policies.base import MIDDLE, Threshold
+from eval.policies.base import MIDDLE, Policy, Threshold
 from trainer.checks import require
 
 
@@ -20,7 +20,8 @@ class Confidence(Threshold):
     THRESHOLDS: ClassVar[tuple[float, ...]] = MIDDLE
 
     def __post_init__(self) -> None:
+        Policy.__post_init__(self)
         require(0 <= self.threshold <= 1, "threshold", "lie in [0, 1]", self.threshold)
 
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+    def stops(self, signals: Signals, depth: int) -> torch.Tensor:
         return signals.confidence < self.threshold

@@ -19,5 +19,5 @@ class Drafted(Threshold):
     name: ClassVar[str] = "drafted"
     THRESHOLDS: ClassVar[tuple[float, ...]] = tuple(i / 50 for i in range(1, 50))
 
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+    def stops(self, signals: Signals, depth: int) -> torch.Tensor:
         return signals.probability < self.threshold

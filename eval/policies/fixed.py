@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from drafters.round import Budget
@@ -14,6 +14,7 @@ class Fixed(Policy):
     """No rule ends them; the grid is over their length."""
 
     name: ClassVar[str] = "fixed"
+    K_min: int = field(default=1, init=False)  # every round has eval.K tokens
 
     def budget(self, K: int, K_min: int = 1) -> Budget:
         return Budget(K)

@@ -26,18 +26,23 @@ class Heuristic(Policy):
         self.K = K
         return Budget(K, self)
 
+    @property
+    def first(self) -> int:
+        """The length of the first round of an answer."""
+        return min(max(FIRST_K, self.K_min), self.K)
+
     def begin(self, rows: int, device: torch.device) -> None:
-        self.lengths = torch.full((rows,), min(FIRST_K, self.K), device=device)
+        self.lengths = torch.full((rows,), self.first, device=device)
 
     def renew(self, rows: torch.Tensor) -> None:
-        self.lengths[rows] = min(FIRST_K, self.K)
+        self.lengths[rows] = self.first
 
     def keep(self, rows: torch.Tensor) -> None:
         self.lengths = self.lengths[rows]
 
     def verified(self, accepted: torch.Tensor, submitted: torch.Tensor) -> None:
         change = torch.where(accepted >= submitted, 2, -1)
-        self.lengths = (self.lengths + change).clamp(1, self.K)
+        self.lengths = (self.lengths + change).clamp(min(self.K_min, self.K), self.K)
 
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+    def stops(self, signals: Signals, depth: int) -> torch.Tensor:
         return self.lengths <= depth

@@ -21,5 +21,5 @@ class Product(Threshold, RunningProduct):
     name: ClassVar[str] = "product"
     THRESHOLDS: ClassVar[tuple[float, ...]] = LOW + MIDDLE
 
-    def __call__(self, signals: Signals, depth: int) -> torch.Tensor:
+    def stops(self, signals: Signals, depth: int) -> torch.Tensor:
         return self.times(signals.probability, depth) < self.threshold

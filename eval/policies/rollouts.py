@@ -3,10 +3,10 @@
 From positions of the target's text one chain of `K` tokens is drafted, with the probability, the
 acceptance head's score and the coin of every token. A policy then cuts each chain somewhere, so a
 grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresholds; common random
-numbers make their differences small). Places are drawn as rounds of `REFERENCE_K` tokens start in
-that text (`eval.offline`): decoding begins more of them where it fails. Other policies start theirs
-a little elsewhere, so what is chosen here is confirmed by decoding. Rounds are cut at the end of
-text and at the length limit, as decoding cuts them.
+numbers make their differences small). Places lie evenly in the text, and each counts for a policy
+as often as that policy's own rounds start there (`OwnRounds`): decoding begins more rounds where it
+fails, and a policy that stops in time fails elsewhere than chains of fixed length. Rounds are cut
+at the end of text and at the length limit, as decoding cuts them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.round import Budget, DraftState, Signals
-from drafters.trees.chain import Stops
+from drafters.round import Budget, DraftState
 from drafters.trees.tree import TokenTree
-from eval.metrics import PromptCounters
-from eval.offline import OfflineEvaluator
+from eval.counters import PromptCounters
+from eval.offline import OfflineEvaluator, drafted_lengths
 from eval.policies.base import Recorder
 from eval.speed_model import modelled_speedup
+from eval.walk import visits
 from target.model import Target, TargetOutputs
 from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
 from trainer.config import UserError
 
-REFERENCE_K = 5
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")  # that a report compares
 STARTS = 8  # rounds per prompt
+REPEATS = 16  # walks along a text, under a policy whose rounds depend on those before
 
 
 @dataclass
@@ -43,7 +43,9 @@ class Rollouts:
     `confidence`, `probability`, `score` [P, S, K] float: `Signals` of each token, with the score of
     the token itself, NaN for the last one and without a head; `ratio`: probability of acceptance,
     p/q at most 1; `uniform`: its coin; `ends`: whether it is an EOS; `room` [P, S]: tokens until
-    the end of the answer; `rounds` [P]: number of rounds that the rollouts of a prompt represent.
+    the end of the answer; `rounds` [P]: number of places at which rounds may start, for which the
+    rollouts of a prompt stand; `own`: the rounds of each policy along the texts, None: one starts
+    at each of these places.
     """
 
     traces: list[Trace]
@@ -55,6 +57,7 @@ class Rollouts:
     ends: torch.Tensor
     room: torch.Tensor
     rounds: list[float]
+    own: OwnRounds | None = None
 
     @property
     def K(self) -> int:
@@ -69,12 +72,13 @@ class Rollouts:
     def counters(self, budget: Budget) -> list[PromptCounters]:
         """Counters of each prompt under this policy.
 
-        Its rollouts count as rounds, one after the other, weighted so that they represent all
-        rounds of its text. Raises UserError where the policy drafts more than K tokens.
+        Its rollouts count as rounds, one after the other, each for as many as the policy starts
+        there. Raises UserError where the policy drafts more than K tokens.
         """
         if budget.max_tokens > self.K:
             raise UserError(f"rollouts hold {self.K} tokens, a policy needs {budget.max_tokens}")
         rule, num_prompts = budget.stop, len(self.traces)
+        weights = self.weights(budget)
         if rule is not None:
             rule.begin(num_prompts, self.ratio.device)
         rounds = []
@@ -85,10 +89,21 @@ class Rollouts:
                 rule.verified(accepted, lengths)
             cut = _cut(lengths, accepted, self.ends[:, turn], self.room[:, turn])
             judged = rule is not None and rule.judges_last
-            rounds.append(cut | {"judging": (lengths < budget.max_tokens) & judged})
+            judging = (lengths < budget.max_tokens) & judged
+            one = cut | {"judging": judging, "rounds": torch.ones_like(lengths)}
+            rounds.append({name: own.double() * weights[:, turn] for name, own in one.items()})
         none = torch.zeros(num_prompts, dtype=torch.double, device=self.ratio.device)
-        sums = {name: sum((one[name].double() for one in rounds), none) for name in rounds[0]}
+        sums = {name: sum((one[name] for one in rounds), none) for name in rounds[0]}
         return [self._prompt(row, sums, budget) for row in range(num_prompts)]
+
+    def weights(self, budget: Budget) -> torch.Tensor:
+        """Rounds of the policy, [P, S], that each rollout stands for."""
+        alike = torch.tensor(self.rounds, dtype=torch.double) / self.ratio.shape[1]
+        weights = alike.unsqueeze(1).expand(-1, self.ratio.shape[1])
+        if self.own is not None:
+            places = self.own.lengths.unsqueeze(1) - self.room
+            weights = weights * self.own.visits(budget).gather(1, places)
+        return weights.to(self.ratio.device)
 
     def accepted(self, turn: int) -> torch.Tensor:
         """Number of tokens, [P], before the first rejection among all K."""
@@ -97,26 +112,77 @@ class Rollouts:
 
     def _lengths(self, budget: Budget, turn: int) -> torch.Tensor:
         """Length, [P], at which the policy cuts each chain."""
-        rule, stops = budget.stop, Stops(self.room[:, turn])
-        if rule is None:
-            return stops.lengths.clamp(max=budget.max_tokens)
-        for depth in range(1, budget.max_tokens):
-            at = depth - 1
-            judged = at if rule.judges_last else at - 1
-            score = self.score[:, turn, judged] if rule.uses_head and judged >= 0 else None
-            seen = self.confidence[:, turn, at], self.probability[:, turn, at]
-            if stops.all(rule(Signals(*seen, score), depth)):
-                break
-        return stops.lengths.clamp(max=budget.max_tokens)
+        signals = (own[:, turn] for own in (self.confidence, self.probability, self.score))
+        return _lengths(budget, *signals)
 
     def _prompt(self, row: int, sums: dict[str, torch.Tensor], budget: Budget) -> PromptCounters:
         trace = self.traces[row]
-        weight = self.rounds[row] / self.ratio.shape[1]
         one = PromptCounters(trace.prompt_hash, trace.domain, budget.max_tokens)
-        one.rounds = self.rounds[row]
         for name, values in sums.items():
-            setattr(one, name, weight * float(values[row]))
+            setattr(one, name, float(values[row]))
         return one
+
+
+@dataclass
+class OwnRounds:
+    """Where the rounds of a policy start along P texts of at most N tokens.
+
+    `accept` [P, N, K] float64: probability that each token of a round is accepted, given the text;
+    `confidence`, `probability`, `score` [P, N, K]: `Signals` of these tokens, as in `Rollouts`;
+    `lengths` [P] int64; `uniform` [P, REPEATS, N + K]: a coin for each token of each walk.
+    """
+
+    accept: torch.Tensor
+    confidence: torch.Tensor
+    probability: torch.Tensor
+    score: torch.Tensor
+    lengths: torch.Tensor
+    uniform: torch.Tensor
+
+    def visits(self, budget: Budget) -> torch.Tensor:
+        """Expected rounds, [P, N] float64, that start at each token; for a policy whose rounds
+        depend on those before, the mean of walks along the text."""
+        rule, K = budget.stop, budget.max_tokens
+        if rule is not None and not rule.replayable:
+            return self._walked(budget)
+        flat = [one.flatten(0, 1) for one in (self.confidence, self.probability, self.score)]
+        if rule is not None:
+            rule.begin(len(flat[0]), flat[0].device)
+        drafted = _lengths(budget, *flat).view(self.accept.shape[:2])
+        given = (self.accept[..., :K].numpy(), drafted.numpy(), self.lengths.numpy())
+        return torch.from_numpy(visits(*given))
+
+    def _walked(self, budget: Budget) -> torch.Tensor:
+        rule, K = budget.stop, budget.max_tokens
+        assert rule is not None
+        prompts, repeats, _ = self.uniform.shape
+        row = torch.arange(prompts).repeat_interleave(repeats)
+        coins, lengths = self.uniform.flatten(0, 1), self.lengths[row]
+        found = torch.zeros(self.accept.shape[:2], dtype=torch.double)
+        at = torch.ones_like(row)
+        rule.begin(len(row), at.device)
+        while bool((live := at < lengths).any()):
+            found.index_put_((row[live], at[live]), torch.ones(1).double(), accumulate=True)
+            here = row, at.clamp(max=found.shape[1] - 1)
+            drafted = _lengths(budget, self.confidence[here], self.probability[here],
+                               self.score[here])  # fmt: skip
+            coin = coins.gather(1, here[1].unsqueeze(1) + torch.arange(K))
+            passed = (coin < self.accept[here][:, :K]).long().cumprod(1).sum(1)
+            accepted = torch.minimum(passed, drafted)
+            rule.verified(accepted, drafted)
+            at = at + accepted + 1
+        return found / repeats
+
+
+def _lengths(
+    budget: Budget, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
+) -> torch.Tensor:
+    """Lengths [n] at which the policy cuts chains with these signals, [n, K]."""
+    K = budget.max_tokens
+    if budget.stop is None:
+        return torch.full_like(confidence[:, 0], K, dtype=torch.long)
+    signals = (one[:, :K] for one in (confidence, probability, score))
+    return drafted_lengths(budget.stop, *signals)
 
 
 def _cut(
@@ -141,6 +207,7 @@ def draw(
     sampling: Sampling,
     K: int,
     *,
+    draft_sampling: Sampling | None = None,
     starts: int = STARTS,
     seed: int = 0,
     batch_size: int = 32,
@@ -148,15 +215,16 @@ def draw(
 ) -> Rollouts:
     """Draft rollouts from `starts` positions of every trace whose response has one.
 
-    They use `sampling`, whatever the text was sampled with. `on_tokens` is called after each batch
+    They use `sampling`, whatever the text was sampled with; `draft_sampling`: of the drafter, the
+    same unless given. `on_tokens` is called after each batch
     with the number of drafted tokens. Raises UserError where no trace has two tokens.
     """
     usable = [trace for trace in traces if len(trace.response_ids) > 1]
     if not usable:
         raise UserError("rollouts need at least one target trace of two tokens")
+    draft_sampling = draft_sampling or sampling
     rng = np.random.default_rng(seed)
-    visits = _visits(target, drafter, usable, sampling, min(K, REFERENCE_K))
-    places = [_places(own, starts, float(rng.random())) for own in visits]
+    places = [_places(len(t.response_ids), starts, float(rng.random())) for t in usable]
     rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
     order = sorted(range(len(rows)), key=lambda r: len(usable[rows[r][0]].prompt_ids) + rows[r][1])
     shape = (len(rows), K)
@@ -168,45 +236,60 @@ def draw(
             usable[p].prompt_ids + usable[p].response_ids[:n] for p, n in (rows[r] for r in taken)
         ]
         keys = [row_key(seed, usable[p].prompt_ids, n) for p, n in (rows[r] for r in taken)]
-        found = _group(target, drafter, texts, keys, sampling, K)
+        found = _group(target, drafter, texts, keys, sampling, draft_sampling, K)
         for name, values in found.items():
             table[name][taken] = values.double().cpu()
         on_tokens(len(taken) * K)
     room = torch.tensor([len(usable[p].response_ids) - n for p, n in rows])
     laid = {name: values.view(len(usable), starts, K) for name, values in table.items()}
     ends = laid.pop("ends") > 0
-    rounds = [float(own.sum()) for own in visits]
-    return Rollouts(usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds)
+    rounds = [len(trace.response_ids) - 1.0 for trace in usable]
+    own = own_rounds(target, drafter, usable, sampling, draft_sampling, K, rng)
+    return Rollouts(
+        usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds, own=own
+    )
 
 
-def _visits(
-    target: Target, drafter: TrainedDrafter, traces: Sequence[Trace], sampling: Sampling, K: int
-) -> list[np.ndarray]:
-    """Expected rounds that start at each response token, for each trace.
+def own_rounds(
+    target: Target,
+    drafter: TrainedDrafter,
+    traces: Sequence[Trace],
+    sampling: Sampling,
+    draft_sampling: Sampling,
+    K: int,
+    rng: np.random.Generator,
+) -> OwnRounds:
+    """The rounds of any policy along these traces.
 
-    One at each token where the text was sampled with other settings, because it then has no
-    information on rejections.
+    One starts at each token of a text of another sampling, which has no information on rejections.
     """
-    found = [np.minimum(np.arange(len(t.response_ids)), 1.0) for t in traces]
-    own = [i for i, t in enumerate(traces) if Sampling(t.temperature, t.top_k, t.top_p) == sampling]
+    width = max(len(trace.response_ids) for trace in traces)
+    rows = {id(trace): row for row, trace in enumerate(traces)}
+    signals = torch.full((3, len(traces), width, K), torch.nan)
+    accept = torch.zeros(len(traces), width, K, dtype=torch.double)
+    own = [t for t in traces if Sampling(t.temperature, t.top_k, t.top_p) == sampling]
+    groups = ()
     if own:
-        texts = [traces[i] for i in own]
-        offline = OfflineEvaluator(target, texts, sampling, Budget(K), engine_counters=False)
-        order = {id(trace): n for n, trace in enumerate(t for g in offline.groups for t in g)}
-        visits = offline(drafter).visits
-        for i in own:
-            found[i] = visits[order[id(traces[i])]]
-    return found
+        offline = OfflineEvaluator(target, own, sampling, Budget(K), engine_counters=False)
+        groups = offline.along(drafter, draft_sampling, drafter.acceptance is not None)
+    for group in groups:
+        at, size = torch.tensor([rows[id(t)] for t in group.traces]), group.accept.shape[1]
+        accept[at, :size] = torch.from_numpy(group.accept)
+        found = torch.stack([group.confidence, group.probability, group.score])
+        signals[:, at, :size] = found.float().cpu()
+    repeats = 1 if sampling.temperature == 0 else REPEATS
+    uniform = torch.from_numpy(rng.random((len(traces), repeats, width + K)))
+    lengths = torch.tensor([len(trace.response_ids) for trace in traces])
+    return OwnRounds(accept, *signals, lengths=lengths, uniform=uniform)
 
 
-def _places(visits: np.ndarray, count: int, shift: float) -> np.ndarray:
-    """Draw `count` indices in order, in proportion to the visits, by systematic sampling.
+def _places(length: int, count: int, shift: float) -> np.ndarray:
+    """`count` indices in 1..length-1, in order and evenly spread, by systematic sampling.
 
     `shift`, in [0, 1), is the only random number.
     """
-    total = visits.cumsum()
-    wanted = (np.arange(count) + shift) / count * total[-1]
-    return np.minimum(np.searchsorted(total, wanted, side="right"), len(visits) - 1)
+    wanted = (np.arange(count) + shift) / count * (length - 1)
+    return 1 + np.minimum(wanted.astype(int), length - 2)
 
 
 def _group(
@@ -215,6 +298,7 @@ def _group(
     texts: list[list[int]],
     keys: list[int],
     sampling: Sampling,
+    draft_sampling: Sampling,
     K: int,
 ) -> dict[str, torch.Tensor]:
     """Draft one rollout after each text; values are [B, K]."""
@@ -231,7 +315,7 @@ def _group(
     prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})
     drafter.prefill(rows, ids[:, : longest - 1], lengths - 1, prompt)
     recorder = Recorder(drafter.acceptance is not None)
-    state = DraftState(ids, lengths, longest, sampling, random, outputs)
+    state = DraftState(ids, lengths, longest, draft_sampling, random, outputs)
     tree = drafter.propose(state, Budget(K, recorder))
     found = _judged(target, ids, lengths, tree, sampling)
     scores = [one.score for one in recorder.seen[1:]] if recorder.uses_head else []

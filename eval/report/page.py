@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.report import plots
+from eval.report.breakdown import domain_tables, position_tables
 from eval.report.policies import policy_blocks, policy_figures
 from eval.report.render import (
     NONE,
@@ -41,7 +42,6 @@ from eval.report.tables import (
     MIDDLE_COST,
     cost_tables,
     depth_tables,
-    domain_tables,
     drafter_facts,
     goodput_tables,
     main_tables,
@@ -56,13 +56,16 @@ DEFINITIONS = [
     "bonus token counted, token of the prefill not, cut at end of text and length.",
     "accepted_per_round: accepted drafts per target forward, without the bonus token.",
     "alpha: mean overlap sum_v min(p_v, q_v) of target and drafter on text the target wrote; at "
-    "temperature 0 the share of positions where both choose the same token.",
+    "temperature 0 the share of positions where both choose the same token. Of the first draft of "
+    "a round: a head has less further on (alpha_by_depth), a language model the same.",
     "greedy match (greedy_match): share of those positions where the two most likely tokens agree.",
     "draft acceptance (draft_acceptance_rate): accepted / submitted draft tokens; depends on K and "
     "on the size of a tree. discard_rate is the rest of it.",
     "alpha_hat: accepted / (accepted + rounds with a rejection); too high when prompts differ.",
     "alpha_pos[i]: position i accepted, given that all before it were. reach_pos[i]: at least i "
     "accepted. alpha_by_depth[i]: alpha of the i-th draft of a round, the tokens before it given.",
+    "draft vocabulary: alpha lost is the target's probability of tokens outside of it, tokens per "
+    "round lost what the rounds would emit more if all of those were accepted.",
     "speed-up (speedup): plain seconds per token / speculative seconds per token, on prompts timed "
     "both ways, one at a time, on this machine.",
     "cost ratio (c): seconds of a drafter step / seconds of a target forward on one token.",
@@ -209,6 +212,12 @@ def _main_figures(rows: list[Row]) -> list[Figure]:
     if domains and (plot := plots.tokens_by_domain(domains)):
         caption = "The domain with the fewest comes first."
         found.append(Figure("Tokens per round by domain", plot, caption))
+    if plot := plots.tokens_by_position(shown):
+        caption = (
+            "Rounds by the place in the answer at which they begin. Further right there are the "
+            "rounds of long answers alone."
+        )
+        found.append(Figure("Tokens per round by position in the answer", plot, caption))
     chain = best_chain(rows, best["drafter"]) if best else None
     if chain and _decided(chain):
         caption = (
@@ -289,7 +298,7 @@ def report_blocks(report: Report) -> list[Block]:
             _comparison_table(report["comparisons"]),
         ]  # fmt: skip
     blocks += [*stage_tables(rows), *depth_tables(rows), *cost_tables(rows)]
-    blocks += [*goodput_tables(rows), *domain_tables(rows)]
+    blocks += [*goodput_tables(rows), *domain_tables(rows), *position_tables(rows)]
     if report.get("policies"):
         blocks += policy_blocks(report["policies"])
     if rows:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eval import speed_model
+from eval.report.breakdown import position_name
 from eval.report.policies import Point
 from eval.report.render import LegendKey, Plot
 from eval.report.rows import Row, known_positions
@@ -87,6 +88,26 @@ def tokens_by_domain(rows: list[Row]) -> Plot | None:
         axes.invert_yaxis()
 
     return _svg(draw, height=max(2.9, 1.0 + 0.3 * len(names)))
+
+
+def tokens_by_position(rows: list[Row]) -> Plot | None:
+    """Tokens per round of each row by the range of the answer in which rounds begin; None where
+    there is one range."""
+    shown = [row for row in rows if row.get("by_position")]
+    firsts = {place["first"]: position_name(place) for r in shown for place in r["by_position"]}
+    if len(firsts) < 2:
+        return None
+    places = {first: place for place, first in enumerate(sorted(firsts))}
+
+    def draw(axes: Axes) -> None:
+        for index, row in enumerate(shown):
+            own = row["by_position"]
+            x, y = [places[one["first"]] for one in own], [one["tokens_per_round"] for one in own]
+            axes.plot(x, y, _line(row), label=_name(row), color=_colour(row, index))
+        axes.set_xticks(range(len(places)), [firsts[first] for first in places])
+        axes.set(xlabel="position in the answer", ylabel="tokens per round", ylim=(1, None))
+
+    return _svg(draw)
 
 
 def speedup_over_K(row: Row) -> Plot:

@@ -147,6 +147,11 @@ def number(
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
+def percent(share: float | None) -> str:
+    """`97.12 %`, or a dash for null."""
+    return NONE if share is None else f"{100 * share:.4g} %"
+
+
 def with_interval(row: Row, metric: str, digits: int = 2) -> str:
     """`2.91 [2.80, 3.02]`, without brackets where there is no interval."""
     text, interval = number(row.get(metric), digits), row.get(f"{metric}_ci95")

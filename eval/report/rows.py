@@ -41,8 +41,11 @@ def is_trained(row: Row) -> bool:
 
 def draft_shape(row: Row) -> str:
     """`K 4` for a chain, with the rule that may end it early; the tree's description for a tree.
-    Behind it the verifier, where it is none of the usual ones, which are lossless."""
+    Behind it the drafter's temperature, where it has its own, and the verifier, where it is none of
+    the usual ones, which are lossless."""
     verifier = "" if row["verifier"] in USUAL else f", {row['verifier']}"
+    if row.get("draft_temperature") is not None:
+        verifier = f", drafted at T={row['draft_temperature']:g}{verifier}"
     if row.get("tree") is not None:
         sampled = row.get("tree_children") == "sampled" and row["temperature"] > 0
         return row["tree"] + ", sampled children" * sampled + verifier

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from eval.report.breakdown import vocabulary_words
 from eval.report.render import (
     NONE,
     Block,
@@ -15,6 +16,7 @@ from eval.report.render import (
     Text,
     flatten,
     number,
+    percent,
     with_interval,
 )
 from eval.report.rows import (
@@ -83,9 +85,9 @@ def main_table(rows: Iterable[Row]) -> Table:
         ]
         for name, row in zip(names, rows, strict=True)
     ]
-    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha", "greedy match",
-               "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s", "identical",
-               "lossless", "role"]  # fmt: skip
+    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha, depth 1",
+               "greedy match", "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s",
+               "identical", "lossless", "role"]  # fmt: skip
     return Table(headers, cells, {i for i, name in enumerate(names) if name == "after"})
 
 
@@ -115,9 +117,13 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 if parted
                 else f"{name}: lossy, the output does not have the target's distribution."
             )
+        if row.get("quality") is not None:
+            found.append(f"{name}: its answers have {row['quality']:.3f} {row['quality_metric']}.")
         measured, modelled = row["speedup"], row["modelled_speedup"]
         if row["role"] != PLAIN and measured and modelled and modelled > 1.15 * measured:
             slower.append(name)
+        if row.get("draft_vocabulary") and is_trained(row):
+            found.append(vocabulary_words(name, row))
         if row.get("note"):
             found.append(f"{name}: {row['note']}")
     if slower:
@@ -154,10 +160,6 @@ def _compared(name: str, row: Row) -> str:
 
 def _tokens_per_s(row: Row) -> float | None:
     return row["plain_tokens_per_s" if row["role"] == PLAIN else "speculative_tokens_per_s"]
-
-
-def percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.4g} %"
 
 
 def count(value: object) -> str:
@@ -321,35 +323,6 @@ def _best_Ks(row: Row) -> list[str]:
     positions = known_positions(row)
     found = [best_K_at(positions, MIDDLE_COST, batch) for batch in BATCH_SIZES]
     return [f"{K}{'+' if len(positions) == K else ''} ({ratio:.2f})" for K, ratio in found]
-
-
-def domain_tables(rows: Sequence[Row]) -> list[Block]:
-    """Tokens per round and alpha by domain."""
-    blocks: list[Block] = []
-    for heading, group in groups(once(rows)).items():
-        shown = [row for row in group if row.get("by_domain")]
-        if not shown:
-            continue
-        names = sorted({name for row in shown for name in row["by_domain"]["domains"]})
-        lines = []
-        for name in names:
-            domains = [row["by_domain"]["domains"].get(name, {}) for row in shown]
-            lines.append([name, *(_domain_cell(domain) for domain in domains)])
-        means = [row["by_domain"]["mean"] for row in shown]
-        lines.append(["mean over domains", *(_domain_cell(mean) for mean in means)])
-        worst = [row["by_domain"]["worst"].get("tokens_per_round") for row in shown]
-        lines.append(
-            ["worst", *(f"{number(w['value'])} ({w['domain']})" if w else NONE for w in worst)]
-        )
-        blocks += [Heading(heading, 3), Table(["domain", *map(label, shown)], lines)]
-    if blocks:
-        blocks.insert(0, Text("Tokens per round, and alpha after the slash."))
-        blocks.insert(0, Heading("By domain"))
-    return blocks
-
-
-def _domain_cell(metrics: Mapping[str, float | None]) -> str:
-    return f"{number(metrics.get('tokens_per_round'))} / {number(metrics.get('alpha'), 3)}"
 
 
 def drafter_facts(drafter: Mapping[str, object]) -> list[list[str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval.report.breakdown import domains_of
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
 from eval.report.rows import Report, Row, groups, label, once
 
-HEADERS = ("", "tokens per round", "alpha", "speed-up")
+HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
 
 
@@ -16,7 +17,9 @@ def summary(report: Report) -> str:
     """A title, a table for every temperature and set of prompts, and the gains over other rows."""
     lines = [report_title(report)]
     for heading, rows in groups(once(report["results"])).items():
-        cells = [HEADERS, *map(_cells, (row for row in rows if row["drafter"] not in LEFT_OUT))]
+        shown = [row for row in rows if row["drafter"] not in LEFT_OUT]
+        names = domains_of(shown)  # each a column of tokens per round
+        cells = [(*HEADERS, *names), *(_cells(row, names) for row in shown)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", f"{heading} ({rows[0]['num_prompts']} prompts)"]
         lines += [
@@ -27,10 +30,12 @@ def summary(report: Report) -> str:
     return "\n".join([*lines, "", *gains] if gains else lines)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, names: Sequence[str]) -> tuple[str, ...]:
     name = label(row) + ", not lossless" * (not row["lossless"])
     measured = with_interval(row, "tokens_per_round"), with_interval(row, "alpha", 3)
-    return (f"  {name}", *measured, with_interval(row, "speedup"))
+    domains = row["by_domain"]["domains"] if names and row.get("by_domain") else {}
+    by_domain = (number(domains.get(one, {}).get("tokens_per_round")) for one in names)
+    return (f"  {name}", *measured, with_interval(row, "speedup"), *by_domain)
 
 
 def _gains(comparisons: Sequence[Row]) -> list[str]:

@@ -45,7 +45,9 @@ def tile_blocks(report: Report) -> list[Block]:
         tokens = _tile("Tokens per round", best, [*others, *own], "tokens_per_round", 1.0)
         tokens.notes = _differences(best, comparisons, "tokens_per_round")
         # a tree has no alpha of its own
-        acceptance = _tile("Acceptance (alpha)", chain, [*others, chain], "alpha", 0.0, 1.0)
+        acceptance = _tile(
+            "Acceptance (alpha, depth 1)", chain, [*others, chain], "alpha", 0.0, 1.0
+        )
         acceptance.notes = _differences(chain, comparisons, "alpha")
         blocks += [Heading(heading, 3), Tiles([tokens, _speed(best, own), acceptance])]
     return blocks

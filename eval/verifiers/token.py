@@ -35,7 +35,7 @@ class Token(Verifier):
         live: torch.Tensor | None = None,
     ) -> Verdict:
         if tree.is_chain:
-            return _chain(tree, target_logits, sampling, random, first_position, live)
+            return verify_chain(tree, target_logits, sampling, random, first_position, live)
         if sampling.temperature == 0:
             return follow_best(tree, target_logits)
         p = warp(target_logits, sampling)
@@ -46,18 +46,20 @@ class Token(Verifier):
         return follow(tree, draw)
 
 
-def _chain(
+def verify_chain(
     tree: TokenTree,
     target_logits: torch.Tensor,
     sampling: Sampling,
     random: RandomSource,
     first_position: torch.Tensor,
     live: torch.Tensor | None,
+    lenience: float = 1.0,
 ) -> Verdict:
     """Accept draft i with probability min(1, p/q).
 
     The first rejection emits a token from norm((p - q)+), full acceptance one from p. A token
     chosen deterministically has the point mass as its q, whatever the drafter's softmax was.
+    `lenience`: what q is multiplied by in both; below 1 the result is lossy.
     """
     depth = tree.tokens.shape[1]
     index = torch.arange(depth, device=tree.tokens.device)
@@ -80,7 +82,7 @@ def _chain(
     checked = submitted if live is None else submitted & live.unsqueeze(1)
     if bool(((q_drafted <= 0) & checked).any()):
         raise RunFault("a drafted token has probability 0 under the distribution it was drawn from")
-    probability = (p_drafted / q_drafted.clamp_min(1e-38)).clamp(max=1.0)
+    probability = (p_drafted / (lenience * q_drafted).clamp_min(1e-38)).clamp(max=1.0)
     flips = [random.flip(probability[:, i], first_position + i, "accept") for i in range(depth)]
     accepted = (torch.stack(flips, 1) & submitted).long().cumprod(1).sum(1)
 
@@ -88,7 +90,7 @@ def _chain(
     row = torch.arange(len(accepted), device=accepted.device)
     final = p[row, accepted]
     rejected = accepted < tree.lengths
-    residual = (final - q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
+    residual = (final - lenience * q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
     usable = rejected & (residual.sum(-1) > 0)  # p = q up to rounding leaves nothing: p it is
     final = torch.where(usable.unsqueeze(-1), residual, final)
     emitted = random.choice(

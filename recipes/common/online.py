@@ -26,8 +26,8 @@ from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.offline import rejections
 from eval.policies.table import make_budget
+from eval.walk import rejections
 from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target

@@ -27,9 +27,10 @@ from drafters.round import Budget
 from engines.vllm_run import Speculation, serve
 from eval.config import EvalConfig
 from eval.costs import Cost
-from eval.measure import NEAR_TIE, Bench
+from eval.measure import Bench
 from eval.metrics import paired_difference
 from eval.offline import OfflineEvaluator
+from eval.plain import NEAR_TIE
 from eval.served import prompt_counters, served_row
 from target.model import Target
 from target.sampling import Sampling

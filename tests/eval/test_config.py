@@ -15,7 +15,10 @@ SAMPLED = "eagle,siblings=without_replacement"
     ("tree", "verifier"),
     [
         (None, "token"),
+        (None, "lenient:0.5"),
         ("eagle", "token"),
+        ("eagle,siblings=top", "token"),
+        ("eagle", "multi_round"),
         ("dynamic:9:3:3", "typical"),
         ("calibrated:9,siblings=without_replacement", "multi_round"),
         (SAMPLED, "multi_round"),
@@ -31,16 +34,16 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
     [
         (
             {"verifier": "typical"},
-            r"verifier=typical cannot judge .* a chain\): name token, or",
+            r"verifier=typical cannot judge .* a chain\): name token or lenient, or",
         ),
         ({"verifier": "multi_round"}, "cannot judge .* a chain"),
         (
-            {"verifier": "multi_round", "tree": "eagle"},
-            r"cannot judge these drafts \(eval\.tree=eagle, top\): name token or typical",
+            {"verifier": "multi_round", "tree": "dynamic:9:3:3"},
+            r"cannot judge these drafts \(eval\.tree=dynamic:9:3:3, top\): name token or typical",
         ),
         (
-            {"tree": SAMPLED},
-            r"eval\.verifier=token cannot .*, without_replacement\): name multi_round or typical",
+            {"verifier": "multi_round", "tree": "eagle,siblings=top"},
+            r"cannot judge these drafts .*, top\): name token or typical",
         ),
         (
             {"verifier": "tokens"},
@@ -49,6 +52,14 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         (
             {"verifier": "typical:0", "tree": "eagle"},
             r"eval\.verifier='typical:0': epsilon must be > 0, got 0",
+        ),
+        ({"verifier": "lenient"}, r"eval\.verifier must be lenient:<lenience>, got 'lenient'"),
+        ({"verifier": "lenient:1.5"}, r"lenience must lie in \(0, 1\], got 1\.5"),
+        ({"verifier": "lenient:0.5", "tree": "eagle"}, r"cannot judge these drafts"),
+        ({"draft_temperature": 0.0}, r"eval\.draft_temperature must be > 0, or null, got 0"),
+        (
+            {"draft_temperature": 0.5, "engine": "vllm"},
+            r"eval\.draft_temperature must be null for vLLM",
         ),
         ({"baselines": ["lookup:0"]}, r"eval\.baselines='lookup:0': max_ngram must be >= 1, got 0"),
         ({"baselines": ["look"]}, r"eval\.baselines must be one of lookup\[:<max_ngram>\], got"),

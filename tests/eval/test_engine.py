@@ -11,8 +11,8 @@ import torch
 from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget
 from drafters.training_free.lookup import PromptLookup
+from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
-from eval.metrics import check_invariants
 from eval.policies.table import make_budget
 from eval.verifiers.base import Verdict
 from target.cache import CachedModel

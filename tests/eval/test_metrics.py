@@ -3,15 +3,20 @@
 import numpy as np
 import pytest
 
-from eval.metrics import (
+from eval.counters import (
     PromptCounters,
-    bootstrap_p,
     check_invariants,
     counters_from_rounds,
+    range_bounds,
+    range_of,
+)
+from eval.metrics import (
+    bootstrap_p,
     hierarchical_difference,
     holm,
     paired_difference,
     per_domain,
+    per_position,
     summarise,
 )
 from eval.rounds import Round
@@ -263,6 +268,38 @@ def test_domains_report_mean_and_worst():
     assert table["mean"]["tokens_per_round"] == pytest.approx(1.6)
     assert table["worst"]["tokens_per_round"] == {"domain": "prose", "value": 1.2}
     assert table["worst"]["alpha"] is None
+    drawn = per_domain(counters, draws=200)["domains"]
+    assert drawn["code"]["tokens_per_round_ci95"] is None  # of one prompt
+    assert drawn["prose"]["tokens_per_round_ci95"] == [1.2, 1.2]
+
+
+def test_tokens_per_round_stand_by_the_range_in_which_rounds_begin():
+    """Ranges double: 0-31, 32-63, 64-127, ...; a round belongs to the one that it begins in."""
+    assert [range_of(t) for t in (1, 31, 32, 63, 64, 127, 128, 1 << 40)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        11,
+    ]
+    assert [range_bounds(i) for i in (0, 1, 2, 11)] == [(0, 31), (32, 63), (64, 127), (32768, None)]
+    rounds = [a_round(3, 2, 3, 3)] * 10 + [a_round(3, 3, 4)] + [a_round(3, 0, 1, 1)] * 2
+    one = counters_from_rounds(rounds, "p", "code", 3)  # begin at 1, 4, ..., 28, 31, 35, 36
+    other = PromptCounters("q", "code", 3, rounds_from=[4.0] * 12, emitted_from=[8.0] * 12)
+    first, second = per_position([one])
+    assert (first["first"], first["last"], first["num_rounds"]) == (0, 31, 11)
+    assert first["tokens_per_round"] == pytest.approx(34 / 11)
+    assert (second["first"], second["last"], second["num_rounds"]) == (32, 63, 2)
+    assert second["tokens_per_round"] == 1.0
+    assert second["tokens_per_round_ci95"] is None
+    both = per_position([one, other], draws=500)
+    assert len(both) == 12
+    assert both[1]["tokens_per_round"] == pytest.approx(10 / 6)
+    assert both[1]["tokens_per_round_ci95"] == [1.0, 2.0]
+    assert both[11]["last"] is None
 
 
 BEST = {

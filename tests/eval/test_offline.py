@@ -15,14 +15,18 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from drafters.training_free.lookup import PromptLookup
 from drafters.trees.tree import TokenTree
+from eval.counters import check_invariants, counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.metrics import check_invariants, counters_from_rounds
-from eval.offline import OfflineEvaluator, replay
+from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
+from eval.walk import replay
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import Target
 from target.sampling import Sampling, row_key, warp
+from tests.drafters.test_eagle import three
+from tests.eagle import build_eagle
+from tests.heads import PROMPTS, fitted
 from tests.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
 from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
 from trainer.config import UserError
@@ -510,3 +514,65 @@ def test_unfit_traces_are_refused():
     OfflineEvaluator(target, traces, SAMPLED, Budget(K + 2), engine_counters=False)
     with pytest.raises(UserError, match="at least one target trace"):
         OfflineEvaluator(target, [], SAMPLED, Budget(K))
+
+
+# --- by position, and the draft vocabulary -------------------------------------------------------
+
+
+def test_rounds_are_counted_by_the_place_in_the_answer_at_which_they_begin():
+    """At T=0 equal to decoding, range by range; the ranges add up to the answer."""
+    target = target_of(tiny_model("llama"), ())
+    prompts = prompts_of([3, 9, 5])
+    traces = traces_of(target, prompts, GREEDY, max_new_tokens=80)
+    drafter = drafter_of(perturbed(target.model, 0.05), target)
+    replayed = offline(target, traces, drafter, GREEDY)
+    real, _ = decoded(target, traces, drafter, GREEDY, max_new_tokens=80)
+    for tag, one in replayed.items():
+        assert one.rounds_from == real[tag].rounds_from
+        assert one.emitted_from == real[tag].emitted_from
+        assert sum(one.rounds_from) == one.rounds
+        assert sum(one.emitted_from) == one.emitted == 79
+        assert min(one.rounds_from[:3]) > 0 == max(one.rounds_from[3:])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_cost_of_a_draft_vocabulary_bounds_what_the_whole_one_would_gain(sampling):
+    """An EAGLE-3 head that knows half of the tokens, and the same head with all of them: its output
+    rows of the kept tokens are equal."""
+    target = target_of(tiny_model("llama"), ())
+    traces = traces_of(target, PROMPTS, sampling)
+    kept = torch.arange(0, target.vocab_size, 2)
+    torch.manual_seed(0)
+    whole = fitted(build_eagle(target, three([0, 1, "final_norm"])), target, K)
+    reduced = build_eagle(target, three([0, 1, "final_norm"]), kept=kept).eval()
+    weights = whole.state_dict() | {"kept": kept, "lm_head.weight": whole.lm_head.weight[kept]}
+    reduced.load_state_dict(weights)
+    evaluator = OfflineEvaluator(target, traces, sampling, Budget(K))
+    one, other = evaluator(reduced), evaluator(whole)
+    assert other.draft_vocabulary is None
+    cost = one.draft_vocabulary
+    assert cost is not None
+    assert cost["size"] == len(kept)
+    tokens = [token for trace in traces for token in trace.response_ids[1:]]
+    share = sum(token % 2 for token in tokens) / len(tokens)
+    assert cost["tokens_outside"] == pytest.approx(share)
+    if sampling.temperature == 0:
+        assert cost["alpha_lost"] == pytest.approx(share)
+    else:
+        masses = []
+        for trace in traces:
+            ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+            p = warp(target.outputs(ids).logits[0, len(trace.prompt_ids) : -1], sampling)
+            masses += p[:, 1::2].sum(-1).tolist()
+        assert cost["alpha_lost"] == pytest.approx(np.mean(masses), abs=1e-5)
+
+    def total(result, name):
+        return sum(getattr(counters, name) for counters in result.counters)
+
+    alpha = [total(r, "overlap_sum") / total(r, "overlap_count") for r in (one, other)]
+    tokens_per_round = [total(r, "emitted") / total(r, "rounds") for r in (one, other)]
+    gains = alpha[1] - alpha[0], tokens_per_round[1] - tokens_per_round[0]
+    assert gains[0] <= cost["alpha_lost"]
+    assert gains[1] <= cost["tokens_per_round_lost"]
+    if sampling.temperature == 0:  # the head was trained on this text
+        assert min(gains) > 0.1

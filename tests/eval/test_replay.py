@@ -10,12 +10,14 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.dynamic import DynamicTree
+from eval.counters import counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.metrics import counters_from_rounds
 from eval.replay import TreeReplay, rank_accuracy
 from target.cache import CachedModel
 from target.decode import Request, decode
+from target.sampling import Sampling, warp
 from tests.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
+from trainer.config import UserError
 
 K = 3
 
@@ -85,6 +87,35 @@ def test_ranks_are_those_of_the_places_where_a_round_may_draft(target, drafter, 
                 best = logits[place - 1].topk(MAX_RANKS).indices
                 hits[depth - 1] += best == text[place]
                 tried[depth - 1] += 1
-    found = rank_accuracy(target, traces, drafter, K, batch_size=2)
+    found = rank_accuracy(target, traces, drafter, K, GREEDY, batch_size=2)
     torch.testing.assert_close(torch.tensor(found), hits / tried)
     assert int(tried[0]) == len(PROMPTS) * (NEW_TOKENS - 1)
+
+
+@torch.inference_mode()
+def test_ranks_are_measured_at_the_rows_own_temperature(target, drafter, traces):
+    """The target's probability at that temperature of the tokens that the drafter ranks first."""
+    hot = Sampling(1.5, top_k=5)
+    masses, tried = torch.zeros(K, MAX_RANKS), torch.zeros(K, 1)
+    for trace in traces:
+        text = trace.prompt_ids + trace.response_ids
+        ids = torch.tensor([text])
+        outputs = target.outputs(ids, layers=drafter.target_layers)
+        p = warp(outputs.logits[0], hot)
+        for depth in range(1, K + 1):
+            logits = drafter.draft_logits(ids, outputs, depth)[0]
+            for place in range(len(trace.prompt_ids) + depth, len(text)):
+                best = logits[place - 1].topk(MAX_RANKS).indices
+                masses[depth - 1] += p[place - 1, best]
+                tried[depth - 1] += 1
+    found = torch.tensor(rank_accuracy(target, traces, drafter, K, hot, batch_size=2))
+    torch.testing.assert_close(found, masses / tried)
+    greedy = torch.tensor(rank_accuracy(target, traces, drafter, K, GREEDY))
+    assert float((found - greedy).abs().max()) > 0.05
+
+
+def test_traces_of_another_sampling_are_refused(target, traces):
+    """At T=1 the greedy text would be taken for the target's draws."""
+    for sampling in (Sampling(1.0), Sampling(0.0, top_k=3)):
+        with pytest.raises(UserError, match=r"traces were sampled with .* the evaluation needs"):
+            TreeReplay(target, traces, sampling, Budget(K, tree=BUSHY))

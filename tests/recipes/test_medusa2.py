@@ -235,7 +235,7 @@ def test_without_a_change_the_given_target_serves(target, traces):
 
 def test_saved_and_loaded_it_is_the_same(target, traces, tmp_path):
     drafter = joint(target, traces, lora_rank=4).drafter.eval()
-    drafter.rank_accuracy = [[0.5, 0.1]]
+    drafter.rank_accuracy = {"0": [[0.5, 0.1]]}
     drafter.save_pretrained(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     again = load_drafter(str(tmp_path), target)

@@ -21,9 +21,9 @@ from drafters.bank import DrafterBank
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.offline import rejections, replay
 from eval.policies.table import make_budget
 from eval.rounds import Round
+from eval.walk import rejections, replay
 from recipes import osd
 from recipes.base import Context
 from recipes.common import stream

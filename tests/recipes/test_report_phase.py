@@ -57,13 +57,27 @@ def test_a_missing_engine_is_said_before_training(medusa, target, monkeypatch, t
 
 
 def test_a_calibrated_tree_needs_accuracies(medusa):
-    assert tree_of(medusa, EvalConfig(K=2)) is None
-    assert tree_of(PromptLookup(), EvalConfig(tree="calibrated:3")) is None
+    assert tree_of(medusa, EvalConfig(K=2), 0.0) is None
+    assert tree_of(PromptLookup(), EvalConfig(tree="calibrated:3"), 0.0) is None
     with pytest.raises(UserError, match="holds no accuracies"):
-        tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"))
-    medusa.rank_accuracy = TABLE
-    assert tree_of(medusa, EvalConfig(K=2, tree="calibrated:3")).num_nodes == 3
-    assert tree_of(medusa, EvalConfig(K=1, tree="calibrated:3")).depth == 1  # as eval.K asks
+        tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"), 0.0)
+    medusa.rank_accuracy = {"0": TABLE}
+    assert tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"), 0.0).num_nodes == 3
+    shallow = tree_of(medusa, EvalConfig(K=1, tree="calibrated:3"), 0.0)
+    assert shallow.depth == 1  # as eval.K asks
+
+
+def test_a_calibrated_tree_is_that_of_the_rows_own_temperature(medusa, monkeypatch, capsys):
+    deep, wide = [[0.9, 0.1], [0.9, 0.1]], [[0.5, 0.4], [0.1, 0.1]]
+    monkeypatch.setattr(medusa, "rank_accuracy", {"0": deep, "1": wide})
+    config = EvalConfig(K=2, tree="calibrated:2")
+    paths = {t: tree_of(medusa, config, t).paths for t in (0.0, 1.0)}
+    assert paths == {0.0: ((0,), (0, 0)), 1.0: ((0,), (1,))}
+    assert capsys.readouterr().out == ""
+    assert tree_of(medusa, config, 0.7).paths == paths[1.0]
+    assert "accuracies at T=1, the nearest" in capsys.readouterr().out
+    medusa.rank_accuracy = deep  # as an earlier version stored it
+    assert {tree_of(medusa, config, t).paths for t in (0.0, 1.0)} == {paths[0.0]}
 
 
 @pytest.mark.parametrize(("text", "K"), [("", 4), ("x", 4), ("0", 4), ("11", 1), ("11111", 4)])
@@ -87,7 +101,7 @@ def test_a_calibrated_tree_is_not_asked_of_a_language_model(target):
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
     with pytest.raises(UserError, match="at most 100 children"):
-        tree_of(drafter, EvalConfig(tree="dynamic:120:2:101"))
+        tree_of(drafter, EvalConfig(tree="dynamic:120:2:101"), 0.0)
 
 
 def test_facts_count_what_is_read(target, medusa):

@@ -149,22 +149,37 @@ def earlier(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "verifier", "children"),
+    ("changed", "expected"),
     [
-        ({"tree_children": "sampled"}, "multi_round", "sampled"),
-        ({"verifier": "typical", "typical_epsilon": 0.2}, "typical:0.2", "top"),
+        ({"tree_children": "sampled"}, {("multi_round", "top"), ("multi_round", "sampled")}),
+        (
+            {"verifier": "typical", "typical_epsilon": 0.2},
+            {("typical:0.2", "top"), ("typical:0.2", "sampled")},
+        ),
     ],
 )
-def test_a_configuration_of_an_earlier_version_is_translated(
-    tmp_path, earlier, changed, verifier, children
-):
+def test_a_configuration_of_an_earlier_version_is_translated(tmp_path, earlier, changed, expected):
     folder, words = earlier
     stored = yaml.safe_load((folder / "config.yaml").read_text())
     stored["eval"] |= {"tree": "eagle", "K": 5, **changed}
     (folder / "config.yaml").write_text(yaml.safe_dump(stored))
     report = measured(tmp_path, *words)
     trees = {(r["verifier"], r["tree_children"]) for r in report["results"] if r.get("tree")}
-    assert trees == {(verifier, children)}
+    assert trees == expected
+
+
+def test_a_static_tree_has_drawn_children_and_their_exact_verifier_at_temperatures_above_0(
+    tmp_path, earlier
+):
+    _, words = earlier
+    report = measured(tmp_path, *words, "eval.tree=eagle", "eval.K=5")
+    trees = [r for r in report["results"] if r.get("tree")]
+    found = {(r["temperature"], r["verifier"], r["tree_children"], r["lossless"]) for r in trees}
+    assert found == {(0.0, "token", "top", True), (1.0, "multi_round", "sampled", True)}
+    compared = {
+        c["temperature"] for c in report["comparisons"] if c["a"].endswith(trees[0]["tree"])
+    }
+    assert compared == {0.0, 1.0}
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):

@@ -85,14 +85,14 @@ def test_the_target_accepts_itself_and_never_its_opposite(target, traces):
 
 def test_drafts_are_accepted_as_often_as_the_laws_overlap(target, drafter):
     """The mean of min(1, p/q) over drafts is the mean overlap of the two laws, and coins follow."""
-    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5]), SAMPLED)
+    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5] * 4), SAMPLED)
     replayed = offline(target, traces, drafter, SAMPLED).values()
     alpha = sum(c.overlap_sum for c in replayed) / sum(c.overlap_count for c in replayed)
     banks = [
-        rollouts.draw(target, drafter, traces, SAMPLED, 1, starts=80, seed=seed) for seed in (0, 1)
+        rollouts.draw(target, drafter, traces, SAMPLED, 1, starts=23, seed=seed) for seed in (0, 1)
     ]
     assert not torch.equal(banks[0].ratio, banks[1].ratio)
-    for bank in banks:  # 480 drafts: three standard errors
+    for bank in banks:  # 552 drafts: three standard errors
         assert float(bank.ratio.mean()) == pytest.approx(alpha, abs=0.06)
         coins = (bank.uniform < bank.ratio).double().mean()
         assert float(coins) == pytest.approx(float(bank.ratio.mean()), abs=0.06)
@@ -208,7 +208,8 @@ def test_the_matching_confidence_verifies_as_often_as_the_head():
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_bank_gives_what_replay_gives_exactly(sampling, target, drafter):
-    """Places are drawn as rounds start: from all places alike it is off by several percent."""
+    """From all places alike, or from those of chains of fixed length, it is off by several
+    percent."""
     traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5] * 4), sampling)
     bank = rollouts.draw(target, drafter, traces, sampling, K, starts=60)
     for policy in ("fixed", "product:0.3", "head:0.6"):
@@ -216,27 +217,75 @@ def test_the_bank_gives_what_replay_gives_exactly(sampling, target, drafter):
         exact = OfflineEvaluator(target, traces, sampling, budget, engine_counters=False)
         expected = rollouts.rates(exact(drafter).counters)["tokens_per_round"]
         banked = rollouts.rates(bank.counters(budget))["tokens_per_round"]
-        assert banked == pytest.approx(expected, rel=0.04), policy
+        assert banked == pytest.approx(expected, rel=0.01 if sampling is GREEDY else 0.03), policy
 
 
-def test_places_are_as_many_as_their_visits_and_keep_their_order():
-    visits = np.array([0.0, 1.0, 0.25, 0.0, 0.75, 0.5])
-    found = rollouts._places(visits, 10, 0.5)
-    assert np.bincount(found, minlength=6).tolist() == [0, 4, 1, 0, 3, 2]
+def test_every_policy_has_rounds_of_its_own(target, drafter):
+    """With every place of greedy text the bank's numbers are those of decoding, whatever the
+    policy; counted as often as chains of fixed length start there, they are not."""
+    prompts = prompts_of([3, 17, 9, 30, 1, 5])
+    traces = traces_of(target, prompts, GREEDY)
+    places = len(traces[0].response_ids) - 1
+    bank = rollouts.draw(target, drafter, traces, GREEDY, K, starts=places)
+    assert bank.own is not None
+    fixed = bank.own.visits(Budget(K))
+    for policy in ("fixed", "product:0.3", "confidence:0.1", "head:0.6", "heuristic"):
+        found = speculated(
+            target.model, drafter, prompts, budget=make_budget(policy, K), batch_size=1,
+            max_new_tokens=places + 1,
+        )  # fmt: skip
+        rounds = [one for answer in found.values() for one in answer.rounds]
+        tokens = sum(one.emitted for one in rounds) / len(rounds)
+        visits = bank.own.visits(make_budget(policy, K))
+        assert int(visits.sum()) == len(rounds)
+        if policy == "heuristic":  # the rollouts between its rounds are not its own
+            continue
+        rates = rollouts.rates(bank.counters(make_budget(policy, K)))
+        assert rates["tokens_per_round"] == pytest.approx(tokens)
+        drafted = sum(one.submitted for one in rounds) / len(rounds)
+        assert rates["submitted_per_round"] == pytest.approx(drafted)
+        if policy != "fixed":
+            assert not torch.equal(visits, fixed)
+
+
+def test_visits_are_those_of_replay_and_of_walks(target, drafter):
+    """At T=1: exact where rounds do not depend on those before, else the mean of walks."""
+    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5]), SAMPLED)
+    own = rollouts.draw(target, drafter, traces, SAMPLED, K).own
+    assert own is not None
+    for policy in ("fixed", "product:0.3", "head:0.6"):
+        budget = make_budget(policy, K)
+        exact = OfflineEvaluator(target, traces, SAMPLED, budget, engine_counters=False)
+        result = exact(drafter)
+        order = {one.prompt_hash: visits for one, visits in zip(
+            result.counters, result.visits, strict=True)}  # fmt: skip
+        expected = np.stack([order[trace.prompt_hash] for trace in traces])
+        np.testing.assert_allclose(own.visits(budget).numpy(), expected, atol=1e-6)
+    own.uniform = torch.rand(len(traces), 400, own.uniform.shape[2], dtype=torch.double,
+                             generator=torch.Generator().manual_seed(0))  # fmt: skip
+    budget = make_budget("product:0.3", K)
+    torch.testing.assert_close(own._walked(budget), own.visits(budget), atol=0.1, rtol=0)
+
+
+def test_places_lie_evenly_and_keep_their_order():
+    found = rollouts._places(6, 10, 0.5)
+    assert np.bincount(found, minlength=6).tolist() == [0, 2, 2, 2, 2, 2]
     assert found.tolist() == sorted(found.tolist())
-    assert set(rollouts._places(visits, 1, 0.999)) == {5}
+    assert rollouts._places(6, 1, 0.0).tolist() == [1]
+    assert rollouts._places(6, 1, 0.999).tolist() == [5]
+    assert rollouts._places(2, 3, 0.999).tolist() == [1, 1, 1]
 
 
 def test_text_of_another_sampling_says_nothing_about_where_rounds_start(target, drafter):
     traces = traces_of(target, prompts_of([3, 17]), SAMPLED)
-    same = rollouts._visits(target, drafter, traces, SAMPLED, rollouts.REFERENCE_K)
-    other = rollouts._visits(target, drafter, traces, GREEDY, K)
-    for trace, one, two in zip(traces, same, other, strict=True):
-        assert two.tolist() == [0.0] + [1.0] * (len(trace.response_ids) - 1)
-        assert (one[0], one[1]) == (0.0, 1.0)
-        assert 1 < one.sum() < two.sum()
-    bank = rollouts.draw(target, drafter, traces, SAMPLED, K)
-    assert bank.rounds == pytest.approx([one.sum() for one in same])
+    traces[1] = dataclasses.replace(traces[1], temperature=0.5)
+    own = rollouts.draw(target, drafter, traces, SAMPLED, K).own
+    assert own is not None
+    for policy in ("fixed", "product:0.3", "heuristic"):
+        same, other = own.visits(make_budget(policy, K))
+        assert other.tolist() == [0.0] + [1.0] * (len(traces[1].response_ids) - 1)
+        assert same[:2].tolist() == [0.0, 1.0]
+        assert 1 < same.sum() < other.sum()
 
 
 def test_a_step_that_only_judges_costs_what_a_drafting_step_costs():

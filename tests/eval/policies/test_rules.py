@@ -13,7 +13,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, Signals
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig
-from eval.metrics import counters_from_rounds
+from eval.counters import counters_from_rounds
 from eval.policies.table import budget_for, make_budget
 from tests.drafters.test_acceptance_head import judged
 from tests.eval.test_engine import drafter_of, speculated
@@ -84,6 +84,34 @@ def test_the_heuristic_follows_each_row_through_refills():
     assert rule.lengths.tolist() == [1, 8]  # within 1 and K
 
 
+@pytest.mark.parametrize("policy", ["confidence:0.9", "drafted:0.9", "product:0.9", "head:0.1",
+                                    "head_last:0.1"])  # fmt: skip
+def test_no_policy_stops_before_its_K_min(policy):
+    rows = [signals(0.5, 0.5, score) for score in (None, 0.5, 0.5, 0.5)]
+    if policy.startswith("head_last"):
+        rows[0] = signals(0.5, 0.5, 0.5)
+    first = told(make_budget(policy, 9).stop, rows)
+    assert first == (2 if policy == "head:0.1" else 1)
+    for K_min in (1, 2, 3, 4):
+        budget = make_budget(f"{policy},K_min={K_min}", 9)
+        assert told(budget.stop, rows) == max(first, K_min)
+        assert budget.policy == (policy if K_min == 1 else f"{policy},K_min={K_min}")
+    if policy.startswith("head"):  # the acceptance head has one too
+        assert told(make_budget(f"{policy},K_min=2", 9, K_min=3).stop, rows) == 3
+
+
+def test_the_heuristic_never_goes_below_its_K_min():
+    rule = make_budget("heuristic,K_min=3", 8).stop
+    rule.begin(1, torch.device("cpu"))
+    for _ in range(6):
+        rule.verified(torch.tensor([0]), torch.tensor([4]))
+    assert rule.lengths.tolist() == [3]
+    assert [bool(rule(signals(), depth)) for depth in (1, 2, 3)] == [False, False, True]
+    high = make_budget("heuristic,K_min=7", 8).stop
+    high.begin(1, torch.device("cpu"))
+    assert high.lengths.tolist() == [7]
+
+
 def test_without_a_head_a_drafter_drafts_chains_of_fixed_length():
     assert budget_for(TrainedDrafter(), "head:0.5", 6) == Budget(6)
     assert budget_for(TrainedDrafter(), "confidence:0.5", 6).policy == "confidence:0.5"
@@ -96,13 +124,22 @@ def test_without_a_head_a_drafter_drafts_chains_of_fixed_length():
     [
         ("head:0", r"eval\.policy='head:0': threshold must lie in \(0, 1\), got 0\.0"),
         ("head:1", r"eval\.policy='head:1': threshold must lie in \(0, 1\), got 1\.0"),
-        ("head", r"eval\.policy must be head:<threshold>, got 'head'"),
-        ("head:0.5:2", r"eval\.policy must be head:<threshold>, got 'head:0\.5:2'"),
+        ("head", r"eval\.policy must be head:<threshold>\[,K_min=<K_min>\], got 'head'"),
+        (
+            "head:0.5:2",
+            r"eval\.policy must be head:<threshold>\[,K_min=<K_min>\], got 'head:0\.5:2'",
+        ),
+        ("head:0.5,K_min=0", r"eval\.policy='head:0\.5,K_min=0': K_min must be >= 1, got 0"),
+        (
+            "heuristic,K_min=5",
+            r"eval\.policy must have K_min <= eval\.K=4, got 'heuri",
+        ),
+        ("fixed,K_min=2", r"eval\.policy must be fixed, got 'fixed,K_min=2'"),
         ("head_last:1.5", r"eval\.policy='head_last:1\.5': threshold must lie in \(0, 1\)"),
         ("product:0", r"eval\.policy='product:0': threshold must lie in \(0, 1\)"),
-        ("heuristic:2", r"eval\.policy must be heuristic, got 'heuristic:2'"),
+        ("heuristic:2", r"eval\.policy must be heuristic\[,K_min=<K_min>\], got 'heuristic:2'"),
         ("fixed:3", r"eval\.policy must be fixed, got 'fixed:3'"),
-        ("oracle:0.5", r"eval\.policy must be one of fixed, confidence:<threshold>, drafted:"),
+        ("oracle:0.5", r"eval\.policy must be one of fixed, confidence:<threshold>\[,K_min="),
     ],
 )
 def test_a_wrong_policy_is_named(policy, says):
@@ -141,7 +178,8 @@ def shown(drafter):
 
 
 @pytest.mark.parametrize(
-    "policy", ["product:0.3", "heuristic", "head:0.3", "head:0.8", "head_last:0.3"]
+    "policy",
+    ["product:0.3", "heuristic", "head:0.3", "head:0.8", "head_last:0.3", "product:0.9,K_min=2"],
 )
 @torch.no_grad()
 def test_every_rule_leaves_the_targets_law(policy, monkeypatch):

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from eval.metrics import PromptCounters, paired_difference, summarise
+from eval.counters import PromptCounters
+from eval.metrics import paired_difference, summarise
 from eval.report.page import headline
 from eval.report.plots import VARIABLES
 from eval.report.rows import DRAFTERS

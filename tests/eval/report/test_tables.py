@@ -4,6 +4,7 @@ from eval.metrics import per_domain
 from eval.report.page import headline, report_blocks
 from eval.report.render import to_markdown
 from eval.report.schema import build_report, headline_numbers, markdown_table, write_report
+from eval.report.terminal import summary
 from eval.speed_model import goodput
 from tests.report_rows import TREE, measured, report_with_tree, result_row, shaped
 
@@ -178,3 +179,66 @@ def test_stages_stand_in_their_order_with_acceptance_by_domain():
 
 def test_without_stages_there_is_no_such_table():
     assert "By stage" not in to_markdown(report_blocks(report_with_tree()))
+
+
+def offline_chain(report):
+    """The row of the trained drafter's chain on the traces."""
+    rows = [row for row in report["results"] if row["drafter"] == "after" and not row["tree"]]
+    return next(row for row in rows if row["measured_by"] == "offline")
+
+
+def test_domains_are_columns_with_their_intervals_where_there_are_several():
+    report = report_with_tree()
+    after = offline_chain(report)
+    after["by_domain"] = own = per_domain(measured(0.6), draws=100)
+    page = to_markdown(report_blocks(report))
+    text = section(page, "By domain")
+    assert "| drafter | code | math | prose | mean over domains | worst |" in text
+    code = own["domains"]["code"]
+    low, high = code["tokens_per_round_ci95"]
+    cell = f"{code['tokens_per_round']:.2f} [{low:.2f}, {high:.2f}] / {code['alpha']:.3f}"
+    assert f"| after (K 4) | {cell} |" in text
+    printed = summary(report)
+    headers = printed.splitlines()[3]
+    (line,) = [line for line in printed.splitlines() if line.startswith("  after (K 4)")]
+    assert headers.split()[-3:] == ["code", "math", "prose"]
+    values = [own["domains"][name]["tokens_per_round"] for name in ("code", "math", "prose")]
+    assert line.split()[-3:] == [f"{value:.2f}" for value in values]
+    for row in report["results"]:
+        if row.get("by_domain"):
+            row["by_domain"]["domains"].pop("code")
+            row["by_domain"]["domains"].pop("math")
+    assert "## By domain" not in to_markdown(report_blocks(report))
+    assert summary(report).splitlines()[3].split()[-1] == "speed-up"
+
+
+def test_positions_are_columns_where_there_are_several(tmp_path):
+    report = report_with_tree()
+    row = offline_chain(report)
+    place = {"num_rounds": 8, "tokens_per_round_ci95": None}
+    row["by_position"] = [{"first": 0, "last": 31, "tokens_per_round": 2.5, **place}]
+    assert "By position" not in to_markdown(report_blocks(report))
+    row["by_position"].append({"first": 32, "last": 63, "tokens_per_round": 1.25, **place})
+    row["by_position"][0]["tokens_per_round_ci95"] = [2.25, 2.75]
+    text = section(to_markdown(report_blocks(report)), "By position in the answer")
+    assert "| drafter | 0-31 | 32-63 |" in text
+    assert "| after (K 4) | 2.50 [2.25, 2.75] | 1.25 |" in text
+    write_report(report, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 6
+    assert "Tokens per round by position in the answer" in page
+
+
+def test_a_draft_vocabulary_says_what_it_costs():
+    report = report_with_tree()
+    for row in report["results"]:
+        if row["drafter"] in ("before", "after") and row["measured_by"] == "offline":
+            row["draft_vocabulary"] = {"size": 8192, "tokens_outside": 0.0212, "alpha_lost": 0.025,
+                                       "tokens_per_round_lost": 0.061}  # fmt: skip
+    text = to_markdown(report_blocks(report))
+    sentence = (
+        "2.12 % of the target's tokens are not among the 8,192 of the draft vocabulary, which "
+        "costs at most 0.025 of alpha and 0.06 tokens per round."
+    )
+    assert f"- after (K 4): {sentence}" in text
+    assert f"before: {sentence}" not in text

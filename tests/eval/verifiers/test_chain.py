@@ -12,6 +12,7 @@ from drafters.trees.tree import TokenTree
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
 from eval.verifiers.base import Verdict
+from eval.verifiers.lenient import Lenient
 from eval.verifiers.token import Token
 from target.sampling import Sampling, warp
 from tests.tabular import (
@@ -266,3 +267,54 @@ def test_a_drafted_token_of_probability_zero_is_a_fault_on_live_rows_only():
         VERIFY(tree_of([[0]], laws), *arguments)
     VERIFY(tree_of([[0]], laws), *arguments, torch.tensor([False]))
     VERIFY(tree_of([[0]], laws, [0]), *arguments)  # drafted, not submitted
+
+
+# --- lenience ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.7, 0.3])
+def test_lenience_accepts_more_and_bounds_what_it_changes(monkeypatch, lenience):
+    """The law of the first token in closed form: min(q, p/l) + rho (p - l q)+."""
+    target, draft = dirichlet_table([V] * 3, 100), dirichlet_table([V] * 2, 200)
+
+    def laws(verifier):
+        def decoder():
+            return SpeculativeDecoder(
+                TabularModel(target), tabular_drafter(draft), sampling=PLAIN, budget=Budget(2),
+                eos_ids=(), max_new_tokens=4, batch_size=1000, verifier=verifier,
+            )  # fmt: skip
+
+        return round_laws(monkeypatch, decoder, CONTEXTS)
+
+    exact, lossy = laws(Token()), laws(Lenient(lenience))
+    for context, outcomes in lossy.items():
+        p, q = target[context], draft[context[-1]]
+        first = torch.zeros(V, dtype=torch.float64)
+        for one in outcomes:
+            first[one.emitted[0]] += one.weight
+        kept, left = torch.minimum(q, p / lenience), (p - lenience * q).clamp_min(0)
+        expected = kept + (1 - kept.sum()) * left / left.sum()
+        torch.testing.assert_close(first, expected, atol=1e-12, rtol=0)
+        assert bool((first <= p / lenience + 1e-12).all())
+        accepted = [
+            sum(o.weight * o.round.accepted for o in one[context]) for one in (exact, lossy)
+        ]
+        if lenience == 1:
+            assert accepted[0] == pytest.approx(accepted[1], abs=1e-12)
+            assert Lenient(1.0).lossless(PLAIN)
+        else:
+            assert accepted[1] > accepted[0] + 0.05
+            assert float((first - p).abs().max()) > 0.01
+            assert not Lenient(lenience).lossless(PLAIN)
+            assert not Lenient(lenience).replayable(PLAIN)  # its text is no sample of the target
+            assert Lenient(lenience).lossless(Sampling(0.0))
+
+
+def test_at_temperature_0_lenience_changes_nothing(monkeypatch):
+    tokens, lengths = torch.tensor([[1, 2], [1, 0]]), torch.tensor([2, 2])
+    logits = dirichlet_table([2, 3, V], 3).log()
+    tree = TokenTree.chain(tokens, None, lengths)
+    given = tree, logits, Sampling(0.0), None, torch.tensor([4, 4])
+    one, other = Token()(*given), Lenient(0.2)(*given)
+    assert torch.equal(one.accepted, other.accepted)
+    assert torch.equal(one.emitted, other.emitted)

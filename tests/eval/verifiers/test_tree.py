@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, DraftState
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.static import static_tree
+from drafters.trees.table import parse_tree
 from drafters.trees.tree import TOP, WITHOUT_REPLACEMENT, TokenTree
 from eval.engine import SpeculativeDecoder
 from eval.verifiers.multi_round import MultiRound
+from eval.verifiers.table import exact_verifier
 from eval.verifiers.token import Token
 from eval.verifiers.typical import Typical
 from target.cache import CachedModel
@@ -71,10 +74,10 @@ def sampled(tree):
     return Budget(2, tree=dataclasses.replace(tree, siblings=WITHOUT_REPLACEMENT))
 
 
-def one_round(target, drafter, context, budget, random, verify):
+def one_round(target, drafter, context, budget, random, verify, draft=PLAIN):
     ids = torch.tensor([[*context, *[0] * 8]])
     lengths = torch.tensor([len(context)])
-    state = DraftState(ids, lengths, len(context), PLAIN, random)
+    state = DraftState(ids, lengths, len(context), draft, random)
     tree = drafter.propose(state, budget)
     assert tree.siblings == budget.tree.siblings
     texts = [list(context)]
@@ -88,7 +91,7 @@ def one_round(target, drafter, context, budget, random, verify):
     return [tree.tokens[0, n].item() for n in path] + [int(verdict.emitted)]
 
 
-def error(budget, seed=0, verify=None):
+def error(budget, seed=0, verify=None, draft=PLAIN):
     """Largest difference between the law of depth + 1 tokens and the target's own."""
     verify = verify or {TOP: Token(), WITHOUT_REPLACEMENT: MultiRound()}[budget.form]
     target, own = dirichlet_table([V] * 3, 100 + seed), dirichlet_table([V] * 2, 200 + seed)
@@ -98,7 +101,7 @@ def error(budget, seed=0, verify=None):
         while open_:
             outcomes, weight = open_.pop()
             random = Replaying(outcomes)
-            emitted = one_round(target, drafter, context, budget, random, verify)
+            emitted = one_round(target, drafter, context, budget, random, verify, draft)
             if random.fork is not None:
                 open_ += [((*outcomes, i), weight * w) for i, w in random.fork]
                 continue
@@ -144,6 +147,50 @@ def test_deterministic_trees_leave_the_targets_law(tree, seed):
 )
 def test_children_drawn_without_replacement_leave_the_targets_law(tree, seed):
     assert error(sampled(tree), seed) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["file", "calibrated"])
+def test_static_trees_that_have_a_name_draw_their_children_and_keep_the_targets_law(kind, tmp_path):
+    path = tmp_path / "paths.json"
+    path.write_text(json.dumps(SMALL.paths))
+    text = f"static,file={path}" if kind == "file" else "calibrated:4"
+    table = [[0.5, 0.3, 0.1], [0.5, 0.4, 0.1]]
+    shape, top = (parse_tree(text + more).shape(table, 2) for more in ("", ",siblings=top"))
+    assert shape.paths == SMALL.paths
+    assert exact_verifier(shape.siblings, PLAIN) == MultiRound()
+    assert exact_verifier(shape.siblings, Sampling(0.0)) == Token()
+    assert exact_verifier(top.siblings, PLAIN) == Token()
+    assert error(Budget.of(shape)) < 1e-12
+    assert error(Budget.of(top)) < 1e-12
+
+
+def test_a_drafter_that_is_the_target_has_every_drawn_child_accepted():
+    """Its best tokens would be accepted as often as they are drawn."""
+    law = dirichlet_table([V] * 2, 7)
+    target = law.expand(V, V, V)
+    accepted = {}
+    for budget, verify in ((sampled(SMALL), MultiRound()), (Budget(2, tree=SMALL), Token())):
+        mean, open_ = 0.0, [((), 1.0)]
+        while open_:
+            outcomes, weight = open_.pop()
+            random = Replaying(outcomes)
+            emitted = one_round(target, Tabular(law), (0, 1), budget, random, verify)
+            if random.fork is not None:
+                open_ += [((*outcomes, i), weight * w) for i, w in random.fork]
+            else:
+                mean += weight * (len(emitted) - 1)
+        accepted[budget.form] = mean
+    best = law[1].topk(2)
+    expected = sum(float(p) * (1 + float(law[v].topk(2).values.sum()) * (v == best.indices[0]))
+                   for p, v in zip(best.values, best.indices, strict=True))  # fmt: skip
+    assert accepted[TOP] == pytest.approx(expected)
+    # the tree's second child has no children of its own, and is never needed
+    assert accepted[WITHOUT_REPLACEMENT] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 2.0])
+def test_children_drawn_at_the_drafters_own_temperature_leave_the_targets_law(temperature):
+    assert error(sampled(SMALL), draft=Sampling(temperature)) < 1e-12
 
 
 def test_a_rejection_that_leaves_no_residual_draws_from_the_target():

@@ -1,0 +1,102 @@
+"""Plain decoding, which speculative decoding is compared with: its text, its time, its loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypedDict, TypeVar
+
+import torch
+
+from data.batches import collate
+from data.traces import Trace
+from eval.engine import Speculated
+from target.model import Target
+from target.sampling import Sampling
+from trainer.losses import ce_hard
+from trainer.shift import align
+
+T = TypeVar("T")
+NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
+
+
+class Parting(TypedDict):
+    """The first place at which an answer differs from that of plain decoding."""
+
+    position: int
+    logit_gap: float  # between the two best logits of the target there
+    near_tie: bool  # the gap is below NEAR_TIE
+
+
+def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
+    """The result of a call and its seconds, with the device synchronised."""
+    began = time.perf_counter()
+    result = call()
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - began
+
+
+@torch.inference_mode()
+def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 16) -> float:
+    """Mean -log p of the traces' responses at temperature 1, in nats per token."""
+    total, count = 0.0, 0
+    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
+    for i in range(0, len(order), batch_size):
+        group = order[i : i + batch_size]
+        texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
+        batch = collate(*texts, ["target"] * len(group)).to(target.device)
+        logits = target.outputs(batch.input_ids).logits
+        assert isinstance(logits, torch.Tensor)
+        found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
+        total += float(ce_hard(found.draft, found.labels).sum())
+        count += len(found.labels)
+    return total / count
+
+
+@torch.inference_mode()
+def plain_generate(
+    target: Target, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int
+) -> list[int]:
+    """transformers' own generate at batch 1: the plain decoding that ours must equal at T=0."""
+    # changes of the distribution by the model's generation config are switched off: ours has none
+    options: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
+    options["no_repeat_ngram_size"] = 0
+    if sampling.temperature > 0:
+        options |= {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": None,
+        }
+    ids = torch.tensor([prompt_ids], device=target.device)
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
+        # ids without a token: their logits are padding
+        suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
+        synced_gpus=False,  # processes wait for each other in `target.sharded`
+        **options,
+    )  # fmt: skip
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def difference(
+    target: Target, prompt_ids: list[int], plain: list[int], ours: Speculated
+) -> Parting | None:
+    """The place where two answers part, with the gap of the two best logits; None if equal."""
+    mine = ours.response_ids
+    if plain == mine:
+        return None
+    where = next(
+        (i for i, (a, b) in enumerate(zip(plain, mine, strict=False)) if a != b),
+        min(len(plain), len(mine)),
+    )
+    ids = torch.tensor([prompt_ids + plain[:where]], device=target.device)
+    logits = target.outputs(ids).logits
+    assert logits is not None
+    best = logits[0, -1, : target.vocab_size].float().topk(2).values
+    gap = float(best[0] - best[1])
+    return {"position": where, "logit_gap": gap, "near_tie": gap < NEAR_TIE}
