@@ -2,13 +2,14 @@
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=eagle2:26:5:8]
+        [out=benchmarks/real/results/speed.json]
 
 One process, at temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a
 warm-up. `generate` is transformers' own, on a model as transformers loads it; our arms share one
 target with its weights laid out (`target.layout`), so that the two gains stand apart: `plain` over
 `generate`, and speculation over `plain`. Answers that differ from `generate`'s are counted. Beside
 the tokens per second: where each millisecond of a round of batch 1 goes, and the tokens per round
-that a speed-up of 1.4 would need. Writes benchmarks/real/results/speed.json.
+that a speed-up of 1.4 would need.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from trainer.files import write_json
 
 RUNS, WANTED = 7, 1.4
 GREEDY = Sampling(0.0)
-OUT = Path("benchmarks/real/results/speed.json")
+OUT = "benchmarks/real/results/speed.json"
 Answers = list[list[int]]
 
 
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         return 0
     given = {
         "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
-        "tokens": "96", "K": "4", "tree": "",
+        "tokens": "96", "K": "4", "tree": "", "out": OUT,
     } | dict(a.split("=", 1) for a in arguments)  # fmt: skip
     usual, target = as_loaded(given["target"]), Target.load(given["target"])
     drafter = load_drafter(given["drafter"], target, key="drafter").eval()
@@ -125,7 +126,7 @@ def main(arguments: list[str]) -> int:
             table[name]["round"] = where_time_goes(rows, table["plain"]["tokens_per_s"] / batch)
         result[f"batch {batch}"] = table
         print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
-    write_json(OUT, result)
+    write_json(Path(given["out"]), result)
     return 0
 
 

@@ -1,0 +1,81 @@
+"""The results of cells as a Markdown table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from benchmarks.cells import DONE, Cells, Json
+from eval.report.rows import MEASURED, TRAINED, draft_shape
+
+ENOUGH_SEEDS = 3
+
+
+def markdown(table: Cells, names: Sequence[str]) -> str:
+    """One line for each row, temperature and shape of the draft: means over the seeds."""
+    chosen = table.chosen(names)
+    results = {cell.cell: table.state(cell) for cell in chosen}
+    domains = sorted({
+        name for state, found in results.values() if state == DONE
+        for row in drafts(found) for name in row.get("by_domain", {}).get("domains", {})
+    })  # fmt: skip
+    head = ["row", "T", "draft", "tokens per round", *domains, "alpha by depth", "parameters",
+            "speed-up", "c", "verify", "seeds"]  # fmt: skip
+    lines = [f"{table.count()} are done.", "", "| " + " | ".join(head) + " |",
+             "| --- |" + " --- |" * 2 + " ---: |" * (len(head) - 4) + " --- |"]  # fmt: skip
+    for name in dict.fromkeys(cell.row for cell in chosen):
+        cells = [cell for cell in chosen if cell.row == name]
+        done = [results[c.cell][1] for c in cells if results[c.cell][0] == DONE]
+        said = f"{len(done)} of {len(cells)}"
+        if not done:
+            states = ", ".join(dict.fromkeys(results[c.cell][0] for c in cells))
+            lines.append(f"| {name} | {states} |" + " |" * (len(head) - 3) + f" {said} |")
+            continue
+        said += ", indicative" if len(done) < ENOUGH_SEEDS else ""
+        measured = [*measurements(done, domains)] or [[DONE, *[""] * (len(head) - 3)]]
+        lines += ["| " + " | ".join([name, *line, said]) + " |" for line in measured]
+    return "\n".join(lines)
+
+
+def drafts(found: Json) -> list[Json]:
+    """The rows of the trained drafter."""
+    return [
+        row for one in found["outputs"] for row in one.get("rows", [])
+        if row["role"] in (TRAINED, MEASURED)
+    ]  # fmt: skip
+
+
+def measurements(done: Sequence[Json], domains: Sequence[str]) -> Iterator[list[str]]:
+    groups: dict[tuple[float, str], list[list[Json]]] = {}
+    for found in done:
+        own: dict[tuple[float, str], list[Json]] = {}
+        for row in drafts(found):
+            own.setdefault((row["temperature"], draft_shape({"tree": None, **row})), []).append(row)
+        for key, rows in own.items():
+            groups.setdefault(key, []).append(rows)
+    for (temperature, shape), seeds in sorted(groups.items()):
+        # a measurement without decoding has more prompts; only decoding has a speed
+        first = [sorted(rows, key=lambda row: row["measured_by"] != "offline")[0] for rows in seeds]
+        timed = [row for rows in seeds for row in rows if row.get("speedup") is not None]
+        parameters = {found["outputs"][0]["drafter"].get("trained_parameters") for found in done}
+        depths = [row["alpha_by_depth"] for row in first if row.get("alpha_by_depth")]
+        yield [
+            f"{temperature:g}", shape, mean(first, "tokens_per_round"),
+            *(mean([row.get("by_domain", {}).get("domains", {}).get(name, {}) for row in first],
+                   "tokens_per_round") for name in domains),
+            " ".join(f"{statistics.mean(d):.2f}" for d in zip(*depths, strict=False)),
+            " ".join(f"{count / 1e6:.1f} M" for count in parameters if count),
+            mean(timed, "speedup"), mean(timed, "cost_ratio"), mean(timed, "verify_cost"),
+        ]  # fmt: skip
+
+
+def mean(rows: Sequence[Json], key: str) -> str:
+    """The mean over seeds with its range; of one seed the value with its interval over prompts."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return ""
+    if len(values) > 1:
+        return f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    interval = next(row.get(f"{key}_ci95") for row in rows if row.get(key) is not None)
+    shown = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    return f"{values[0]:.2f}{shown}"
