@@ -20,6 +20,7 @@ from engines.distribution_check import judged, measured
 from target.decode import Continuation, Request
 from target.model import Target
 from target.sampling import Sampling
+from trainer.checks import require_folder
 from trainer.config import UserError
 from trainer.files import fingerprint
 
@@ -159,8 +160,11 @@ def _continuation(trace: Trace) -> Continuation:
 
 def open_imported(folder: str | None) -> TraceStore | None:
     """The store `folder` if its rows were imported; None where it is another store, or is missing.
-    UserError where the import was cut off."""
-    if folder is None or not (Path(folder) / "manifest.json").exists():
+    UserError where the import was cut off, or where no folder can have this name."""
+    if folder is None:
+        return None
+    require_folder("data.traces", folder)
+    if not (Path(folder) / "manifest.json").exists():
         return None
     store = TraceStore.open(folder, None, create=False)
     if "log" not in store.identity:

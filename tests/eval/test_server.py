@@ -13,6 +13,7 @@ import pytest
 from engines.vllm_run import EngineCounters
 from eval import server as module
 from eval.costs import Cost
+from eval.counters import NUM_RANGES, RANGES
 from eval.report.schema import build_report
 from eval.server import check_server, server_row
 from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
@@ -76,6 +77,8 @@ def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
     found = server_row(bench, "draft", vllm_server.url + "/", COST)
     build_report({}, {}, {}, [found.row], [], [])
     untold = {"reach": [0.0] * K, "tested": [0.0] * K, "rejections": 0.0}
+    untold |= dict.fromkeys(RANGES, [0.0] * NUM_RANGES)
+    assert found.row["by_position"] == []
     for one, expected in zip(found.counters, ours.counters, strict=True):
         known = dataclasses.replace(expected, overlap_sum=0.0, overlap_count=0.0, **untold)
         assert one == dataclasses.replace(known, identical=True)
