@@ -1,4 +1,5 @@
-# Sourced by the other scripts from the repository root: `source scripts/env.sh`, then `set_up [dev]`.
+# Sourced by the other scripts from the repository root: `source scripts/env.sh`, then `set_up [dev]`,
+# and `launch_train key=value ...` for a run on this machine.
 #
 # Makes .venv with the pinned dependencies, on any machine with Python 3.10 or later and a package
 # index. PYTHON chooses the interpreter; pip's own settings say where packages come from.
@@ -47,4 +48,14 @@ set_up() { # nothing, or dev for the tools of scripts/test.sh
         echo "${extra:-base} $wanted" >"$stamp"
     fi
     echo "installation: $((SECONDS - start)) s"
+}
+
+# All that `accelerate config` would ask, so that no earlier answer is needed and none interferes.
+launch_train() { # words of train.py
+    local cores launch=(--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
+    if ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        cores=$(.venv/bin/python -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')
+        launch+=(--cpu --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$cores}")
+    fi
+    .venv/bin/accelerate launch "${launch[@]}" train.py "$@"
 }

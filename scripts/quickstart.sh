@@ -10,13 +10,7 @@ if [[ " $*" != *" method.control="* ]]; then
     set -- method.control=false "$@"
 fi
 start=$SECONDS
-# All that `accelerate config` would ask, so that no earlier answer is needed and none interferes.
-launch=(--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
-if ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    cores=$(.venv/bin/python -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')
-    launch+=(--cpu --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$cores}")
-fi
-.venv/bin/accelerate launch "${launch[@]}" train.py recipe=distillspec "$@"
+launch_train recipe=distillspec "$@"
 cat <<END
 main job: $((SECONDS - start)) s
 

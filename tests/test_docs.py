@@ -85,6 +85,8 @@ class Block:
 def entry_of(command: list[str]) -> tuple[str | None, list[str]]:
     if command[:2] == ["bash", "scripts/quickstart.sh"]:
         return "train.py", ["recipe=distillspec", *command[2:]]
+    if command[:2] == ["bash", "scripts/real.sh"]:
+        return "train.py", ["recipe=eagle3", "preset=laptop", *command[2:]]
     entry, begin = words_of(command)
     return entry, command[begin:]
 

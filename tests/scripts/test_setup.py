@@ -1,5 +1,6 @@
 """The set-up scripts and the project file."""
 
+import ast
 import hashlib
 import os
 import re
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import train
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +26,7 @@ SCRIPTS = [
     "scripts/engine_env.sh",
     "scripts/env.sh",
     "scripts/quickstart.sh",
+    "scripts/real.sh",
     "scripts/test.sh",
 ]
 ROOMS = [
@@ -196,8 +200,9 @@ folder.mkdir(parents=True)
 """
 
 
-def test_quickstart_launches_the_main_job_without_warnings(copy, tmp_path):
-    """With this environment in place of a fresh one, which the slow test makes."""
+@pytest.fixture
+def installed(copy):
+    """The copy with this environment in place of a fresh one, which the slow test makes."""
     (copy / ".venv" / "bin").mkdir(parents=True)
     here = Path(sys.executable).parent
     for name in ("python", "accelerate"):
@@ -208,9 +213,13 @@ def test_quickstart_launches_the_main_job_without_warnings(copy, tmp_path):
     pins = (copy / "pyproject.toml").read_bytes() + (copy / "constraints.txt").read_bytes()
     digest = hashlib.sha256(pins).hexdigest()
     (copy / ".venv" / ".set-up").write_text(f"base {digest}\n")
-    (copy / "train.py").write_text(FAKE_TRAIN)
+    return copy
+
+
+def test_quickstart_launches_the_main_job_without_warnings(installed, tmp_path):
+    (installed / "train.py").write_text(FAKE_TRAIN)
     environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = bash("bash scripts/quickstart.sh trainer.max_steps=2", copy, **environment)
+    done = bash("bash scripts/quickstart.sh trainer.max_steps=2", installed, **environment)
     assert done.returncode == 0, done.stderr
     words = ["recipe=distillspec", "method.control=false", "trainer.max_steps=2"]
     assert f"arguments {words} threads 1" in done.stdout
@@ -219,12 +228,41 @@ def test_quickstart_launches_the_main_job_without_warnings(copy, tmp_path):
     assert re.match(r"\d+ s\n\nOpen the report.html named above", after)
     assert len(after.splitlines()) < 12
     assert done.stderr == ""
-    done = bash("bash scripts/quickstart.sh method.control=true", copy, **environment)
+    done = bash("bash scripts/quickstart.sh method.control=true", installed, **environment)
     assert "arguments ['recipe=distillspec', 'method.control=true'] threads 1" in done.stdout
-    (copy / "train.py").write_text("import sys; sys.exit(3)")
-    done = bash("bash scripts/quickstart.sh", copy, **environment)
+    (installed / "train.py").write_text("import sys; sys.exit(3)")
+    done = bash("bash scripts/quickstart.sh", installed, **environment)
     assert done.returncode != 0
     assert "main job" not in done.stdout
+
+
+FAKE_GET = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(parents=True); print('got it')"
+
+
+def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
+    (installed / "train.py").write_text(FAKE_TRAIN)
+    (installed / "scripts" / "get_smollm2.py").write_text(FAKE_GET)
+    environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    command = "bash scripts/real.sh prompts=openai/gsm8k data.prompts_config=main"
+    done = bash(command, installed, **environment)
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("got it\n")
+    times = re.findall(r"^    (\w+).*: about (\d+) min$", before, re.M)
+    assert times[0] == ("the", "2")
+    assert [phase for phase, _ in times[1:]] == ["text", "states", "training", "report"]
+    assert sum(int(minutes) for _, minutes in times) <= 30
+    assert "real target: " in after
+    words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", after, re.M)[1])
+    config, _ = train.resolve(words)
+    assert config.recipe == "eagle3"
+    assert (config.data.prompts, config.data.prompts_config) == ("openai/gsm8k", "main")
+    assert config.model.target == "runs/smollm2"
+    (installed / "runs" / "smollm2" / "config.json").write_text("{}")
+    done = bash("bash scripts/real.sh", installed, **environment)
+    assert "the target, 0.5 GB in runs/smollm2: is there\n" in done.stdout
+    assert "got it" not in done.stdout
+    words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
+    assert train.resolve(words)[0].data.prompts == "toy"
 
 
 @pytest.mark.slow
