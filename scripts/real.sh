@@ -12,13 +12,13 @@ source scripts/env.sh
 set_up
 
 target=runs/smollm2
-prompts=300 answer=96 steps=80 rows=8
-held_out=24 held_out_answer=64
+prompts=260 answer=96 steps=60 rows=8
+held_out=24 held_out_answer=64 timed=6
 words=(
     recipe=eagle3 preset=laptop
     data.num_prompts=$prompts data.max_new_tokens=$answer
-    trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=40 trainer.save_every=20
-    eval.num_prompts=$held_out eval.max_new_tokens=$held_out_answer
+    trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=30 trainer.save_every=20
+    eval.num_prompts=$held_out eval.max_new_tokens=$held_out_answer eval.timing_prompts=$timed
 )
 for word in "$@"; do
     case $word in
@@ -32,15 +32,19 @@ minutes() { # seconds
 }
 # Tokens per second of two quiet cores. An answer has nine tenths of its longest length, and a row of
 # text has its prompt of about 70 tokens, too.
-generated=60 read=250 trained=250
+# The report decodes ten times in batches, then one by one: chain and tree, two temperatures, with a
+# drafter and without, after one prompt that warms up.
+generated=60 read=250 trained=250 decoded=80 one_by_one=14
 text=$((answer * 9 / 10)) row=$((answer * 9 / 10 + 70))
+answers=$((held_out * held_out_answer))
+report=$((10 * answers / decoded + 2 * 2 * 2 * (timed + 1) * held_out_answer / one_by_one))
 cat <<END
 on two quiet cores; what is finished is skipped, and every phase says how far it is:
     the target, 0.5 GB in $target: $([[ -e $target/config.json ]] && echo "is there" || minutes 90)
-    text, $prompts answers of the target: $(minutes $(((prompts * text + 2 * held_out * held_out_answer) / generated)))
+    text, $prompts answers of the target: $(minutes $(((prompts * text + 2 * answers) / generated)))
     states, $((prompts * row)) tokens that the target reads again: $(minutes $((prompts * row / read)))
     training, $steps steps of $rows rows: $(minutes $((steps * rows * row / trained)))
-    report, $held_out held-out prompts decoded at two temperatures: $(minutes 300)
+    report, $held_out held-out prompts decoded at two temperatures: $(minutes $report)
 END
 start=$SECONDS
 if [[ ! -e $target/config.json ]]; then
