@@ -271,16 +271,16 @@ def rewards() -> None:
     bench = Experiment("default tree")
     base = bench.base(0)
     trained, _ = bench.arm(base, "as many steps", 100)
-    recipe = bench.recipe({})
+    objective = bench.recipe({}).objective
     found: dict[str, list[torch.Tensor]] = {}
     for trace in bench.dev:
         ids = trace.prompt_ids + trace.response_ids
-        if starts := recipe._groups(ids, len(trace.prompt_ids)):
-            both = recipe.scorer(ids, recipe._lengths(starts), [trained, base])
+        if starts := objective.groups(ids, len(trace.prompt_ids)):
+            both = objective.tree_scorer(ids, objective.lengths(starts), [trained, base])
             values = {name: [one.reward(name) for one in both] for name in AGGREGATIONS}
             values["log leaves"] = [one.leaves.sum(-1).float().log() for one in both]
             for name, (own, other) in values.items():
-                groups = (own - other).view(-1, recipe.config.group_size)
+                groups = (own - other).view(-1, objective.config.group_size)
                 found.setdefault(name, []).append(advantages(groups, 1e-6)[0].flatten())
     names = list(found)
     table = torch.corrcoef(torch.stack([torch.cat(found[name]) for name in names]))
