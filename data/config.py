@@ -20,7 +20,8 @@ from trainer.config import Section
 class DataConfig(Section):
     # the same model may answer elsewhere tomorrow
     FREE: ClassVar[tuple[str, ...]] = ("servers",)
-    # toy, toy:<domain>+<domain> (of code, math, prose), a file, or the id of a Hub data set
+    # toy, toy:<domain>+<domain> (of code, math, prose), questions or questions:<domain> (the same
+    # text as questions to a chat model), a file, or the id of a Hub data set
     prompts: str = "toy"
     prompts_config: str | None = None  # configuration of the Hub data set
     prompts_split: str = "train"  # split of the Hub data set

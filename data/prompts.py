@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from data import toy
+from data import questions, toy
 from data.tables import kind_of, listed, read_table, shorten
 from trainer.checks import excerpt
 from trainer.config import UserError, suggest
@@ -93,13 +93,13 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read at most `count` distinct prompts, in the order of the source; all where it has fewer.
 
-    `source`: `toy`, `toy:code+math`, a file (.jsonl .json .parquet .csv .txt, each also .gz) or a
-    Hub data set id, to which alone `config` and `split` apply. Rows are chosen by a hash keyed
-    with `seed`, so a source that grows keeps most of an earlier choice. The domain of a row is its
-    `domain` or `category`, else the name of the file or data set. Raises UserError where a row
-    cannot be read or no prompt is left.
+    `source`: `toy`, `questions`, either with domains (`toy:code+math`), a file (.jsonl .json
+    .parquet .csv .txt, each also .gz) or a Hub data set id, to which alone `config` and `split`
+    apply. Rows are chosen by a hash keyed with `seed`, so a source that grows keeps most of an
+    earlier choice. The domain of a row is its `domain` or `category`, else the name of the file or
+    data set. Raises UserError where a row cannot be read or no prompt is left.
     """
-    if source == "toy" or source.startswith("toy:"):
+    if is_made_here(source):
         prompts, num_empty = _toy_prompts(source, count, seed, toy_split), 0
     else:
         prompts, num_empty = _row_prompts(source, config, split, column, response_column)
@@ -126,25 +126,34 @@ def _key(seed: int, identity: str) -> str:
     return hashlib.sha256(f"{seed}:{identity}".encode()).hexdigest()
 
 
+MADE_HERE = {"toy": toy.sample, "questions": questions.sample}
+
+
+def is_made_here(source: str) -> bool:
+    """Whether the prompts are made of the embedded domains, whose evaluation prompts lie apart."""
+    return source.partition(":")[0] in MADE_HERE
+
+
 def _toy_prompts(source: str, count: int, seed: int, split: str) -> list[Prompt]:
-    domains = tuple(dict.fromkeys(source[4:].split("+"))) if source != "toy" else toy.DOMAINS
+    kind, colon, named = source.partition(":")
+    domains = tuple(dict.fromkeys(named.split("+"))) if colon else toy.DOMAINS
     for domain in domains:
         if domain not in toy.DOMAINS:
             known = ", ".join(toy.DOMAINS)
-            raise UserError(f"unknown toy domain {domain!r} in {source!r}; available: {known}")
+            raise UserError(f"unknown {kind} domain {domain!r} in {source!r}; available: {known}")
     if count > TOY_PROMPTS:
         raise UserError(
-            f"the toy gives at most {TOY_PROMPTS} prompts, got {count}: lower data.num_prompts or "
-            "eval.num_prompts"
+            f"the prompts of {kind} are at most {TOY_PROMPTS}, got {count}: lower "
+            "data.num_prompts or eval.num_prompts"
         )
-    documents = toy.sample(domains, split, count, seed)
+    documents = MADE_HERE[kind](domains, split, count, seed)
     return [
         Prompt(
             text=document.prompt,
             messages=None,
-            response=document.response,
+            response=document.response or None,
             domain=document.domain,
-            source=f"toy:{document.domain} {split} row {number}",
+            source=f"{kind}:{document.domain} {split} row {number}",
             conversation_id=_shown_hash(document.prompt),
         )
         for number, document in enumerate(documents, 1)

@@ -17,7 +17,15 @@ from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.imported import open_imported, prompts_of
 from data.packing import PackedBatches
-from data.prompts import Prompt, load_prompts, refuse_overlap, split_by_hash, take, user_turns
+from data.prompts import (
+    Prompt,
+    is_made_here,
+    load_prompts,
+    refuse_overlap,
+    split_by_hash,
+    take,
+    user_turns,
+)
 from data.render import render
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
@@ -40,7 +48,7 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     }
     own = evaluation.prompts is not None
     imported = open_imported(data.traces)
-    toy = imported is None and (data.prompts == "toy" or data.prompts.startswith("toy:"))
+    toy = imported is None and is_made_here(data.prompts)
     if imported is not None:
         if data.prompts != DataConfig.prompts:
             raise UserError(

@@ -4,7 +4,7 @@
 #     bash scripts/real.sh [prompts=<file, folder or data set id>] [key=value ...]
 #
 # The target comes from the package index (scripts/get_smollm2.py). Without prompts= it answers
-# prompts made of Python's own library and generated word problems, so nothing else is fetched.
+# questions made of Python's own library and generated word problems, so nothing else is fetched.
 # If it is stopped, the same command goes on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,12 +20,14 @@ words=(
     trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=30 trainer.save_every=20
     eval.num_prompts=$held_out eval.max_new_tokens=$held_out_answer eval.timing_prompts=$timed
 )
+source=questions
 for word in "$@"; do
     case $word in
-        prompts=*) words+=("data.$word") ;;
+        prompts=*) source=${word#prompts=} ;;
         *) words+=("$word") ;;
     esac
 done
+words+=("data.prompts=$source")
 
 minutes() { # seconds
     echo "about $((($1 + 59) / 60)) min"

@@ -450,9 +450,7 @@ def test_toy_evaluation_prompts_are_never_training_prompts():
 
 def test_the_toy_is_not_drawn_for_ever():
     message = refused(load_prompts, "toy", count=10**11)
-    assert message.startswith(
-        "the toy gives at most 100000 prompts, got 100000000000: lower data.n"
-    )
+    assert message.startswith("the prompts of toy are at most 100000, got 100000000000: lower data")
 
 
 def test_an_unknown_toy_domain_is_refused():

@@ -262,7 +262,7 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert "the target, 0.5 GB in runs/smollm2: is there\n" in done.stdout
     assert "got it" not in done.stdout
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
-    assert train.resolve(words)[0].data.prompts == "toy"
+    assert train.resolve(words)[0].data.prompts == "questions"
 
 
 @pytest.mark.slow
