@@ -96,13 +96,14 @@ class Speculation:
 @dataclass(frozen=True)
 class EngineRun:
     """The result of a job. tokens: by prompt, the ending EOS included; rounds: by prompt, [drafted,
-    accepted] each. Plain decoding has no drafter, no rounds and no counters."""
+    accepted] each; seconds: of generating. Plain decoding has no drafter, rounds or counters."""
 
     tokens: list[list[int]]
     drafter: Speculation | None
     rounds: list[list[list[int]]]
     counters: EngineCounters | None
     engine: str  # name and version
+    seconds: float
 
 
 def serve(
@@ -161,7 +162,7 @@ def _run(python: Path, request: WorkerRequest) -> WorkerAnswer:
 def _checked(name: str, job: Speculation | None, answer: JobAnswer, engine: str) -> EngineRun:
     """The result of a job; RunFault where vLLM's rounds and counters differ."""
     if job is None:
-        return EngineRun(answer["tokens"], None, [], None, engine)
+        return EngineRun(answer["tokens"], None, [], None, engine, answer["seconds"])
     counters = EngineCounters.named(answer["counters"])
     rounds = [one for own in answer["rounds"] for one in own]
     reached = [sum(accepted > i for _, accepted in rounds) for i in range(job.K)]
@@ -170,7 +171,7 @@ def _checked(name: str, job: Speculation | None, answer: JobAnswer, engine: str)
     )
     if summed != counters:
         raise RunFault(f"{name}: vLLM's rounds add up to {summed}, its counters say {counters}")
-    return EngineRun(answer["tokens"], job, answer["rounds"], counters, engine)
+    return EngineRun(answer["tokens"], job, answer["rounds"], counters, engine, answer["seconds"])
 
 
 def from_metrics(text: str) -> EngineCounters:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
@@ -45,6 +46,7 @@ class JobAnswer(TypedDict):
     tokens: list[list[int]]
     rounds: list[list[list[int]]]  # [drafted, accepted] of each round
     counters: CounterValues  # empty for plain decoding
+    seconds: float  # for all prompts, the engine being loaded
 
 
 class WorkerAnswer(TypedDict):
@@ -85,11 +87,13 @@ def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> d
         options["per_request_spec_decode_metrics"] = "detailed"
     llm = LLM(**options)
     try:
+        began = time.perf_counter()
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in request["prompts"]],
             [SamplingParams(**one) for one in request["sampling"]],
             use_tqdm=False,
         )
+        seconds = time.perf_counter() - began
         answers = [output.outputs[0] for output in outputs]
         rounds = []
         for answer in answers if speculative else ():
@@ -99,6 +103,7 @@ def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> d
             "tokens": [list(answer.token_ids) for answer in answers],
             "rounds": rounds,
             "counters": counters(llm),
+            "seconds": seconds,
         }
     finally:  # an engine holds its memory until it is shut down
         llm.llm_engine.engine_core.shutdown()

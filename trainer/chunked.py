@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from trainer.config import require
 from trainer.divergence import Divergence, complain
+from trainer.fused import fused
 from trainer.losses import both_log_probs, ce_hard, warm, wide
 
 # Size of one [chunk, V] tensor, 64 MiB in float32. A divergence holds up to a dozen of them.
@@ -82,7 +83,7 @@ class ReducedLogits:
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor) -> ReducedLogits:
         """logits: [n, V] float; kept: [W] int64."""
-        return cls(logits.index_select(-1, kept), wide(logits).logsumexp(-1), logits.argmax(-1))
+        return cls(*fused(_reduce, logits.shape[-1])(logits, kept))
 
     @classmethod
     def joined(cls, parts: Sequence[ReducedLogits]) -> ReducedLogits:
@@ -90,6 +91,10 @@ class ReducedLogits:
 
     def __getitem__(self, at: Tensor) -> ReducedLogits:
         return ReducedLogits(self.logits[at], self.log_z[at], self.first[at])
+
+
+def _reduce(logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return logits.index_select(-1, kept), wide(logits).logsumexp(-1), logits.argmax(-1)
 
 
 TeacherLogits = Tensor | ReducedLogits  # the former over all of V
@@ -160,37 +165,56 @@ class _Job:
     weights: Tensor
     spans: list[slice]
 
-    def read(self, states: Tensor, span: slice) -> tuple[Tensor, Tensor, TeacherLogits | None]:
-        """Draft logits [n, W] before and after `transform`, target logits [n, V] or reduced."""
-        rows = states[span].to(self.head.weight.dtype)
-        leaf = F.linear(rows, self.head.weight, self.head.bias)
-        with torch.no_grad():
-            target = None if self.teacher is None else self.teacher(span)
-            if self.head.kept is not None and isinstance(target, Tensor):
-                target = ReducedLogits.of(target, self.head.kept)
+    @property
+    def width(self) -> int:
+        """The vocabulary that the passes of a chunk go over: the draft's."""
+        return len(self.head.weight)
+
+    def read(self, states: Tensor, span: slice) -> _Chunk:
+        rows, kept = states[span].to(self.head.weight.dtype), self.head.kept
+        draft = F.linear(rows, self.head.weight, self.head.bias)
+        target = None if self.teacher is None else self.teacher(span)
+        if kept is not None and isinstance(target, Tensor):
+            target = ReducedLogits.of(target, kept)
         if target is not None:
             shape = (target if isinstance(target, Tensor) else target.logits).shape
-            rule = f"have the shape of the draft's, {tuple(leaf.shape)}"
-            require(shape == leaf.shape, "logits of the target", rule, tuple(shape))
-        leaf.requires_grad_(torch.is_grad_enabled())
-        return leaf, leaf if self.head.transform is None else self.head.transform(leaf), target
-
-    def select(
-        self, draft: Tensor, target: TeacherLogits | None, labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """The positions that count, [n] bool, and of these: draft, target [m, W], labels [m]."""
-        kept = self.head.kept
+            rule = f"have the shape of the draft's, {tuple(draft.shape)}"
+            require(shape == draft.shape, "logits of the target", rule, tuple(shape))
+        labels = self.labels[span]
         if kept is None:
             assert not isinstance(target, ReducedLogits)
-            return torch.ones_like(labels, dtype=torch.bool), draft, target, labels
+            every = torch.ones_like(labels, dtype=torch.bool)
+            return _Chunk(draft, target, None, None, labels, every)
         assert not isinstance(target, Tensor)
-        target = None if self.divergence.name == "ce_hard" else target
-        wanted = labels if target is None else target.first
-        place = torch.searchsorted(kept, wanted).clamp_max(len(kept) - 1)
-        counted = kept[place] == wanted
-        index = counted.nonzero()[:, 0]
-        own = None if target is None else target.logits.index_select(0, index)
-        return counted, draft.index_select(0, index), own, place[index]
+        place, known = _places(kept, labels)
+        if target is None:
+            return _Chunk(draft, None, None, None, place, known)
+        best, best_known = _places(kept, target.first)
+        if self.divergence.name != "ce_hard":
+            place, known = best, best_known
+        best = torch.where(best_known, best, -1)
+        return _Chunk(draft, target.logits, target.log_z, best, place, known)
+
+
+def _places(kept: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the ids [n] stand among those kept [W], and whether they do."""
+    place = torch.searchsorted(kept, ids).clamp_max(len(kept) - 1)
+    return place, kept[place] == ids
+
+
+@dataclass
+class _Chunk:
+    """What the passes over the vocabulary of a chunk read. Over a reduced vocabulary, token ids are
+    places in it, and a position whose `counted` is False has value and gradient 0."""
+
+    draft: Tensor  # [n, W] logits before the head's `transform`
+    target: Tensor | None  # [n, W] logits
+    log_z: Tensor | None  # [n] of the target over its whole vocabulary; None: that is W
+    best: (
+        Tensor | None
+    )  # [n] int64, the target's likeliest token, -1 where it is not kept; likewise
+    labels: Tensor  # [n] int64
+    counted: Tensor  # [n] bool
 
 
 class _Chunked(torch.autograd.Function):
@@ -207,16 +231,27 @@ class _Chunked(torch.autograd.Function):
             torch.zeros_like(x) if with_grad and x is not None and x.requires_grad else None
             for x in (states, weight, bias)
         ]
+        differentiate = any(g is not None for g in gradients)
         values, shared = torch.zeros_like(job.weights), torch.zeros_like(job.weights)
-        match, counted = (torch.zeros_like(job.labels, dtype=torch.bool) for _ in range(2))
+        match, counted, good = (torch.zeros_like(job.labels, dtype=torch.bool) for _ in range(3))
+        score = fused(_score, job.width)
         mean_reward = _mean_reward(job, states) if job.divergence.name == "tvd_pp" else None
         for span in job.spans:
-            with torch.set_grad_enabled(any(g is not None for g in gradients)):
-                by_logits, *found = _one_chunk(job, states, span, mean_reward)
-            values[span], shared[span], match[span], counted[span] = found
-            if by_logits is not None:
+            chunk = job.read(states, span)
+            with torch.set_grad_enabled(differentiate):
+                chunk.draft.requires_grad_(differentiate)
+                found, *others = score(job.divergence, job.head.transform, chunk, mean_reward)
+            values[span] = found.detach()
+            shared[span], match[span], good[span], counted[span] = others
+            if differentiate:
+                by_logits = torch.autograd.grad(found, chunk.draft, job.weights[span].to(found))[0]
+                if job.head.kept is not None:  # 0 * inf is not 0
+                    by_logits.masked_fill_(~counted[span, None], 0)
                 _fold(job, by_logits, states, span, *gradients)
-            del by_logits  # before the next chunk needs the room
+                del by_logits
+            del chunk, found, others  # before the next chunk needs the room
+        if not bool(good.all()):
+            _complain(job, states, good, mean_reward)
         ctx.save_for_backward(*gradients)  # type: ignore[arg-type] - None is allowed
         ctx.mark_non_differentiable(values, shared, match, counted)
         return (values * job.weights).sum(), values, shared, match, counted
@@ -233,51 +268,70 @@ class _Chunked(torch.autograd.Function):
 def _mean_reward(job: _Job, states: Tensor) -> Tensor:
     """E_q[1{p > q}] over all counted positions, [] float; the first of the two passes of tvd_pp."""
     total = count = torch.zeros_like(job.weights).sum()
+    rewards = fused(_rewards, job.width)
     for span in job.spans:
-        counted, draft, target, _ = job.select(*job.read(states, span)[1:], job.labels[span])
-        assert target is not None
-        scaled = warm(draft, job.divergence.draft_temperature)
-        log_q, log_p = both_log_probs(scaled, warm(target, job.divergence.teacher_temperature))
-        q = log_q.exp()
-        total, count = total + torch.where(log_p.exp() > q, q, 0).sum(), count + counted.sum()
+        chunk = job.read(states, span)
+        found = rewards(job.divergence, job.head.transform, chunk)
+        total = total + torch.where(chunk.counted, found, 0).sum()
+        count = count + chunk.counted.sum()
     return total / count
 
 
-def _one_chunk(
-    job: _Job, states: Tensor, span: slice, mean_reward: Tensor | None
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-    """Gradient by the logits before `transform` [n, W]; values, overlap, match, counted, [n]."""
-    leaf, draft, target = job.read(states, span)
-    labels, kept = job.labels[span], job.head.kept
-    counted, q, p, places = job.select(draft, target, labels)
-    first = draft.argmax(-1) if kept is None else kept[draft.argmax(-1)]
-    if target is None:
-        match, shared = first == labels, _spread((-ce_hard(q.detach(), places)).exp(), counted)
-    else:
-        wanted = target.argmax(-1) if isinstance(target, Tensor) else target.first
-        match, shared = first == wanted, _overlap(draft, target)
-    values = job.divergence(q, p, places, mean_reward=mean_reward)
-    scale = job.weights[span][counted].to(values)
-    (by_logits,) = torch.autograd.grad(values, leaf, scale) if leaf.requires_grad else (None,)
-    return by_logits, _spread(values, counted), shared, match, counted
+def _rewards(
+    divergence: Divergence, transform: Callable[[Tensor], Tensor] | None, chunk: _Chunk
+) -> Tensor:
+    """E_q[1{p > q}] of each position, [n]."""
+    assert chunk.target is not None
+    draft = chunk.draft if transform is None else transform(chunk.draft)
+    log_q, log_p = both_log_probs(
+        warm(draft, divergence.draft_temperature),
+        warm(chunk.target, divergence.teacher_temperature),
+    )
+    q = log_q.exp()
+    return torch.where(log_p.exp() > q, q, 0).sum(-1)
 
 
-def _spread(values: Tensor, counted: Tensor) -> Tensor:
-    """values [m] at the positions that count, zero at the others: [n]."""
-    return values.new_zeros(len(counted)).masked_scatter(counted, values.detach())
+def _score(
+    divergence: Divergence,
+    transform: Callable[[Tensor], Tensor] | None,
+    chunk: _Chunk,
+    mean_reward: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All passes over the vocabulary of a chunk but those of the gradient, which a compiler makes
+    few of.
+
+    Values [n], differentiable in the logits; overlap [n]; whether the drafter's first choice is the
+    target's, whether all this is sound, and whether the position counts, [n] bool."""
+    draft = chunk.draft if transform is None else transform(chunk.draft)
+    values, good = divergence.unchecked(draft, chunk.target, chunk.labels, mean_reward=mean_reward)
+    values, good = torch.where(chunk.counted, values, 0), good | ~chunk.counted
+    draft = draft.detach()
+    first = draft.argmax(-1)
+    if chunk.target is None:  # all of p is on the label, which the drafter may lack
+        shared = torch.where(chunk.counted, (-ce_hard(draft, chunk.labels)).exp(), 0)
+        return values, shared, (first == chunk.labels) & chunk.counted, good, chunk.counted
+    log_z = wide(draft).logsumexp(-1)
+    whole = wide(chunk.target).logsumexp(-1) if chunk.log_z is None else chunk.log_z
+    # sum_v min(p, q): q is zero outside of the ids kept, p is not renormalised
+    shared = torch.minimum(chunk.target - whole[:, None], draft - log_z[:, None]).exp().sum(-1)
+    match = first == (chunk.target.argmax(-1) if chunk.best is None else chunk.best)
+    return values, shared, match, good & (log_z + whole).isfinite(), chunk.counted
 
 
 @torch.no_grad()
-def _overlap(draft: Tensor, target: TeacherLogits) -> Tensor:
-    """sum_v min(p, q), [n]; q is zero outside of the ids kept, p is not renormalised."""
-    if isinstance(target, Tensor):
-        target = ReducedLogits(target, wide(target).logsumexp(-1), target)
-    log_z = wide(draft).logsumexp(-1)
-    if not bool((log_z + target.log_z).isfinite().all()):  # also where nothing counts
-        every = torch.cat([target.logits, target.log_z[:, None]], -1)  # also of ids not kept
-        complain("overlap", draft, every, log_z)
-    log_p = target.logits - target.log_z[:, None]
-    return torch.minimum(log_p, draft - log_z[:, None]).exp_().sum(-1)
+def _complain(job: _Job, states: Tensor, good: Tensor, mean_reward: Tensor | None) -> None:
+    """Raise for the first chunk with a position that is not sound."""
+    span = next(span for span in job.spans if not bool(good[span].all()))
+    chunk, transform = job.read(states, span), job.head.transform
+    draft = chunk.draft if transform is None else transform(chunk.draft)
+    if chunk.target is not None:  # also of ids not kept, and where nothing counts
+        whole = wide(chunk.target).logsumexp(-1) if chunk.log_z is None else chunk.log_z
+        log_z = wide(draft).logsumexp(-1)
+        if not bool((log_z + whole).isfinite().all()):
+            complain("overlap", draft, torch.cat([chunk.target, whole[:, None]], -1), log_z)
+    values, _ = job.divergence.unchecked(draft, chunk.target, chunk.labels, mean_reward=mean_reward)
+    own = None if chunk.target is None else chunk.target[chunk.counted]
+    job.divergence.complain(draft[chunk.counted], own, values[chunk.counted])
 
 
 def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tensor | None) -> None:

@@ -96,9 +96,26 @@ class Divergence:
         draft_logits, teacher: [N, V] float, before temperature. labels: [N] int64, for ce_hard. A
         compressed teacher gives, for fkl, the cross-entropy: the gradient is that of fkl, the value
         is larger by the entropy of p. With approx="bucket" its tail is one token and the value a
-        lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Costs one
-        host sync.
+        lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Raises
+        RunFault where a value is infinite, not a number or negative. Costs one host sync.
         """
+        values, good = self.unchecked(
+            draft_logits, teacher, labels, approx=approx, mean_reward=mean_reward
+        )
+        if not bool(good.all()):
+            self.complain(draft_logits, teacher, values.detach())
+        return values
+
+    def unchecked(
+        self,
+        draft_logits: Tensor,
+        teacher: Tensor | CompressedTeacher | None,
+        labels: Tensor | None = None,
+        *,
+        approx: str | None = None,
+        mean_reward: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The divergence per position, and where it is sound, [N] bool; it waits for no device."""
         require(approx in (None, "bucket"), "approx", "be null or bucket", approx)
         draft = warm(draft_logits, self.draft_temperature)
         sound = torch.ones((), dtype=torch.bool, device=draft.device)
@@ -126,10 +143,15 @@ class Divergence:
             sound = sound & sums_to_one(teacher)
         # the surrogate has any sign
         floor = -math.inf if self.name == "tvd_pp" else NEGATIVE_TOLERANCE
-        good = values.detach().isfinite() & (values.detach() >= floor)
-        if not bool(good.all() & sound):
-            complain(self.name, draft, teacher, values.detach())
-        return values * self.draft_temperature**2 if self.temperature_scale else values
+        good = values.detach().isfinite() & (values.detach() >= floor) & sound
+        return values * self.draft_temperature**2 if self.temperature_scale else values, good
+
+    def complain(
+        self, draft_logits: Tensor, teacher: Tensor | CompressedTeacher | None, values: Tensor
+    ) -> None:
+        """Raise with the reason why these values are not sound."""
+        draft = warm(draft_logits, self.draft_temperature)
+        complain(self.name, draft, None if self.name == "ce_hard" else teacher, values)
 
 
 def _named(formula: Callable[..., Tensor]) -> type[Divergence]:

@@ -116,7 +116,9 @@ def ask(target, **changed):
 def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_target):
     target = tiny_target("llama")
     found = ask(target)
-    assert found["plain"] == EngineRun([[4, 5], [6, 7, 8]], None, [], None, "vllm 0")
+    alone = found["plain"]
+    assert alone.seconds > 0
+    assert alone == EngineRun([[4, 5], [6, 7, 8]], None, [], None, "vllm 0", alone.seconds)
     one = found["a"]
     assert one.tokens == [[4, 5], [6, 7, 8]]
     assert one.rounds == [[[1, 1], [1, 0]]] * 2
@@ -187,7 +189,7 @@ def test_the_worker_imports_nothing_of_the_project():
             else []
         )
     }
-    standard = {"__future__", "collections", "gc", "json", "sys", "pathlib", "typing"}
+    standard = {"__future__", "collections", "gc", "json", "sys", "pathlib", "time", "typing"}
     assert names <= standard | {"torch", "vllm"}
 
 
@@ -310,7 +312,7 @@ def measured(tiny_target, tmp_path_factory):
         rounds[one.prompt_hash].append([one.submitted, one.engine_accepted])
     tokens = [trace.response_ids for trace in bench.traces]
     told = EngineRun(
-        tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0"
+        tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0", 1.0
     )
     return bench, ours, told
 
