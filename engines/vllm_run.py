@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.vllm_server import engine_python, environment, model_options
+from engines.vllm_server import engine_python, environment, memory_options, model_options
 from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
 from engines.web import urlopen
 from target.model import Target
@@ -130,6 +130,7 @@ def serve(
     request: WorkerRequest = {
         "engine": {
             **model_options(target),
+            **memory_options(),
             "max_model_len": min(target.context, longest),
             "max_num_seqs": min(batch_size, len(prompts)),
             **ENGINE,

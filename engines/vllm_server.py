@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -29,6 +31,12 @@ FORCED = {
     "PYTHONSAFEPATH": "1",  # the folder it starts in may hold modules with common names
     "VLLM_NO_USAGE_STATS": "1",
 }
+# what a launcher of several processes tells each of them: vLLM would wait for the others
+LAUNCHER = re.compile(
+    "(TORCHELASTIC|ACCELERATE|FSDP|DEEPSPEED)_|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|"
+    "MASTER_(ADDR|PORT)$"
+)
+MEMORY_SHARE = 0.9  # of what is free, for the server; vLLM's own default is that of all
 START_S = 1800  # a large model is read for long
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -52,9 +60,19 @@ def model_options(target: Target) -> dict[str, object]:
     }
 
 
+def memory_options(num_devices: int = 1) -> dict[str, object]:
+    """The share of a GPU that vLLM may take, where the target lies on the first ones, too."""
+    if not torch.cuda.is_available():
+        return {}
+    pairs = [torch.cuda.mem_get_info(device) for device in range(num_devices)]
+    share = MEMORY_SHARE * min(free / total for free, total in pairs)
+    return {"gpu_memory_utilization": math.floor(100 * share) / 100}
+
+
 def environment() -> dict[str, str]:
     """The environment of a process with vLLM, whose parts call each other on this machine."""
-    return DEFAULTS | dict(os.environ) | past_proxy(os.environ) | FORCED
+    own = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    return DEFAULTS | own | past_proxy(os.environ) | FORCED
 
 
 @contextlib.contextmanager
@@ -64,7 +82,9 @@ def vllm_server(target: Target, options: Mapping[str, object]) -> Iterator[str]:
 
     Raises RunFault with the end of its log where it does not start."""
     python = engine_python()
-    settings: dict[str, object] = model_options(target) | {
+    num_devices = options.get("tensor_parallel_size", 1)
+    assert isinstance(num_devices, int)
+    settings: dict[str, object] = model_options(target) | memory_options(num_devices) | {
         "host": "127.0.0.1",  # for this machine alone: whoever reaches it may use it
         "port": free_port(),
         "generation_config": "vllm",  # no sampling defaults of the model's own

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 
 from data.budget import estimate_bytes
 from data.config import DataConfig
@@ -106,18 +106,20 @@ def _generate(
 
 @contextlib.contextmanager
 def _servers(run: Run) -> Iterator[Sequence[str]]:
-    """Yield the addresses of the servers that generate; the first process starts one of our own if
-    data.servers names none."""
+    """Yield the addresses of the servers that generate: data.servers, or the one that the first
+    process of each machine starts, which listens to that machine alone."""
     data = run.config.data
     if data.engine == "openai":
         yield data.servers
         return
     with contextlib.ExitStack() as stack:
-        found = [""]
-        if run.accelerator.is_main_process:
-            print("starting vLLM", flush=True)
-            found = [stack.enter_context(vllm_server(run.target, data.engine_options))]
-        yield broadcast_object_list(found)
+        accelerator, own = run.accelerator, ""
+        if accelerator.is_local_main_process:
+            if accelerator.is_main_process:
+                print("starting vLLM", flush=True)
+            own = stack.enter_context(vllm_server(run.target, data.engine_options))
+        first = accelerator.process_index - accelerator.local_process_index
+        yield [gather_object([own])[first]]
         run.barrier()  # the others may still be asking
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
 from engines import vllm_server as module
@@ -24,7 +25,7 @@ FAKE = """
 import http.server, json, os, sys, threading, time
 
 with open(os.environ["FAKE_LOG"], "a") as log:
-    said = {"pid": os.getpid(), "words": sys.argv[1:], "no_proxy": os.environ.get("no_proxy")}
+    said = {"pid": os.getpid(), "words": sys.argv[1:], "environment": dict(os.environ)}
     log.write(json.dumps(said) + chr(10))
 if os.environ.get("FAKE_VLLM") == "die":
     print("loading"), print("ValueError: no such model")
@@ -99,7 +100,7 @@ def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts
     assert said["--model"] == str(Path(target.name).resolve())
     assert said["--dtype"] == "float32"
     assert said["--host"] == "127.0.0.1"  # vLLM's own default is every interface
-    assert one["no_proxy"] == "127.0.0.1,localhost,::1"
+    assert one["environment"]["no_proxy"] == "127.0.0.1,localhost,::1"
     assert said["--generation-config"] == "vllm"  # else its penalties change the law
     assert said["--max-model-len"] == "99"
     assert "--no-enforce-eager" in words
@@ -111,6 +112,35 @@ def test_the_server_listens_elsewhere_where_that_is_asked_for(target, starts):
         assert url.startswith("http://127.0.0.2:")
         urlopen(f"{url}/v1/models", 5).close()
     assert dict(itertools.pairwise(starts()[0]["words"]))["--host"] == "127.0.0.2"
+
+
+def test_the_server_is_no_process_of_the_launch_that_starts_it(target, starts, monkeypatch):
+    told = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no",
+    }  # fmt: skip
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NAME", "kept")
+    monkeypatch.setenv("RANKING", "kept")
+    with vllm_server(target, {}):
+        (one,) = starts()
+    assert not told.keys() & one["environment"].keys()
+    assert one["environment"]["RANKING"] == "kept"
+
+
+def test_the_server_takes_of_a_gpu_what_is_free(target, starts, monkeypatch):
+    """The target, and on the second one something else, lie there already."""
+    free = {0: 50, 1: 30}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80))
+    for options, share in (({}, "0.56"), ({"tensor_parallel_size": 2}, "0.33")):
+        with vllm_server(target, options):
+            said = dict(itertools.pairwise(starts()[-1]["words"]))
+        assert said["--gpu-memory-utilization"] == share
+    with vllm_server(target, {"gpu_memory_utilization": 0.2}):
+        assert "0.2" in starts()[-1]["words"]
 
 
 def test_options_are_words_of_the_command_line():
