@@ -13,19 +13,21 @@ from data.traces import Trace
 from eval.engine import Speculated
 from target.model import Target
 from target.sampling import Sampling
+from trainer.chunked import OutputHead
 from trainer.losses import ce_hard
 from trainer.shift import align
 
 T = TypeVar("T")
-NEAR_TIE = 1e-4  # two best logits closer than this may swap between kernels (float32)
+NEAR_TIE = 1e-4  # logits closer than this may swap between kernels in float32
+NEAR_TIE_ROUNDINGS = 4  # and in a shorter dtype those within so many of its last places
 
 
 class Parting(TypedDict):
     """The first place at which an answer differs from that of plain decoding."""
 
     position: int
-    logit_gap: float  # between the two best logits of the target there
-    near_tie: bool  # the gap is below NEAR_TIE
+    logit_gap: float  # of the target there: its best logit less those of the two answers' tokens
+    near_tie: bool  # the gap is no more than rounding explains
 
 
 def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
@@ -86,7 +88,10 @@ def plain_generate(
 def difference(
     target: Target, prompt_ids: list[int], plain: list[int], ours: Speculated
 ) -> Parting | None:
-    """The place where two answers part, with the gap of the two best logits; None if equal."""
+    """The place where two answers part, with the gap between the target's logits; None if equal.
+
+    The gap is of float32 products with the head: in bfloat16 two logits of size 20 are equal up to
+    0.125. Where one answer ends, it is that of the two best logits."""
     mine = ours.response_ids
     if plain == mine:
         return None
@@ -95,8 +100,24 @@ def difference(
         min(len(plain), len(mine)),
     )
     ids = torch.tensor([prompt_ids + plain[:where]], device=target.device)
-    logits = target.outputs(ids).logits
-    assert logits is not None
-    best = logits[0, -1, : target.vocab_size].float().topk(2).values
-    gap = float(best[0] - best[1])
-    return {"position": where, "logit_gap": gap, "near_tie": gap < NEAR_TIE}
+    outputs = target.outputs(ids, layers=("final_norm",))
+    assert isinstance(outputs.logits, torch.Tensor)
+    best = outputs.logits[0, -1, : target.vocab_size].float().topk(2).indices
+    parted = [answer[where] for answer in (plain, mine) if where < len(answer)]
+    asked = torch.tensor(parted, device=target.device) if len(parted) == 2 else best
+    tokens = torch.cat([asked, best])
+    head = target.head
+    exact = OutputHead(
+        head.weight[tokens].float(),
+        None if head.bias is None else head.bias[tokens].float(),
+        transform=head.transform,
+    )
+    logits = exact.logits(outputs.hidden["final_norm"][0, -1])
+    gap = float(logits.max() - logits[: len(asked)].min())
+    return {"position": where, "logit_gap": gap, "near_tie": gap < near_tie(target, logits)}
+
+
+def near_tie(target: Target, logits: torch.Tensor) -> float:
+    """The gap below which two logits as large as these may swap between kernels."""
+    rounding = torch.finfo(target.model.dtype).eps * float(logits.abs().max())
+    return max(NEAR_TIE, NEAR_TIE_ROUNDINGS * rounding)

@@ -1,0 +1,79 @@
+"""Where two greedy answers part, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eval.engine import Speculated
+from eval.plain import difference
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling
+
+PROMPT = [3, 5, 7, 9]
+
+
+@pytest.fixture(scope="module")
+def half(tiny_folder):
+    """A target in bfloat16, whose logits are as large as those of a real one."""
+    target = Target.load(str(tiny_folder("llama")), dtype="bfloat16")
+    with torch.no_grad():
+        target.model.get_output_embeddings().weight.mul_(200)
+    return target
+
+
+def parting(target, token):
+    """Between the target's likeliest token after the prompt and another one."""
+    first = ranked(target)[0]
+    ours = Speculated(Request(PROMPT, 0, Sampling(0.0), "a"), [1, token], "length", [])
+    return difference(target, PROMPT, [1, first], ours)
+
+
+def ranked(target):
+    """Token ids after the prompt and token 1, the likeliest first, by the logits in float32."""
+    states = target.outputs(torch.tensor([[*PROMPT, 1]]), layers=("final_norm",)).hidden
+    weight = target.head.weight.float()
+    return (weight @ states["final_norm"][0, -1].float()).argsort(descending=True).tolist()
+
+
+def test_equal_answers_do_not_part(half):
+    assert parting(half, ranked(half)[0]) is None
+
+
+def test_the_gap_is_of_the_tokens_that_were_chosen_in_float32(half):
+    """Not of the two best: a wrong token beside two best that are close would pass as a tie."""
+    states = half.outputs(torch.tensor([[*PROMPT, 1]]), layers=("final_norm",)).hidden
+    logits = half.head.weight.float() @ states["final_norm"][0, -1].float()
+    order = ranked(half)
+    for rank in (1, 5, -1):
+        found = parting(half, order[rank])
+        assert found["position"] == 1
+        assert found["logit_gap"] == pytest.approx(float(logits[order[0]] - logits[order[rank]]))
+    assert not found["near_tie"]
+
+
+def test_what_is_a_near_tie_is_known_by_dtype_and_size(half, tiny_target):
+    """A tenth of a logit is rounding in bfloat16 and a fault in float32."""
+    weight = half.model.get_output_embeddings().weight
+    first, second = ranked(half)[:2]
+    with torch.no_grad():
+        kept = weight[second].clone()
+        weight[second] = weight[first]
+        weight[second] *= 1.01
+    found = parting(half, first if ranked(half)[0] == second else second)
+    with torch.no_grad():
+        weight[second] = kept
+    assert found["logit_gap"] > 1e-2
+    assert found["near_tie"]
+    single = tiny_target("llama")
+    gap = parting(single, ranked(single)[1])
+    assert gap["logit_gap"] > 1e-4
+    assert not gap["near_tie"]
+
+
+def test_an_answer_that_ends_early_parts_there(half):
+    ours = Speculated(Request(PROMPT, 0, Sampling(0.0), "a"), [1], "length", [])
+    found = difference(half, PROMPT, [1, 2], ours)
+    assert found["position"] == 1
+    assert found["logit_gap"] >= 0
