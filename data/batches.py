@@ -8,7 +8,7 @@ mix with randomness keyed by (seed, index).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES = ("fixed", "target", "draft")
+MOST_TOKENS = 2**14  # of a forward without gradient, padding included
 
 
 @dataclass
@@ -192,6 +193,20 @@ class Batches:
                 self._order.clear()
             self._order[epoch] = epoch_order(self.seed, epoch, len(self.traces))
         return self.traces[int(self._order[epoch][place])]
+
+
+def by_length(traces: Sequence[Trace], most_rows: int) -> Iterator[list[Trace]]:
+    """The traces in batches of like length, the shortest first: at most `most_rows` and, but for a
+    single one that is longer, `MOST_TOKENS` tokens each."""
+    group: list[Trace] = []
+    for trace in sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids)):
+        length = len(trace.prompt_ids) + len(trace.response_ids)
+        if group and (len(group) == most_rows or (len(group) + 1) * length > MOST_TOKENS):
+            yield group
+            group = []
+        group.append(trace)
+    if group:
+        yield group
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:

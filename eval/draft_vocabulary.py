@@ -35,17 +35,19 @@ class Outside:
     mass: np.ndarray
     tokens: np.ndarray
 
+    missing: torch.Tensor  # [V] bool, the ids outside
+
     @classmethod
-    def of(
-        cls, kept: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor | None, vocab_size: int
-    ) -> Outside:
-        """`kept` [Vd] int64: the vocabulary; `tokens` [B, N+K] int64; `p` [B, N+K, V]: the target's
-        distributions, None at T=0."""
+    def of(cls, kept: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> Outside:
+        """`kept` [Vd] int64: the vocabulary; `tokens` [B, N+K] int64."""
         missing = torch.ones(vocab_size, dtype=torch.bool, device=tokens.device)
         missing[kept] = False
-        outside = missing[tokens]
-        mass = outside.double() if p is None else (p @ missing.to(p)).double()
-        return cls(len(kept), mass.cpu().numpy(), outside.cpu().numpy())
+        outside = missing[tokens].cpu().numpy()
+        return cls(len(kept), outside.astype(np.float64), outside, missing)
+
+    def add_mass(self, span: slice, p: torch.Tensor) -> None:
+        """Above T=0: the target's distributions `p` [B, n, V] at a span of the tokens."""
+        self.mass[:, span] = (p @ self.missing.to(p)).double().cpu().numpy()
 
 
 class VocabularyCost:

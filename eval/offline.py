@@ -17,20 +17,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter, acceptance_of
-from drafters.round import Budget, Signals, StopRule
+from drafters.round import Budget
 from drafters.training_free.base import TrainingFree
-from drafters.trees.chain import Stops
 from eval.calibration import Calibration, calibration
 from eval.counters import NUM_RANGES, PromptCounters, range_of
 from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
+from eval.stops import SignalsByDepth, lengths_by_start
 from eval.walk import replay
 from target.model import Target, TargetOutputs
+from target.padding import right_padded
 from target.sampling import Sampling, warp
+from trainer.chunked import CHUNK_ELEMENTS
 from trainer.config import UserError
 
-CACHED_TARGET_BYTES = 1 << 30  # most memory for target probabilities between evaluations
+CACHED_TARGET_BYTES = 1 << 30  # most memory for states of the target between evaluations
 
 
 def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:
@@ -59,8 +62,9 @@ class OfflineResult:
 class OfflineEvaluator:
     """Replays traces of one sampling against any drafter.
 
-    The target runs once per trace (T>0 only), and its probabilities are cached where they fit in
-    memory. Without `engine_counters` the traces need no look-ahead, and those counters are zero.
+    The target runs once per trace (T>0 only), and its last states are cached where they fit in
+    memory; distributions are computed from states for a chunk of positions at a time. Without
+    `engine_counters` the traces need no look-ahead, and those counters are zero.
     Raises UserError where the traces do not fit the sampling or K.
     """
 
@@ -86,11 +90,10 @@ class OfflineEvaluator:
                 )
         self.target, self.sampling, self.budget, self.K = target, sampling, budget, K
         self.engine_counters = engine_counters
-        order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-        self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        self.groups = list(by_length(traces, batch_size))
         positions = sum(len(g) * max(len(t.response_ids) + K for t in g) for g in self.groups)
-        self.caches = positions * target.vocab_size * 4 <= CACHED_TARGET_BYTES
-        self._target_probs: dict[int, torch.Tensor] = {}
+        self.caches = positions * target.head.weight.shape[1] * 4 <= CACHED_TARGET_BYTES
+        self._final: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
     def __call__(
@@ -133,7 +136,7 @@ class OfflineEvaluator:
                     drafter, draft_sampling, signals, index, group, accept
                 )
                 if rule is not None and signals is not None:
-                    drafted[:] = _lengths(rule, *signals.by_start(width, self.K))
+                    drafted[:] = lengths_by_start(rule, *signals.by_start(width, self.K))
                 overlap = overlaps[0]
                 inside = np.arange(width) < lengths[:, None]
                 # a head's first draft of an answer is its second token: the first is the prefill's
@@ -196,9 +199,7 @@ class OfflineEvaluator:
         [B, N+K] that scores each response index; and the ids [B, N+K] there.
         """
         rows = [t.prompt_ids + t.response_ids + t.lookahead_ids[: self.K] for t in group]
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
+        ids, _ = right_padded(rows)
         width = max(len(t.response_ids) for t in group) + self.K
         starts = torch.tensor([len(t.prompt_ids) for t in group]).unsqueeze(1)
         where = (starts + torch.arange(width)).clamp(max=ids.shape[1] - 1)
@@ -221,58 +222,62 @@ class OfflineEvaluator:
         """
         ids, where, tokens = self._rows(group)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
-        needed = drafter.target_layers
-        greedy_target = self.sampling.temperature == 0
-        outputs = None
-        if needed or (not greedy_target and index not in self._target_probs):
-            outputs = self.target.outputs(ids, layers=needed, logits=not greedy_target)
-        p = None if greedy_target else self._probs(index, outputs, batch, where)
+        final, outputs = self._states(index, drafter, ids, batch, where)
+        drafts = list(drafter.states(ids, outputs, self.K))
+        found = Found(tokens.shape, len(drafts), tokens.device)
+        kept = drafter.output_head(1).kept if drafter.target_layers else None  # else all of them
+        outside = None if kept is None else Outside.of(kept, tokens, self.target.vocab_size)
+        step = max(1, CHUNK_ELEMENTS // (len(group) * self.target.vocab_size))
+        for at in range(0, tokens.shape[1], step):
+            span = slice(at, at + step)
+            p = None
+            if final is not None:
+                p = warp(self.target.head.logits(final[:, span]), self.sampling)
+                if outside is not None:
+                    outside.add_mass(span, p)
+            scored: _Scored | None = None
+            for j, states in enumerate(drafts):
+                if scored is None or states is not drafts[j - 1]:  # else as at the depth before
+                    logits = drafter.project(states[batch, where[:, span]], j + 1).float()
+                    scored = _scored(logits, tokens[:, span], p, draft_sampling)
+                found.add(j, span, scored)
         width = accept.shape[1]
         positions = np.arange(width)
-        before: torch.Tensor | None = None
-        scored: _Scored | None = None
-        overlaps: list[np.ndarray] = []
-        greedy = sure = np.zeros((len(group), width))
-        seen = score = None
-        for depth, states in enumerate(drafter.states(ids, outputs, self.K), start=1):
-            if scored is None or states is not before:  # else the same distribution at every depth
-                before = states
-                logits = drafter.project(states[batch, where], depth).float()
-                scored = _scored(logits, tokens, p, draft_sampling)
-                if signals is not None:
-                    own = scored.probs.gather(-1, tokens.unsqueeze(-1))[..., 0]
-                    seen = scored.probs.amax(-1), own
-                if signals is not None and signals.uses_head:  # the state at a token, not before it
+        weights = found.weight.cpu().numpy()
+        for j, states in enumerate(drafts):
+            accept[:, :, j] = weights[j][:, positions + j]
+            if signals is not None:
+                score = None
+                if signals.uses_head:  # the state at a token, not before it
                     at = (where + 1).clamp(max=ids.shape[1] - 1)
                     score = acceptance_of(drafter).probability(states[batch, at])
-                if depth == 1:
-                    best = tokens if p is None else p.argmax(-1)
-                    greedy = (logits.argmax(-1) == best)[:, :width].double().cpu().numpy()
-                    sure = scored.probs.amax(-1)[:, :width].double().cpu().numpy()
-            accept[:, :, depth - 1] = scored.weights[:, positions + depth - 1]
-            if signals is not None and seen is not None:
-                signals.add(seen, score)
-            overlaps.append(scored.overlap[:, :width].double().cpu().numpy())
-        kept = drafter.output_head(1).kept if needed else None  # language models keep them all
-        outside = None if kept is None else Outside.of(kept, tokens, p, self.target.vocab_size)
-        return overlaps, greedy, sure, outside
+                signals.add((found.confidence[j], found.own[j]), score)
+        overlaps = [one[:, :width].cpu().numpy() for one in found.overlap]
+        greedy = found.match[:, :width].double().cpu().numpy()
+        return overlaps, greedy, found.confidence[0, :, :width].double().cpu().numpy(), outside
 
-    def _probs(
+    def _states(
         self,
         index: int,
-        outputs: TargetOutputs | None,
+        drafter: TrainedDrafter,
+        ids: torch.Tensor,
         batch: torch.Tensor,
         where: torch.Tensor,
-    ) -> torch.Tensor:
-        """The target's distributions [B, N+K, V] of a group, cached where they fit."""
-        if index in self._target_probs:
-            return self._target_probs[index]
-        assert outputs is not None
-        assert outputs.logits is not None
-        p = warp(outputs.logits[batch, where][..., : self.target.vocab_size], self.sampling)
-        if self.caches:
-            self._target_probs[index] = p
-        return p
+    ) -> tuple[torch.Tensor | None, TargetOutputs | None]:
+        """The target's final states [B, N+K, H] at the scored positions of a group, cached where
+        they fit, None at T=0; and what the drafter reads of it."""
+        drawn, final = self.sampling.temperature > 0, self._final.get(index)
+        needed = dict.fromkeys(drafter.target_layers)
+        if not needed and (final is not None or not drawn):
+            return final, None
+        if drawn:
+            needed["final_norm"] = None
+        outputs = self.target.outputs(ids, layers=tuple(needed), logits=False)
+        if drawn and final is None:
+            final = outputs.hidden["final_norm"][batch, where]
+            if self.caches:
+                self._final[index] = final
+        return final, outputs
 
     def _by_start(
         self,
@@ -295,67 +300,59 @@ class OfflineEvaluator:
 
 @dataclass(frozen=True)
 class _Scored:
-    """Distributions at one depth, [B, N+K, ...]."""
+    """What a drafter's distributions at some positions give, [B, n] each."""
 
-    probs: torch.Tensor  # the drafter's, [B, N+K, V]
-    weights: np.ndarray  # probability that the trace's token is accepted, float64
-    overlap: torch.Tensor  # sum_v min(p_v, q_v)
+    weight: torch.Tensor  # float64, probability that the trace's token is accepted
+    overlap: torch.Tensor  # float64, sum_v min(p_v, q_v)
+    confidence: torch.Tensor  # of the likeliest token
+    own: torch.Tensor  # probability of the trace's token
+    match: torch.Tensor  # bool, the likeliest token is the target's
+
+
+class Found:
+    """`_Scored` of all positions [B, N+K] at each depth; `match` of the first one."""
+
+    def __init__(self, shape: torch.Size, depths: int, device: torch.device):
+        self.weight, self.overlap = torch.zeros(
+            2, depths, *shape, dtype=torch.double, device=device
+        )
+        self.confidence, self.own = torch.zeros(2, depths, *shape, device=device)
+        self.match = torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def add(self, j: int, span: slice, scored: _Scored) -> None:
+        for name in ("weight", "overlap", "confidence", "own"):
+            getattr(self, name)[j, :, span] = getattr(scored, name)
+        if j == 0:
+            self.match[:, span] = scored.match
 
 
 def _scored(
     logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor | None, sampling: Sampling
 ) -> _Scored:
-    """Acceptance of the trace's tokens [B, N+K] under draft logits [B, N+K, V].
+    """Acceptance of the trace's tokens [B, n] under draft logits [B, n, V].
 
     `p`: the target's distributions, None at T=0, where they are the traces' own tokens.
     """
-    plain = logits.softmax(-1)
-    if p is None and sampling.temperature == 0:
-        weight = common = (logits.argmax(-1) == tokens).double()
+    drawn, best = tokens.unsqueeze(-1), logits.argmax(-1)
+    match = best == (tokens if p is None else p.argmax(-1))
+    if sampling.temperature == 0:
+        plain = logits.softmax(-1)
+        q = None if p is None else warp(logits, sampling)
     else:
-        q = warp(logits, sampling)
-        drawn = tokens.unsqueeze(-1)
-        q_drawn = q.gather(-1, drawn)[..., 0].double()
-        if p is None:
-            weight = common = q_drawn
-        else:
-            q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))
-            p_drawn = p.gather(-1, drawn)[..., 0].double()
-            # 0/0 only where the row holds no text of the target (padding)
-            weight = (q_drawn / p_drawn).clamp(max=1.0).nan_to_num(0.0)
-            common = torch.minimum(p, q).sum(-1)
-        plain = q if sampling.temperature else plain
-    # inference tensors cannot share memory with numpy's owner: copy
-    return _Scored(plain, weight.double().cpu().numpy(), common)
-
-
-class SignalsByDepth:
-    """Signals of a stop rule for rounds from every position of the traces, [B, N+K] at each depth.
-
-    As long as a round goes on, the drafted token is the trace's own.
-    """
-
-    def __init__(self, uses_head: bool):
-        self.uses_head = uses_head
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # confidence, probability
-        self.scores: list[torch.Tensor | None] = []  # entry d: of tokens drafted at depth d
-
-    def add(self, seen: tuple[torch.Tensor, torch.Tensor], score: torch.Tensor | None) -> None:
-        self.seen.append(seen)
-        self.scores.append(score)
-
-    def by_start(self, width: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Confidence, probability and score [B, width, K] of the tokens of the round that starts at
-        each response index; the score of the last one is NaN, and all without a head."""
-        device = self.seen[0][0].device
-        at = torch.arange(width, device=device).unsqueeze(1) + torch.arange(K, device=device)
-        parts = [torch.stack(own, -1) for own in zip(*self.seen, strict=True)]
-        unknown = torch.full_like(parts[0][..., 0], torch.nan)
-        known = [unknown if one is None else one.to(unknown) for one in self.scores[1:]]
-        parts.append(torch.stack([*known, unknown], -1))
-        depth = torch.arange(K, device=device)
-        confidence, probability, score = (one[:, at, depth] for one in parts)
-        return confidence, probability, score
+        plain = q = warp(logits, sampling)
+    if p is None:
+        weight = match if q is None else q.gather(-1, drawn)[..., 0]
+        common = weight
+    else:
+        assert q is not None
+        p_drawn = p.gather(-1, drawn)[..., 0].double()
+        # 0/0 only where the row holds no text of the target (padding)
+        weight = (q.gather(-1, drawn)[..., 0].double() / p_drawn).clamp(max=1.0).nan_to_num(0.0)
+        common = torch.minimum(p, torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))).sum(
+            -1
+        )
+    own = plain.gather(-1, drawn)[..., 0]
+    return _Scored(weight.double(), common.double(), plain.amax(-1), own, match)
 
 
 @dataclass(frozen=True)
@@ -371,29 +368,3 @@ class Along:
     confidence: torch.Tensor
     probability: torch.Tensor
     score: torch.Tensor
-
-
-def drafted_lengths(
-    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
-) -> torch.Tensor:
-    """Lengths [n] at which the rule ends rounds of at most K tokens with these signals, [n, K].
-
-    `score` is that of each token itself.
-    """
-    stops, K = Stops(torch.zeros_like(confidence[:, 0], dtype=torch.long)), confidence.shape[-1]
-    for depth in range(1, K):
-        at = depth - 1
-        judged = at if rule.judges_last else at - 1
-        known = score[:, judged] if rule.uses_head and judged >= 0 else None
-        if stops.all(rule(Signals(confidence[:, at], probability[:, at], known), depth)):
-            break
-    return stops.lengths.clamp(max=K)
-
-
-def _lengths(
-    rule: StopRule, confidence: torch.Tensor, probability: torch.Tensor, score: torch.Tensor
-) -> np.ndarray:
-    """Tokens, [B, N], that a round drafts from each start; signals [B, N, K]."""
-    flat = [one.flatten(0, 1) for one in (confidence, probability, score)]
-    rule.begin(len(flat[0]), confidence.device)
-    return drafted_lengths(rule, *flat).view(confidence.shape[:2]).cpu().numpy()

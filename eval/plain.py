@@ -8,14 +8,14 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from data.batches import collate
+from data.batches import by_length, collate
 from data.traces import Trace
 from eval.engine import Speculated
 from target.model import Target
 from target.sampling import Sampling
-from trainer.chunked import OutputHead
-from trainer.losses import ce_hard
-from trainer.shift import align
+from trainer.chunked import OutputHead, chunked_divergence
+from trainer.divergence import DIVERGENCES
+from trainer.shift import supervised
 
 T = TypeVar("T")
 NEAR_TIE = 1e-4  # logits closer than this may swap between kernels in float32
@@ -43,16 +43,15 @@ def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
 def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 16) -> float:
     """Mean -log p of the traces' responses at temperature 1, in nats per token."""
     total, count = 0.0, 0
-    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-    for i in range(0, len(order), batch_size):
-        group = order[i : i + batch_size]
+    for group in by_length(traces, batch_size):
         texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
         batch = collate(*texts, ["target"] * len(group)).to(target.device)
-        logits = target.outputs(batch.input_ids).logits
-        assert isinstance(logits, torch.Tensor)
-        found = align(batch.input_ids, batch.loss_mask, logits, None, target.vocab_size)
-        total += float(ce_hard(found.draft, found.labels).sum())
-        count += len(found.labels)
+        states = target.outputs(batch.input_ids, layers=("final_norm",), logits=False).hidden
+        where = supervised(batch.loss_mask)
+        picked, labels = states["final_norm"][:, :-1][where], batch.input_ids[:, 1:][where]
+        loss = chunked_divergence(DIVERGENCES["ce_hard"](), picked, target.head, None, labels)
+        total += float(loss.total)
+        count += len(labels)
     return total / count
 
 

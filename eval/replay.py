@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter, DraftState
@@ -23,7 +24,9 @@ from eval.counters import PromptCounters, counters_from_rounds
 from eval.offline import check_sampling
 from eval.rounds import Round
 from target.model import Target, TargetOutputs
+from target.padding import right_padded
 from target.sampling import KeyedRandom, Sampling, warp
+from trainer.chunked import CHUNK_ELEMENTS
 from trainer.config import UserError
 
 
@@ -57,8 +60,7 @@ class TreeReplay:
                     f"{budget.max_tokens} needs as many: generate them with a larger eval.K"
                 )
         self.target, self.sampling, self.budget = target, sampling, budget
-        order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-        self.groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        self.groups = list(by_length(traces, batch_size))
 
     @torch.inference_mode()
     def __call__(self, drafter: Drafter) -> list[PromptCounters]:
@@ -178,15 +180,11 @@ def rank_accuracy(
     """
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
-    order = sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-    for i in range(0, len(order), batch_size):
-        group = order[i : i + batch_size]
+    chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
+    for group in by_length(traces, batch_size):
         rows = [t.prompt_ids + t.response_ids for t in group]
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for row, text in enumerate(rows):
-            ids[row, : len(text)] = torch.tensor(text)
-        ids = ids.to(target.device)
-        outputs = target.outputs(ids, layers=drafter.target_layers)
+        ids = right_padded(rows)[0].to(target.device)
+        outputs = target.outputs(ids, layers=drafter.target_layers, project_later=True)
         assert outputs.logits is not None
         for j, states in enumerate(drafter.states(ids, outputs, depth)):
             for row, trace in enumerate(group):
@@ -195,11 +193,11 @@ def rank_accuracy(
                 last = len(rows[row])
                 if first >= last:
                     continue
-                logits = drafter.project(states[row, first - 1 : last - 1], j + 1)
-                best = logits.topk(MAX_RANKS, -1).indices
-                wanted = outputs.logits[row, first - 1 : last - 1, : target.vocab_size]
-                mass = warp(wanted, sampling).gather(-1, best)
-                hits[j] += mass.double().sum(0).cpu().numpy()
+                for at in range(first - 1, last - 1, chunk):
+                    span = slice(at, min(at + chunk, last - 1))
+                    best = drafter.project(states[row, span], j + 1).topk(MAX_RANKS, -1).indices
+                    mass = warp(outputs.logits[row, span], sampling).gather(-1, best)
+                    hits[j] += mass.double().sum(0).cpu().numpy()
                 tried[j] += last - first
         on_tokens(sum(len(trace.response_ids) for trace in group))
     return (hits / np.maximum(tried, 1)[:, None]).tolist()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.batches import Batch, collate
+from data.batches import Batch, by_length, collate
 from data.traces import Trace
 from drafters.acceptance_head import (
     ACCEPT,
@@ -306,12 +306,12 @@ class AcceptanceObjective(Objective):
         self, drafter: TrainedDrafter, dev: Sequence[Trace]
     ) -> list[tuple[Drawn, TargetOutputs]]:
         found = []
-        order = sorted(dev, key=lambda t: len(t.prompt_ids) + len(t.response_ids))
-        for i in range(0, len(order), DEV_BATCH):
-            group = order[i : i + DEV_BATCH]
+        for group in by_length(dev, DEV_BATCH):
             texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
             batch = collate(*texts, ["target"] * len(group)).to(self.target.device)
-            outputs = self.target.outputs(batch.input_ids, batch.position_ids, layers=self.layers)
+            outputs = self.target.outputs(
+                batch.input_ids, batch.position_ids, layers=self.layers, project_later=True
+            )
             drawn = self.draw(drafter, batch, outputs, salt=-1)
             found.append((drawn, TargetOutputs(outputs.hidden)))
         return found

@@ -142,7 +142,7 @@ def chunked_divergence(
         dtype = torch.get_autocast_dtype(device)
     weight = head.weight.detach()[: head.vocab_size].to(dtype)
     bias = None if head.bias is None else head.bias.detach()[: head.vocab_size].to(dtype)
-    plain = replace(head, weight=weight, bias=bias, vocab_size=None)
+    plain = replace(head, weight=weight, bias=bias, vocab_size=None, blocked=None)
     if chunk_positions is None:
         widest = len(weight) if head.kept is None else int(head.kept[-1]) + 1  # the target's
         chunk_positions = max(1, CHUNK_ELEMENTS // widest)

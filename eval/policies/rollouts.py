@@ -23,9 +23,10 @@ from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
 from drafters.trees.tree import TokenTree
 from eval.counters import PromptCounters
-from eval.offline import OfflineEvaluator, drafted_lengths
+from eval.offline import OfflineEvaluator
 from eval.policies.base import Recorder
 from eval.speed_model import modelled_speedup
+from eval.stops import drafted_lengths
 from eval.walk import visits
 from target.model import Target, TargetOutputs
 from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp

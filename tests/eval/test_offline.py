@@ -29,6 +29,7 @@ from tests.eagle import build_eagle
 from tests.heads import PROMPTS, fitted
 from tests.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
 from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
+from tests.watch import Watch
 from trainer.config import UserError
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0)
@@ -439,6 +440,29 @@ def test_the_target_as_its_own_drafter_accepts_everything():
             assert one.rejections == 0
             assert one.engine_accepted == K * one.rounds
             assert one.overlap_sum == pytest.approx(length, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_distributions_live_for_a_few_positions_at_a_time(sampling, monkeypatch):
+    """All of them together are 130 GB for sixteen texts of 2,000 tokens over a vocabulary of
+    152,000."""
+    target, wide = target_of(tiny_model("llama"), ()), 3
+    drafter = drafter_of(negated(target.model), target)
+    traces = traces_of(target, prompts_of([5, 11, 20, 3]), sampling)
+    whole = offline(target, traces, drafter, sampling)
+    size = wide * len(traces) * target.vocab_size
+    monkeypatch.setattr("eval.offline.CHUNK_ELEMENTS", size)
+    with Watch() as watch:
+        found = offline(target, traces, drafter, sampling)
+    for key, one in found.items():
+        assert one.rounds == pytest.approx(whole[key].rounds, rel=1e-5)
+        assert one.overlap_sum == pytest.approx(whole[key].overlap_sum, rel=1e-5)
+        assert one.greedy_sum == whole[key].greedy_sum
+    over_vocabulary = {s for s in watch.shapes if s and s[-1] == target.vocab_size}
+    assert (len(traces), wide, target.vocab_size) in over_vocabulary
+    # but for the embedding and the output matrix
+    others = over_vocabulary - {tuple(p.shape) for p in target.model.parameters()}
+    assert all(np.prod(shape) <= size for shape in others), others
 
 
 def test_disjoint_support_emits_exactly_one_token_a_round():

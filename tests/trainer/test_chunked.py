@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
+from tests.watch import Watch
 from trainer.chunked import OutputHead, ReducedLogits
 from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES
@@ -72,19 +72,6 @@ def _expected(name, states, head, teacher, labels, weights, options):
 def _gradients(total, states, head):
     inputs = [states, head.weight] + ([head.bias] if head.bias is not None else [])
     return torch.autograd.grad(total, inputs)
-
-
-class _Watch(TorchDispatchMode):
-    """Shapes of every tensor made while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-        return out
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -242,7 +229,7 @@ def test_logits_live_one_chunk_at_a_time(name, frozen):
     states = torch.randn(num, width, requires_grad=True)
     head = OutputHead(torch.randn(vocab, width, requires_grad=not frozen), torch.randn(vocab))
     teacher_states, teacher_weight = torch.randn(num, width), torch.randn(width, vocab)
-    with _Watch() as watch:
+    with Watch() as watch:
         chunked_divergence(
             name, states, head, lambda span: teacher_states[span] @ teacher_weight,
             torch.zeros(num, dtype=torch.int64), chunk_positions=chunk,
