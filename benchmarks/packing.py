@@ -48,7 +48,7 @@ class Arm:
 
     def __init__(self, name: str, recipe_name: str, traces: list[Trace], stack: ExitStack):
         width, backend = ARMS[name]
-        tokens = ROWS * statistics.mean(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+        tokens = ROWS * statistics.mean(t.num_tokens for t in traces)
         self.batches: Batches | PackedTraces = Batches(traces, {"target": 1.0}, ROWS, seed=0)
         if width:
             self.batches = PackedTraces(traces, "target", width, round(tokens / width), 0)
@@ -90,7 +90,7 @@ def main() -> None:
     plan = GenerationPlan("toy train", tuple(prompts), (1.0,), max_new_tokens=NEW_TOKENS)
     folder = traces_folder(plan, target, "runs/cache")
     traces = generate_traces(target, plan, folder, batch_size=32, rows_per_shard=256)
-    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in traces]
+    lengths = [t.num_tokens for t in traces]
     found: dict[str, Any] = {
         "torch": torch.__version__, "python": platform.python_version(),
         "threads": torch.get_num_threads(), "tokens_of_a_text": [min(lengths), max(lengths)],

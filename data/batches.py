@@ -8,9 +8,9 @@ mix with randomness keyed by (seed, index).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from trainer.shift import response_mask, supervised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 SOURCES = ("fixed", "target", "draft")
 MOST_TOKENS = 2**14  # of a forward without gradient, padding included
@@ -195,16 +197,15 @@ class Batches:
         return self.traces[int(self._order[epoch][place])]
 
 
-def by_length(traces: Sequence[Trace], most_rows: int) -> Iterator[list[Trace]]:
-    """The traces in batches of like length, the shortest first: at most `most_rows` and, but for a
-    single one that is longer, `MOST_TOKENS` tokens each."""
-    group: list[Trace] = []
-    for trace in sorted(traces, key=lambda t: len(t.prompt_ids) + len(t.response_ids)):
-        length = len(trace.prompt_ids) + len(trace.response_ids)
-        if group and (len(group) == most_rows or (len(group) + 1) * length > MOST_TOKENS):
+def by_length(items: Iterable[T], length: Callable[[T], int], most_rows: int) -> Iterator[list[T]]:
+    """The items in batches of like length in tokens, the shortest first: at most `most_rows` and,
+    but for a single one that is longer, `MOST_TOKENS` tokens each."""
+    group: list[T] = []
+    for item in sorted(items, key=length):
+        if group and (len(group) == most_rows or (len(group) + 1) * length(item) > MOST_TOKENS):
             yield group
             group = []
-        group.append(trace)
+        group.append(item)
     if group:
         yield group
 

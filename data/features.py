@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data.batches import Batch, collate
+from data.batches import Batch, by_length, collate
 from data.budget import in_bytes
 from data.features_layout import (
     DTYPES,
@@ -37,7 +37,6 @@ from data.features_layout import (
     ShardEntry,
     bytes_per_token,
     layout_of,
-    num_tokens_of,
     row_key,
 )
 from data.traces import REMEDY, Trace, differences
@@ -77,7 +76,7 @@ class FeaturesStore:
             self.entries.append(read[0])
             first = 0
             for i, (key, trace) in enumerate(shard.rows):
-                end = first + num_tokens_of(trace)
+                end = first + trace.num_tokens
                 self._places[key] = (read[1], i, slice(first, end))
                 self._unchecked[key] = shard.file
                 first = end
@@ -227,11 +226,8 @@ def _compute(
     layout = shard.layout(identity).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout}
     traces = [trace for _, trace in shard.rows]
-    ends = list(accumulate(num_tokens_of(trace) for trace in traces))
-    # texts of like length share a batch, which is padded to its longest
-    by_length = sorted(range(len(traces)), key=lambda i: num_tokens_of(traces[i]))
-    for start in range(0, len(traces), batch_size):
-        rows = by_length[start : start + batch_size]
+    ends = list(accumulate(trace.num_tokens for trace in traces))
+    for rows in by_length(range(len(traces)), lambda i: traces[i].num_tokens, batch_size):
         group = [traces[i] for i in rows]
         prompts, responses = [t.prompt_ids for t in group], [t.response_ids for t in group]
         ids = collate(prompts, responses, [t.source for t in group]).input_ids.to(target.device)
@@ -246,7 +242,7 @@ def _compute(
                 stored[f"scale.{layer}"] = scale.cpu()
             stored[f"hidden.{layer}"] = states.to(DTYPES[identity["dtype"]]).cpu()
         for j, (i, trace) in enumerate(zip(rows, group, strict=True)):
-            num_tokens = num_tokens_of(trace)
+            num_tokens = trace.num_tokens
             bad = [layer for layer in hidden if not bool(finite[layer][j, :num_tokens].all())]
             if bad:
                 name = f"trace {trace.index} ({trace.conversation_id!r}, turn {trace.turn})"

@@ -80,11 +80,6 @@ def row_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
     return hashlib.sha256(array("q", [len(prompt), *prompt, *response]).tobytes()).digest()
 
 
-def num_tokens_of(trace: Trace) -> int:
-    """Tokens of prompt and response."""
-    return len(trace.prompt_ids) + len(trace.response_ids)
-
-
 class Shard(NamedTuple):
     """A shard as it is planned, before it is written."""
 
@@ -93,7 +88,7 @@ class Shard(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(num_tokens_of(trace) for _, trace in self.rows)
+        return sum(trace.num_tokens for _, trace in self.rows)
 
     def layout(self, identity: Identity) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each tensor in the file."""
@@ -114,17 +109,17 @@ def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[Shard]:
     Only a row that is too long by itself exceeds the size. Raises UserError where no trace has a
     token.
     """
-    distinct = {row_key(t.prompt_ids, t.response_ids): t for t in traces if num_tokens_of(t)}
+    distinct = {row_key(t.prompt_ids, t.response_ids): t for t in traces if t.num_tokens}
     if not distinct:
         raise UserError("data.features: no trace has a token: nothing to store; check data.prompts")
     shards: list[Shard] = []
     room = 0
-    for key, trace in sorted(distinct.items(), key=lambda row: (-num_tokens_of(row[1]), row[0])):
-        if not shards or num_tokens_of(trace) > room:
+    for key, trace in sorted(distinct.items(), key=lambda row: (-row[1].num_tokens, row[0])):
+        if not shards or trace.num_tokens > room:
             shards.append(Shard(f"shard-{len(shards):05d}.safetensors", []))
             room = tokens_per_shard
         shards[-1].rows.append((key, trace))
-        room -= num_tokens_of(trace)
+        room -= trace.num_tokens
     return shards
 
 

@@ -27,6 +27,7 @@ from engines.completions import complete
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
 from target.model import Target
+from target.padding import right_padded
 from target.sampling import Sampling, row_key
 from trainer.config import UserError
 from trainer.losses import compress
@@ -348,19 +349,12 @@ class _Teacher:
         group, self.waiting = self.waiting, []
         if not group:
             return []
-        rows = [t.prompt_ids + t.response_ids for t in group]
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
-        logits = self.target.outputs(ids.to(self.target.device)).logits
+        ids, _ = right_padded([t.prompt_ids + t.response_ids for t in group])
+        logits = self.target.outputs(ids.to(self.target.device), project_later=True).logits
         assert logits is not None
         for i, trace in enumerate(group):
             first = len(trace.prompt_ids) - 1
-            own = (
-                logits[i, first : first + len(trace.response_ids), : self.target.vocab_size]
-                .float()
-                .cpu()
-            )
+            own = logits[i, slice(first, first + len(trace.response_ids))].float().cpu()
             # seeded by the row, so that grouping changes nothing
             generator = torch.Generator().manual_seed(
                 row_key(self.plan.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)

@@ -79,6 +79,11 @@ class Trace:
     spec_trace: list[dict[str, object]] | None = None  # records of rounds
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
     def key(self) -> str:
         """`trace_key` of this row: two rows with one key are the same draw."""
         sampling = (self.temperature, self.top_k, self.top_p, self.seed)

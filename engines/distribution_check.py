@@ -136,11 +136,12 @@ def measured(target: Target, rows: Sequence[Continuation]) -> list[Evidence]:
         group = rows[begin : begin + CHECKED]
         ids, positions = right_padded([[*r.request.prompt_ids, *r.response_ids] for r in group])
         ids = ids.to(target.device)
-        logits = target.outputs(ids, positions.to(target.device)).logits
+        places = positions.to(target.device)
+        logits = target.outputs(ids, places, project_later=True).logits
         assert logits is not None
         for i, row in enumerate(group):
             first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
-            own = logits[i, first : first + count, : target.vocab_size].float()
+            own = logits[i, slice(first, first + count)].float()
             tokens = ids[i, first + 1 : first + 1 + count]
             if row.request.sampling.temperature == 0:
                 found.append(_greedy(own, tokens))

@@ -90,7 +90,7 @@ class OfflineEvaluator:
                 )
         self.target, self.sampling, self.budget, self.K = target, sampling, budget, K
         self.engine_counters = engine_counters
-        self.groups = list(by_length(traces, batch_size))
+        self.groups = list(by_length(traces, lambda t: t.num_tokens, batch_size))
         positions = sum(len(g) * max(len(t.response_ids) + K for t in g) for g in self.groups)
         self.caches = positions * target.head.weight.shape[1] * 4 <= CACHED_TARGET_BYTES
         self._final: dict[int, torch.Tensor] = {}

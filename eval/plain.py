@@ -43,7 +43,7 @@ def timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
 def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 16) -> float:
     """Mean -log p of the traces' responses at temperature 1, in nats per token."""
     total, count = 0.0, 0
-    for group in by_length(traces, batch_size):
+    for group in by_length(traces, lambda t: t.num_tokens, batch_size):
         texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
         batch = collate(*texts, ["target"] * len(group)).to(target.device)
         states = target.outputs(batch.input_ids, layers=("final_norm",), logits=False).hidden

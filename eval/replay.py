@@ -60,7 +60,7 @@ class TreeReplay:
                     f"{budget.max_tokens} needs as many: generate them with a larger eval.K"
                 )
         self.target, self.sampling, self.budget = target, sampling, budget
-        self.groups = list(by_length(traces, batch_size))
+        self.groups = list(by_length(traces, lambda t: t.num_tokens, batch_size))
 
     @torch.inference_mode()
     def __call__(self, drafter: Drafter) -> list[PromptCounters]:
@@ -181,7 +181,7 @@ def rank_accuracy(
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
     chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
-    for group in by_length(traces, batch_size):
+    for group in by_length(traces, lambda t: t.num_tokens, batch_size):
         rows = [t.prompt_ids + t.response_ids for t in group]
         ids = right_padded(rows)[0].to(target.device)
         outputs = target.outputs(ids, layers=drafter.target_layers, project_later=True)

@@ -89,7 +89,7 @@ def measure_policies(
 
 def longest(run: Run, own: AcceptanceSettings, traces: Sequence[Trace]) -> int:
     """The most tokens that a round may draft anywhere in these texts."""
-    texts = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+    texts = max(t.num_tokens for t in traces)
     return max(1, min(own.K_max, run.target.context - texts - 2))
 
 

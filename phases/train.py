@@ -278,7 +278,7 @@ def train_stages(
 
 def check_context(drafter: TrainedDrafter, traces: list[Trace]) -> None:
     """Refuse texts that are longer than the context of a drafter that reads text alone."""
-    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in traces)
+    longest = max(t.num_tokens for t in traces)
     context = drafter.context if isinstance(drafter, CausalLMDrafter) else longest
     if longest > context:
         raise UserError(

@@ -306,7 +306,7 @@ class AcceptanceObjective(Objective):
         self, drafter: TrainedDrafter, dev: Sequence[Trace]
     ) -> list[tuple[Drawn, TargetOutputs]]:
         found = []
-        for group in by_length(dev, DEV_BATCH):
+        for group in by_length(dev, lambda t: t.num_tokens, DEV_BATCH):
             texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
             batch = collate(*texts, ["target"] * len(group)).to(self.target.device)
             outputs = self.target.outputs(

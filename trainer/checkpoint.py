@@ -17,7 +17,7 @@ import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -171,12 +171,23 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def save_batches(path: Path, batches: Sequence[TrainingBatch], step: int) -> None:
+class Tokens(NamedTuple):
+    """Of a batch, what is kept until its step is known to be sound: not the target's logits."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> Tokens:
+        return cls(batch.input_ids, batch.loss_mask)
+
+
+def save_batches(path: Path, batches: Sequence[Tokens], step: int) -> None:
     """Write the micro-batches of a failed step for inspection: `input_ids`, `input_ids_1`, ..."""
     tensors: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
-        for name in ("input_ids", "loss_mask"):
-            tensors[name if i == 0 else f"{name}_{i}"] = getattr(batch, name)
+        for name, values in batch._asdict().items():
+            tensors[name if i == 0 else f"{name}_{i}"] = values
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(_unshared(tensors), path, metadata={"step": str(step)})
 

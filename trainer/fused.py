@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-FROM_VOCABULARY = 2**14  # the seconds of compiling are not gained back with fewer tokens
+FROM_VOCABULARY = 2**12  # the seconds of compiling are not gained back with fewer tokens
 
 T = TypeVar("T")
 

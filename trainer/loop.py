@@ -38,7 +38,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 from trainer import fsdp2, lora, zero
-from trainer.checkpoint import load_weights, rng_state, set_rng_state
+from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.interrupt import Interrupt
@@ -250,7 +250,7 @@ class Fit(Generic[B, O, C]):
     def update(self, batches: list[tuple[B, list[float]]], denominators: list[float]) -> None:
         """One optimiser step on weight * sum / denominator, summed over terms, batches, ranks."""
         accelerator, step = self.accelerator, self.counters.step
-        record = StepRecord(step, [batch for batch, _ in batches])
+        record = StepRecord(step, [Tokens.of(batch) for batch, _ in batches])
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config) * group["lr_multiplier"]
         for i, (batch, announced) in enumerate(batches, start=1):
@@ -263,7 +263,7 @@ class Fit(Generic[B, O, C]):
                     with self.placement.autocast():
                         output = self.objective.loss(self.model, batch, target_outputs, step)
                 except RunFault as fault:
-                    path = self.window.save([batch], step)
+                    path = self.window.save([Tokens.of(batch)], step)
                     raise RunFault(f"step {step + 1}: {fault}; its batch is in {path}") from fault
                 record.add(output, announced)
                 terms = zip(output.terms, denominators, strict=True)

@@ -23,11 +23,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trainer.checkpoint import Sums, save_batches
+from trainer.checkpoint import Sums, Tokens, save_batches
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
-from trainer.objective import TrainingBatch
 from trainer.progress import MetricsRow
 from trainer.redaction import shown
 
@@ -185,7 +184,7 @@ class StepRecord:
     """The results of a step, on the device. `losses`: one per batch, times the number of ranks."""
 
     step: int
-    batches: Sequence[TrainingBatch]
+    batches: Sequence[Tokens]
     losses: list[Tensor] = field(default_factory=list)
     # (returned, announced)
     denominators: list[tuple[Tensor | float, float]] = field(default_factory=list)
@@ -217,7 +216,7 @@ class Window:
         self._pending: list[StepRecord] = []
         self.start(0)
 
-    def save(self, batches: Sequence[TrainingBatch], step: int) -> Path:
+    def save(self, batches: Sequence[Tokens], step: int) -> Path:
         """Write the batches of a failed step for inspection; one file per rank."""
         main, rank = self.accelerator.is_main_process, self.accelerator.process_index
         path = self.folder / ("nan_batch.safetensors" if main else f"nan_batch-{rank}.safetensors")

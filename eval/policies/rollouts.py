@@ -339,10 +339,10 @@ def _judged(
     K = tree.tokens.shape[1]
     at = lengths.unsqueeze(1) + torch.arange(K, device=ids.device)
     whole = ids.scatter(1, at, tree.tokens)[:, : int(lengths.max()) + K]
-    logits = target.outputs(whole).logits
+    logits = target.outputs(whole, project_later=True).logits
     assert logits is not None
     rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-    p = warp(logits[rows, at - 1][..., : target.vocab_size], sampling)
+    p = warp(logits[rows, at - 1], sampling)
     drafted = tree.tokens.unsqueeze(-1)
     accept = p.gather(-1, drafted)[..., 0]
     if tree.probs is not None:  # else drafted for sure

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import train
 from tests.commands import command
 from trainer import tracking
+from trainer.checkpoint import Tokens
 from trainer.config import RunFault, TrainerConfig
 from trainer.losses import LossOutput
 from trainer.tracking import StepRecord, Tracker, Window
@@ -74,7 +75,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 
 def add(window, step, loss, count=2.0):
-    batch = SimpleNamespace(input_ids=torch.tensor([[step]]), loss_mask=torch.ones(1, 1))
+    batch = Tokens(torch.tensor([[step]]), torch.ones(1, 1))
     record = StepRecord(step, [batch], [torch.tensor(loss)])
     output = LossOutput([(torch.tensor(loss), count, 1.0)], {"seen": (torch.tensor(3.0), count)})
     record.add(output, [2.0])
