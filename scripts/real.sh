@@ -12,12 +12,12 @@ source scripts/env.sh
 set_up
 
 target=runs/smollm2
-prompts=260 answer=96 steps=60 rows=8
+prompts=260 answer=96 steps=120 rows=8
 held_out=24 held_out_answer=64 timed=6
 words=(
     recipe=eagle3 preset=laptop
     data.num_prompts=$prompts data.max_new_tokens=$answer
-    trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=30 trainer.save_every=20
+    trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=60 trainer.save_every=20
     eval.num_prompts=$held_out eval.max_new_tokens=$held_out_answer eval.timing_prompts=$timed
 )
 source=questions
@@ -36,7 +36,7 @@ minutes() { # seconds
 # text has its prompt of about 70 tokens, too.
 # The report decodes ten times in batches, then one by one: chain and tree, two temperatures, with a
 # drafter and without, after one prompt that warms up.
-generated=60 read=250 trained=250 decoded=80 one_by_one=14
+generated=60 read=350 trained=380 decoded=80 one_by_one=14
 text=$((answer * 9 / 10)) row=$((answer * 9 / 10 + 70))
 answers=$((held_out * held_out_answer))
 report=$((10 * answers / decoded + 2 * 2 * 2 * (timed + 1) * held_out_answer / one_by_one))
