@@ -56,7 +56,8 @@ def measurements(done: Sequence[Json], domains: Sequence[str]) -> Iterator[list[
     for (temperature, shape), seeds in sorted(groups.items()):
         # a measurement without decoding has more prompts; only decoding has a speed
         first = [sorted(rows, key=lambda row: row["measured_by"] != "offline")[0] for rows in seeds]
-        timed = [row for rows in seeds for row in rows if row.get("speedup") is not None]
+        clocked = [[row for row in rows if row.get("speedup") is not None] for rows in seeds]
+        timed = [rows[0] for rows in clocked if rows]  # both rows of a seed hold the same clock
         parameters = {found["outputs"][0]["drafter"].get("trained_parameters") for found in done}
         depths = [row["alpha_by_depth"] for row in first if row.get("alpha_by_depth")]
         yield [
