@@ -4,6 +4,8 @@
     python -m benchmarks.heads run 0 1 2 eagle eagle-3  # these seeds and cells; only printed
     python -m benchmarks.heads report                   # the statistics of what is there
     python -m benchmarks.heads sweep      # learning rates, chosen on held-out training prompts
+    python -m benchmarks.heads run 0 1 2 heads_networks  # why EAGLE-3 stays behind here
+    python -m benchmarks.heads run 0 1 2 heads_hass      # each setting of HASS
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import platform
 import sys
@@ -50,7 +53,7 @@ from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
 STEPS, ROWS, K, NODES = 240, 24, 4, 25
-NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 72, 64
+NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
 SMALL = 400  # prompts of the cells with less data
 TREES = {"static": "eagle,siblings=top", "dynamic": "dynamic:25:5:8"}
 # cell -> (recipe, settings, learning rate, prompts)
@@ -68,7 +71,32 @@ CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "eagle, less data": ("eagle", {}, 4e-3, SMALL),
     "eagle-3, less data": ("eagle3", {}, 4e-3, SMALL),
 }
-STARTS = {"hass": "eagle", "eagle, continued": "eagle"}  # cell -> the one whose head it trains on
+# EAGLE-1's and EAGLE-3's networks, each on the state that the other reads; EAGLE-3 on later layers
+NETWORKS: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "eagle, layer 4": ("eagle", {}, 4e-3, NUM_PROMPTS),
+    "eagle-3, one step, layer 4": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
+    "eagle-3, one step, final state": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
+    "eagle-3, layers 3 5 7": ("eagle3", {"layers": [3, 5, 7]}, 4e-3, NUM_PROMPTS),
+    "eagle-3, final state": ("eagle3", {}, 4e-3, NUM_PROMPTS),
+    "eagle-3, normed residual": ("eagle3", {"norm_before_residual": True}, 4e-3, NUM_PROMPTS),
+}
+CAPTURES: dict[str, tuple[LayerId, ...]] = {  # cell -> what it reads, where its recipe has no word
+    "eagle, layer 4": (4,),
+    "eagle-3, one step, layer 4": (4,),
+    "eagle-3, one step, final state": ("final_norm",),
+    "eagle-3, final state": ("final_norm",),
+}
+# HASS's settings, each from the head of cell eagle
+HASS: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    f"noise {noise:g}, steps {steps}, top {top:g}": (
+        "eagle",
+        {"feature_noise": noise, "steps": steps, "top_weight": top},
+        4e-3 / 3,
+        NUM_PROMPTS,
+    )
+    for noise, steps, top in itertools.product((0.1, 0.01, 0.0), (1, 3), (0.0, 1.0))
+}
+STARTS = dict.fromkeys(("hass", "eagle, continued", *HASS), "eagle")  # whose head it trains on
 CONTINUED = STEPS // 4  # steps of these; published: 10 epochs after 40
 # claim -> ((cell, shape), the one it must beat, factor in tokens per round, temperature)
 Side = tuple[str, str]
@@ -90,8 +118,31 @@ CLAIMS: dict[str, tuple[Side, Side, float]] = {
     "unrolled > one step, chain": (("eagle-3", "chain"), ("eagle-3, one step", "chain"), 1.0),
     "HASS >= EAGLE-2, dynamic tree": (("hass", "dynamic"), ("eagle, continued", "dynamic"), 1.0),
 }
+CLAIMS |= {
+    f"{better} > {worse}, {shape}": ((better, shape), (worse, shape), 1.0)
+    for better, worse in (
+        ("eagle", "eagle, layer 4"),
+        ("eagle-3, one step, final state", "eagle-3, one step, layer 4"),
+        ("eagle", "eagle-3, one step, final state"),
+        ("eagle, layer 4", "eagle-3, one step, layer 4"),
+        ("eagle-3, layers 3 5 7", "eagle-3"),
+        ("eagle-3, final state", "eagle-3"),
+        ("eagle-3, final state", "eagle"),
+        ("eagle-3, layers 3 5 7", "eagle"),
+        ("eagle-3, normed residual", "eagle-3"),
+        *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
+        *((f"noise {noise}, steps 1, top 0", "noise 0.01, steps 1, top 0") for noise in (0.1, 0)),
+    )
+    for shape in ("chain", "dynamic")
+}
+ALL = {**CELLS, **NETWORKS, **HASS}
+GROUPS = {  # word of the command line, and name of the result -> cells
+    "heads": [*CELLS],
+    "heads_networks": ["eagle", "eagle-3", "eagle-3, one step", *NETWORKS],
+    "heads_hass": [*HASS],
+}
 WORK = Path("runs/benchmarks/heads")
-LAYERS: tuple[LayerId, ...] = (1, 3, 4, "final_norm")
+LAYERS: tuple[LayerId, ...] = (1, 3, 4, 5, 7, "final_norm")
 
 
 class Experiment:
@@ -118,11 +169,14 @@ class Experiment:
     def fit(
         self, name: str, seed: int, lr: float | None = None, steps: int | None = None
     ) -> TrainedDrafter:
-        recipe_name, options, own_lr, prompts = CELLS[name]
+        recipe_name, options, own_lr, prompts = ALL[name]
         start = STARTS.get(name)
         steps = steps or (STEPS if start is None else CONTINUED)
         module = importlib.import_module(f"recipes.{recipe_name}")
-        recipe = module.Recipe(module.Config(**options), self.target)
+        kind = module.Recipe
+        if name in CAPTURES:
+            kind = type("Reading", (kind,), {"captures": CAPTURES[name]})
+        recipe = kind(module.Config(**options), self.target)
         settings = TrainerConfig(
             max_steps=steps, batch_size=ROWS, lr=lr or own_lr, lr_warmup_steps=20, adam_beta2=0.95,
             log_every=steps, save_every=steps, eval_every=steps,
@@ -192,7 +246,7 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 def sweep() -> None:
     bench = Experiment()
     for name in sys.argv[2:] or CELLS:
-        for lr in (1e-3, 2e-3, 4e-3):
+        for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
             drafter = bench.fit(name, 100, lr, 100)
             dev = OfflineEvaluator(
                 bench.target, bench.dev, Sampling(1.0), Budget(K), engine_counters=False
@@ -209,7 +263,7 @@ def tokens(counters: list[PromptCounters]) -> float:
     return sum(c.emitted for c in counters) / sum(c.rounds for c in counters)
 
 
-def report(chosen: Sequence[int], cells: Sequence[str]) -> None:
+def report(chosen: Sequence[int], cells: Sequence[str], result: str | None) -> None:
     lines = [
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
         f"held-out prompts, K={K}, {NODES} nodes, torch {torch.__version__}, "
@@ -252,6 +306,7 @@ def report(chosen: Sequence[int], cells: Sequence[str]) -> None:
             pairs = [(load(a, s, shape_a, t), load(b, s, shape_b, t)) for s in seeds]
             found = hierarchical_difference(pairs, "tokens_per_round")
             ratio = sum(tokens(x) for x, _ in pairs) / sum(tokens(y) for _, y in pairs)
+            assert found["ci95"] is not None
             low, high = found["ci95"]
             holds = ratio >= factor and low > 0
             lines.append(
@@ -260,8 +315,8 @@ def report(chosen: Sequence[int], cells: Sequence[str]) -> None:
             )
     text = "\n".join(lines) + "\n"
     print(text)
-    if len(cells) == len(CELLS):
-        Path("benchmarks/results/heads.md").write_text(text)
+    if result is not None:
+        (Path("benchmarks/results") / f"{result}.md").write_text(text)
 
 
 if __name__ == "__main__":
@@ -270,7 +325,8 @@ if __name__ == "__main__":
         sweep()
     else:
         seeds = [int(word) for word in sys.argv[2:] if word.isdigit()] or SEEDS
-        cells = [word for word in sys.argv[2:] if not word.isdigit()] or list(CELLS)
+        words = [word for word in sys.argv[2:] if not word.isdigit()] or ["heads"]
+        cells = [cell for word in words for cell in GROUPS.get(word, [word])]
         if action != "report":
             run(seeds, cells)
-        report(seeds, cells)
+        report(seeds, cells, words[0] if words[0] in GROUPS else None)

@@ -87,6 +87,6 @@ class Recipe(HeadRecipe[Config]):
 
     def build(self, traces: Sequence[Trace]) -> Eagle1Drafter:
         settings = Eagle1Settings(
-            ["final_norm"], self.target.hidden_size, detach_recycled=self.config.steps > 1
+            list(self.captures), self.target.hidden_size, detach_recycled=self.config.steps > 1
         )
         return Eagle1Drafter.build(self.target, settings)
