@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict
@@ -39,6 +40,7 @@ from data.features_layout import (
     layout_of,
     row_key,
 )
+from data.served_states import ServedStates
 from data.traces import REMEDY, Trace, differences
 from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import RunFault, UserError
@@ -96,7 +98,9 @@ class FeaturesStore:
             raise UserError(f"data.features: no store in {folder}: {path} is missing")
         manifest = read_json(path, REMEDY)
         stored = manifest["identity"]
-        plan = FeaturesPlan(tuple(layers), stored["dtype"], stored["tokens_per_shard"])
+        plan = FeaturesPlan(
+            tuple(layers), stored["dtype"], stored["tokens_per_shard"], stored.get("engine", "hf")
+        )
         wanted, shards = layout_of(target_fingerprint, stored["hidden_size"], traces, plan)
         _require_same(path.parent, stored, wanted)
         if not manifest["complete"]:
@@ -155,10 +159,12 @@ def write_features(
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
     label: str = "features",
+    served: Callable[[], AbstractContextManager[ServedStates]] | None = None,
 ) -> FeaturesStore:
     """Fill the store `folder`, if it is not complete, and open it.
 
-    Rank r writes the shards r, r + world, ... Raises UserError where the store is another's or the
+    Rank r writes the shards r, r + world, ... `served`: reaches the engine that computes the states
+    in the target's place; all ranks ask it. Raises UserError where the store is another's or the
     disk too small, RunFault where a state is not finite or the disk cannot be written.
     """
     folder = Path(folder)
@@ -182,10 +188,11 @@ def write_features(
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
             barrier()  # until here no rank writes: all have seen the same
             own = [shard for shard in shards[rank::world] if shard in remaining]
+            source = None if served is None else held.enter_context(served())
             progress = TokenProgress(label, enabled=rank == 0)
             progress.part("", total=sum(shard.num_tokens for shard in own))
             for shard in own:
-                tensors = _compute(target, shard, identity, batch_size, progress)
+                tensors = _compute(target, shard, identity, batch_size, progress, source)
                 _publish(tensors, shard, identity, scratch)
             progress.close()
             barrier()
@@ -221,6 +228,7 @@ def _compute(
     identity: Identity,
     batch_size: int,
     progress: TokenProgress,
+    source: ServedStates | None,
 ) -> _Tensors:
     """Compute the tensors of one shard. No batch crosses shards, so a kill changes no number."""
     layout = shard.layout(identity).items()
@@ -230,8 +238,12 @@ def _compute(
     for rows in by_length(range(len(traces)), lambda i: traces[i].num_tokens, batch_size):
         group = [traces[i] for i in rows]
         prompts, responses = [t.prompt_ids for t in group], [t.response_ids for t in group]
-        ids = collate(prompts, responses, [t.source for t in group]).input_ids.to(target.device)
-        hidden = target.outputs(ids, layers=identity["layers"], logits=False).hidden
+        batch = collate(prompts, responses, [t.source for t in group])
+        if source is None:
+            ids = batch.input_ids.to(target.device)
+            hidden = target.outputs(ids, layers=identity["layers"], logits=False).hidden
+        else:
+            hidden = source.outputs(batch).hidden
         finite = {layer: states.isfinite().all(-1).cpu() for layer, states in hidden.items()}
         stored: _Tensors = {}
         for layer, states in hidden.items():

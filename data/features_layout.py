@@ -24,7 +24,11 @@ from trainer.config import UserError, require
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-class Identity(TypedDict):
+class _Engine(TypedDict, total=False):
+    engine: str  # what has computed the states, if another than transformers
+
+
+class Identity(_Engine):
     """What a store was made with, in its manifest and in the header of each shard."""
 
     target: Mapping[str, object]  # its fingerprint
@@ -54,12 +58,14 @@ class FeaturesPlan:
 
     `dtype`: fp32, bf16, or fp8: e4m3 with a float32 scale per token and layer, off by at most 2^-4
     of each number, or 2^-10 of the scale where that is more. A process holds `tokens_per_shard`
-    tokens in memory and loses no more than those when it is killed.
+    tokens in memory and loses no more than those when it is killed. `engine`: what computes the
+    states, whose last digits differ.
     """
 
     layers: tuple[LayerId, ...]
     dtype: str = "bf16"
     tokens_per_shard: int = 1 << 15
+    engine: str = "hf"
 
     def __post_init__(self) -> None:
         ordered = sorted(self.layers, key=lambda x: x if isinstance(x, int) else 1 << 30)
@@ -144,6 +150,8 @@ def layout_of(
         "tokens": sum(shard.num_tokens for shard in shards),
         "schema": 1,
     }
+    if plan.engine != "hf":
+        identity["engine"] = plan.engine
     return json.loads(json.dumps(identity)), shards  # so that tuples compare as they are stored
 
 

@@ -9,6 +9,7 @@ import torch
 from data.batches import Batch
 from data.cached_logits import CachedLogits
 from data.features import FeaturesStore
+from data.served_states import ServedStates
 from data.traces import Trace
 from target.model import Target, TargetOutputs, TargetRequest
 
@@ -16,8 +17,8 @@ from target.model import Target, TargetOutputs, TargetRequest
 class Teacher:
     """Source of target outputs.
 
-    `stored`: the target's states of the training text, if they are on disk. Logits of the text in
-    `mix` are held in memory from their first use on, where all of them fit.
+    `stored`: the target's states of the training text, on disk or from an engine. Logits of the
+    text in `mix` are held in memory from their first use on, where all of them fit.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class Teacher:
         target: Target,
         traces: Sequence[Trace],
         mix: Mapping[str, float],
-        stored: FeaturesStore | None,
+        stored: FeaturesStore | ServedStates | None,
         device: torch.device,
     ):
         self.target, self.stored, self.device = target, stored, device

@@ -39,4 +39,5 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # the watcher still reads: an interpreter that shuts down around that ends in a fatal error
+    os._exit(main(sys.argv[1:]))

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,7 @@ LAUNCHER = re.compile(
     "(TORCHELASTIC|ACCELERATE|FSDP|DEEPSPEED)_|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|"
     "MASTER_(ADDR|PORT)$"
 )
+ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 MEMORY_SHARE = 0.9  # of what is free, for the server; vLLM's own default is that of all
 START_S = 1800  # a large model is read for long
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -69,16 +71,30 @@ def memory_options(num_devices: int = 1) -> dict[str, object]:
     return {"gpu_memory_utilization": math.floor(100 * share) / 100}
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process with vLLM, whose parts call each other on this machine."""
+def environment(modules: Path | None = None) -> dict[str, str]:
+    """The environment of a process with vLLM, whose parts call each other on this machine.
+    `modules`: a folder of Python modules that it may import."""
     own = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    if modules is not None:
+        paths = [str(modules), *filter(None, [own.get("PYTHONPATH")])]
+        own["PYTHONPATH"] = os.pathsep.join(paths)
     return DEFAULTS | own | past_proxy(os.environ) | FORCED
 
 
+class Server(NamedTuple):
+    """A running server. `alive` raises RunFault where it has ended."""
+
+    url: str
+    alive: Callable[[], None]
+
+
 @contextlib.contextmanager
-def vllm_server(target: Target, options: Mapping[str, object]) -> Iterator[str]:
-    """Run a server of the target on this machine; yields its address. It ends with the block and
-    with this process. `options`: further arguments of vLLM, such as {"tensor_parallel_size": 4}.
+def vllm_server(
+    target: Target, options: Mapping[str, object], modules: Path | None = None
+) -> Iterator[Server]:
+    """Run a server of the target on this machine. It ends with the block and
+    with this process. `options`: further arguments of vLLM, such as {"tensor_parallel_size": 4};
+    `modules`: a folder of Python modules that it may import.
 
     Raises RunFault with the end of its log where it does not start."""
     python = engine_python()
@@ -99,13 +115,14 @@ def vllm_server(target: Target, options: Mapping[str, object]) -> Iterator[str]:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, GUARD, python, "-m", SERVER, *command_line(settings)], cwd=scratch,
-                env=environment(),
+                env=environment(modules),
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         assert process.stdin is not None
         try:
-            _await(url, process, log)
-            yield url
+            server = Server(url, lambda: _check(process, log))
+            _await(server)
+            yield server
         finally:
             process.stdin.close()
             process.wait()
@@ -131,17 +148,24 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _await(server: Server) -> None:
     """Wait until the server is ready. RunFault where it ends or takes longer than START_S."""
     began = time.monotonic()
     while True:
         try:
-            urlopen(f"{url}/health", 5).close()
+            urlopen(f"{server.url}/health", 5).close()
             return
         except (OSError, http.client.HTTPException):
-            ended, waited = process.poll() is not None, time.monotonic() - began
-            if ended or waited > START_S:
-                said = [s for s in log.read_text(errors="replace").splitlines() if s.strip()]
-                how = "ended" if ended else f"was not ready after {waited:.0f} s"
-                raise RunFault("\n".join([f"vLLM's server {how}:", *said[-8:]])) from None
+            server.alive()
+            if (waited := time.monotonic() - began) > START_S:
+                raise RunFault(f"vLLM's server was not ready after {waited:.0f} s") from None
             time.sleep(0.5)
+
+
+def _check(process: subprocess.Popen[bytes], log: Path) -> None:
+    """RunFault with the first error and the last lines of the log, where the server has ended."""
+    if process.poll() is None:
+        return
+    said = [s for s in log.read_text(errors="replace").splitlines() if s.strip()]
+    first = next((line for line in said[:-8] if ERROR.search(line)), None)
+    raise RunFault("\n".join(["vLLM's server ended:", *filter(None, [first]), *said[-8:]]))

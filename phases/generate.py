@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from accelerate.utils import gather_object
-
 from data.budget import estimate_bytes
 from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
@@ -29,9 +27,9 @@ from data.prompts import (
 from data.render import render
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
-from engines.vllm_server import vllm_server
 from eval.config import EvalConfig, tree_of
 from phases.run import Run, check_model_pair, check_places
+from phases.servers import own_server
 from recipes.common.config import Config
 from target.model import Target
 from trainer.checks import require
@@ -106,21 +104,13 @@ def _generate(
 
 @contextlib.contextmanager
 def _servers(run: Run) -> Iterator[Sequence[str]]:
-    """Yield the addresses of the servers that generate: data.servers, or the one that the first
-    process of each machine starts, which listens to that machine alone."""
+    """Yield the addresses of the servers that generate: data.servers, or the run's own."""
     data = run.config.data
     if data.engine == "openai":
         yield data.servers
         return
-    with contextlib.ExitStack() as stack:
-        accelerator, own = run.accelerator, ""
-        if accelerator.is_local_main_process:
-            if accelerator.is_main_process:
-                print("starting vLLM", flush=True)
-            own = stack.enter_context(vllm_server(run.target, data.engine_options))
-        first = accelerator.process_index - accelerator.local_process_index
-        yield [gather_object([own])[first]]
-        run.barrier()  # the others may still be asking
+    with own_server(run, data.engine_options) as server:
+        yield [server.url]
 
 
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:

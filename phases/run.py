@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from engines.vllm_server import engine_python
 from recipes.common.config import Config
 from target.gguf import is_gguf
 from target.model import Target
@@ -102,18 +103,22 @@ def load_target(config: Config, device: torch.device | str) -> Target:
 
 
 def check_model_pair(config: Config) -> None:
-    """Refuse settings of the models that exclude each other, before anything is loaded."""
+    """Refuse settings of the models that exclude each other, and an engine that is not there,
+    before anything is loaded."""
+    if "vllm" in (config.data.engine, config.data.features_engine):
+        engine_python()
     engine = config.eval.engine
     if engine != "own" and config.model.quantization:
         raise UserError(
             f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
             "a checkpoint that is quantised, or leave it at own"
         )
-    if is_gguf(config.model.target) and (engine != "own" or config.data.engine == "vllm"):
+    served = "vllm" in (config.data.engine, config.data.features_engine)
+    if is_gguf(config.model.target) and (engine != "own" or served):
         raise UserError(
             f"model.target={config.model.target} is dequantised by transformers, and vLLM would "
             "verify with other numbers: save it as a folder first (target.save_pretrained), or "
-            "leave eval.engine at own and data.engine at hf"
+            "leave eval.engine at own, data.engine and data.features_engine at hf"
         )
     # the toy's drafter serves the toy's target only
     toy = type(config.model)()

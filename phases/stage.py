@@ -9,9 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from data.batches import Batch, Batches, preview
-from data.features import FeaturesStore, write_features
-from data.features_layout import FeaturesPlan, features_folder
 from data.packing import PackedBatches, PackedTraces
+from data.served_states import ServedStates
 from data.teacher import Teacher
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -19,10 +18,11 @@ from drafters.causal_lm import CausalLMDrafter
 from phases import shared
 from phases.dev import dev_evaluation
 from phases.run import Run
+from phases.states import target_states
 from recipes.base import Context, Needs, Stage, unwrapped
 from target.cache import CachedModel
 from target.decode import Request, decode
-from target.model import Target, TargetOutputs, TargetRequest
+from target.model import Target, TargetOutputs
 from target.sampling import Sampling, row_key
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
@@ -54,6 +54,7 @@ class StageRun:
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.run, self.stage)
+        self._announced = -1
         self.folder = self.run.folder / "stages" / f"{self.number}-{self.stage.name}"
 
     def fit(self) -> FitResult:
@@ -62,8 +63,6 @@ class StageRun:
         accelerator, target = run.accelerator, run.target
         data, batches = self._batches()
         request = objective.target_request(batches.at(0), 0)
-        stored = stored_features(run, request, self.train)
-        teacher = Teacher(target, self.train, data.mix, stored, accelerator.device)
         usual = dev_evaluation(run, self.dev, self.drafter, chooses=data.text is None)
         evaluate = objective.evaluated(usual, self.dev)
         cached = self._restore_from_cache()
@@ -79,7 +78,10 @@ class StageRun:
             )
 
         def outputs(batch: Batch, step: int) -> TargetOutputs | None:
-            return teacher.outputs(batch, objective.target_request(batch, step))
+            found = teacher.outputs(batch, objective.target_request(batch, step))
+            if isinstance(states, ServedStates):
+                self._announce(states, batches, step + 1)
+            return found
 
         def context(step: int, batch: Batch, drafter: nn.Module) -> Context:
             return self._context(
@@ -87,7 +89,11 @@ class StageRun:
             )
 
         try:
-            with compiled(self.settings.compile, target.model):
+            with (
+                target_states(run, request, self.train) as states,
+                compiled(self.settings.compile, target.model),
+            ):
+                teacher = Teacher(target, self.train, data.mix, states, accelerator.device)
                 result = fit(Fit(
                     objective=objective, drafter=self.drafter, batches=batches, evaluate=evaluate,
                     outputs=outputs, config=self.settings, folder=self.folder,
@@ -100,6 +106,17 @@ class StageRun:
         if cached is not None:
             shared.save(run, self.folder, cached)
         return result
+
+    def _announce(
+        self, states: ServedStates, batches: Batches | PackedBatches | PackedTraces, step: int
+    ) -> None:
+        """Ask for the states of that step's batches, once."""
+        if step <= self._announced or step >= self.settings.max_steps:
+            return
+        self._announced = step
+        number = self.settings.gradient_accumulation_steps
+        for index in range(step * number, (step + 1) * number):
+            states.ahead(batches.at(index))
 
     def _batches(self) -> tuple[Needs, Batches | PackedBatches | PackedTraces]:
         """Make the batches of the stage. Returns them behind the text that they come from."""
@@ -158,27 +175,6 @@ class StageRun:
         )
         shared.restore(self.run, place, self.folder)
         return place
-
-
-def stored_features(
-    run: Run, request: TargetRequest | None, traces: list[Trace]
-) -> FeaturesStore | None:
-    """Write the target's states of the training text, or read them where they are stored; None
-    where the target runs live."""
-    data, accelerator = run.config.data, run.accelerator
-    if data.features == "live":
-        return None
-    if request is None or request.logits or not request.layers:
-        raise UserError(
-            f"data.features=cached stores hidden states, recipe={run.config.recipe} asks for none: "
-            "leave it at live"
-        )
-    plan = FeaturesPlan(request.layers, data.features_dtype)
-    return write_features(
-        run.target, traces, plan, features_folder(run.target, traces, plan, data.cache_dir),
-        batch_size=data.batch_size, rank=accelerator.process_index,
-        world=accelerator.num_processes, barrier=run.barrier,
-    )  # fmt: skip
 
 
 def sample_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -267,6 +268,24 @@ def captured(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@torch.no_grad()
+def final_norm(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that makes `final_norm` of the last layer's output. UserError where there is
+    none."""
+    made: list[tuple[torch.nn.Module, object]] = []
+    decoder = decoder_of(model)
+    with contextlib.ExitStack() as hooks:
+        for child in decoder.children():
+            hook = child.register_forward_hook(lambda own, _, output: made.append((own, output)))
+            hooks.callback(hook.remove)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
+        states = decoder(ids, use_cache=False).last_hidden_state
+    for module, output in made:
+        if isinstance(output, torch.Tensor) and torch.equal(output, states):
+            return module
+    raise UserError(f"{type(model).__name__}: no norm behind the last decoder layer found")
 
 
 def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:

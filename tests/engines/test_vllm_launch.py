@@ -25,10 +25,11 @@ FAKE = """
 import http.server, json, os, sys, threading, time
 
 with open(os.environ["FAKE_LOG"], "a") as log:
-    said = {"pid": os.getpid(), "words": sys.argv[1:], "environment": dict(os.environ)}
+    said = {"pid": os.getpid(), "guard": os.getppid(), "words": sys.argv[1:]}
+    said["environment"] = dict(os.environ)
     log.write(json.dumps(said) + chr(10))
 if os.environ.get("FAKE_VLLM") == "die":
-    print("loading"), print("ValueError: no such model")
+    print(os.environ.get("FAKE_LINES", "loading" + chr(10) + "ValueError: no such model"))
     sys.exit(1)
 with open(os.environ.get("FAKE_ANSWERS", os.devnull)) as file:
     answers = json.loads(file.read() or "{}")
@@ -90,7 +91,7 @@ def proxy(monkeypatch):
 
 
 def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts, proxy):
-    with vllm_server(target, {"max_model_len": 99, "enforce_eager": False}) as url:
+    with vllm_server(target, {"max_model_len": 99, "enforce_eager": False}) as (url, _):
         urlopen(f"{url}/v1/models", 5).close()
         (one,) = starts()
         assert Path(f"/proc/{one['pid']}").exists()
@@ -107,8 +108,28 @@ def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts
     assert "--enforce-eager" not in words
 
 
+def test_a_server_that_ends_is_known_to_have_ended(target, starts):
+    with vllm_server(target, {}) as server:
+        server.alive()
+        (one,) = starts()
+        os.kill(one["pid"], signal.SIGKILL)
+        assert ended(one["pid"])
+        assert ended(one["guard"])  # its guard
+        with pytest.raises(RunFault, match="vLLM's server ended"):
+            server.alive()
+
+
+def test_of_a_long_log_the_first_error_is_shown(target, starts, tmp_path, monkeypatch):
+    lines = ["loading", "(pid=7) ValueError: no such layer", *map(str, range(20)), "the end"]
+    monkeypatch.setenv("FAKE_VLLM", "die")
+    monkeypatch.setenv("FAKE_LINES", "\n".join(lines))
+    with pytest.raises(RunFault) as raised:
+        vllm_server(target, {}).__enter__()
+    assert str(raised.value).splitlines()[1:] == [lines[1], *lines[-8:]]
+
+
 def test_the_server_listens_elsewhere_where_that_is_asked_for(target, starts):
-    with vllm_server(target, {"host": "127.0.0.2"}) as url:
+    with vllm_server(target, {"host": "127.0.0.2"}) as (url, _):
         assert url.startswith("http://127.0.0.2:")
         urlopen(f"{url}/v1/models", 5).close()
     assert dict(itertools.pairwise(starts()[0]["words"]))["--host"] == "127.0.0.2"

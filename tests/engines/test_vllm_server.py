@@ -57,7 +57,7 @@ def address(target, vllm_python, tmp_path_factory):
         "max_model_len": 256, "max_num_seqs": 4, "enable_prefix_caching": False,
         "speculative_config": speculative,
     }  # fmt: skip
-    with vllm_server(target, options) as url:
+    with vllm_server(target, options) as (url, _):
         yield url
 
 
@@ -108,7 +108,7 @@ def answers(target, address, log):
 
 
 def test_what_it_answers_to_others_comes_as_it_was_drawn(target, vllm_python, tmp_path):
-    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as plain:
+    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as (plain, _):
         rows, laws = answers(target, plain, tmp_path / "log.jsonl")
     for row, law in zip(rows, laws, strict=True):
         assert not expected_rounds(row, law, law, K).foreign
@@ -127,7 +127,7 @@ def test_served_traces_are_those_of_transformers_though_the_server_is_killed_in_
     options = {"max_model_len": 256, "max_num_seqs": 16, "port": free_port()}
     ended, killed = threading.Event(), threading.Event()
     with contextlib.ExitStack() as first:
-        url = first.enter_context(vllm_server(target, options))
+        url, _ = first.enter_context(vllm_server(target, options))
 
         def kill_and_start_again():
             while len(list((tmp_path / "served").glob("*.parquet"))) < 2:

@@ -1,0 +1,86 @@
+"""The target's hidden states of batches from a serving engine, in place of a features store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from data.batches import Batch, collate
+from data.features_layout import row_key
+from data.traces import Trace
+from engines.states import TOLERANCE, StatesClient, layer_numbers
+from target.model import LayerId, Target, TargetOutputs, final_norm
+from trainer.config import UserError
+
+CHECKED_TEXTS, CHECKED_TOKENS = 4, 256
+
+
+class ServedStates:
+    """Answers like `FeaturesStore`, from a server that reads the texts.
+
+    Texts that were announced by `ahead` are under way while others are trained on; a text is held
+    until a batch asks for it.
+    """
+
+    def __init__(self, client: StatesClient, target: Target, layers: Sequence[LayerId]):
+        self.client, self.target, self.layers = client, target, tuple(layers)
+        self._numbers = layer_numbers(layers, target.num_layers)
+        self._norm = final_norm(target.model)
+        self._asked: dict[bytes, Future[torch.Tensor]] = {}
+
+    def ahead(self, batch: Batch) -> None:
+        """Ask for the states of a batch to come."""
+        for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+            key = row_key(prompt, response)
+            if key not in self._asked:
+                self._asked[key] = self.client.submit([*prompt, *response])
+
+    @torch.no_grad()
+    def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs:
+        """States of a batch: hidden[layer] [B, L, H] in the target's dtype, on `device`. Raises
+        RunFault where the server does not give them."""
+        self.ahead(batch)
+        keys = [row_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
+        texts = {key: self._asked[key].result() for key in dict.fromkeys(keys)}
+        for key in texts:
+            del self._asked[key]
+        some = texts[keys[0]]
+        states = some.new_zeros(*batch.input_ids.shape, *some.shape[1:])
+        for key, (row, first) in zip(keys, batch.starts(), strict=True):
+            states[row, first : first + len(texts[key])] = texts[key]
+        states = states.to(device)
+        hidden: dict[LayerId, torch.Tensor] = {}
+        for layer in self.layers:
+            own = states[:, :, self.client.numbers.index(self._numbers[layer])].contiguous()
+            if isinstance(layer, str):
+                own = own.to(self.target.device, self.target.model.dtype)
+                with self.target.in_place(self._norm):
+                    own = self._norm(own).to(device)
+            hidden[layer] = own.to(self.target.model.dtype)
+        return TargetOutputs(hidden)
+
+    def check(self, traces: Sequence[Trace]) -> None:
+        """Compare the states of a few texts with those that transformers computes. UserError where
+        they are another model's or other layers'."""
+        texts = [(t.prompt_ids + t.response_ids)[:CHECKED_TOKENS] for t in traces[:CHECKED_TEXTS]]
+        prompts, responses = [ids[:1] for ids in texts], [ids[1:] for ids in texts]
+        batch = collate(prompts, responses, ["target"] * len(texts))
+        device = self.target.device
+        served = self.outputs(batch, device).hidden
+        batch = batch.to(device)
+        own = self.target.outputs(batch.input_ids, layers=self.layers, logits=False).hidden
+        lengths = torch.tensor([len(ids) for ids in texts], device=device)
+        real = torch.arange(batch.input_ids.shape[1], device=device) < lengths.unsqueeze(1)
+        for layer in self.layers:
+            mine, other = own[layer][real].float(), served[layer][real].float()
+            apart = float((mine - other).norm() / mine.norm())
+            if not apart <= TOLERANCE[self.target.model.dtype]:
+                dtype = str(self.target.model.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"data.features_engine: the states of layer {layer} from {self.client.root} "
+                    f"are {apart:.1%} off those of {self.target.name} here: it must serve this "
+                    f"model, in {dtype}, and write the layers {self.client.numbers} as vLLM counts "
+                    "them"
+                )

@@ -1,0 +1,139 @@
+"""Hidden states of texts from a vLLM server, whose connector writes them to files.
+
+`vllm_plugin/draftsmith_states.py` is the connector. The server and whoever asks see the same
+folder: on one machine, or on a file system that both have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
+from target.model import LayerId, Target
+from trainer.config import RunFault
+
+PLUGIN = Path(__file__).with_name("vllm_plugin")
+FILE_S = 60.0  # from the answer to its file
+LONGEST_PAUSE_S = 0.05
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def layer_numbers(layers: Sequence[LayerId], num_layers: int) -> dict[LayerId, int]:
+    """vLLM's number of each layer: of the output of layer i i + 1; of `final_norm` that of the last
+    layer, whose output the norm is applied to here."""
+    return {layer: num_layers if isinstance(layer, str) else layer + 1 for layer in layers}
+
+
+def states_options(target: Target, layers: Sequence[LayerId], folder: Path) -> dict[str, object]:
+    """The options of a vLLM server that writes the states of these layers into `folder`."""
+    numbers = sorted({*layer_numbers(layers, target.num_layers).values()})
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": numbers}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "StatesConnector",
+            "kv_connector_module_path": "draftsmith_states",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"folder": str(folder.absolute())},
+        },
+        "enable_prefix_caching": False,  # every token is read, so that every token has states
+    }
+
+
+class StatesClient:
+    """Asks a server for states, `concurrency` texts at a time. `alive` raises RunFault where the
+    server is known to have ended."""
+
+    def __init__(
+        self,
+        address: str,
+        numbers: Sequence[int],
+        hidden_size: int,
+        *,
+        concurrency: int,
+        alive: Callable[[], None],
+    ):
+        self.root = address.rstrip("/").removesuffix("/v1")
+        self.numbers = sorted({*numbers})  # vLLM's, in the order of the files
+        self.hidden_size, self._alive = hidden_size, alive
+        self._closed, self._answered = threading.Event(), time.monotonic()
+        self._model: str | None = None
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="states")
+
+    def submit(self, ids: Sequence[int]) -> Future[torch.Tensor]:
+        """States [n, layers, H] of a text, on the CPU in the server's dtype; the layers are
+        `numbers`. The result raises RunFault where the server does not give them."""
+        return self._pool.submit(self._states, list(ids))
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._closed.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _states(self, ids: list[int]) -> torch.Tensor:
+        for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
+            try:
+                found = self._try(ids)
+            except ServerError as error:
+                self._alive()
+                late = time.monotonic() - self._answered > PATIENCE_S
+                if late or not error.transient or self._closed.wait(delay):
+                    raise RunFault(f"data.features_engine: {error}; {RESUME}") from error
+            else:
+                self._answered = time.monotonic()
+                return found
+        raise AssertionError
+
+    def _try(self, ids: list[int]) -> torch.Tensor:
+        self._model = self._model or served_model(self.root)
+        name = uuid.uuid4().hex
+        answer = ask(f"{self.root}/v1/completions", {
+            "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+            "add_special_tokens": False, "kv_transfer_params": {"states": name},
+        })  # fmt: skip
+        params = answer.get("kv_transfer_params")
+        path = Path(str(params.get("path"))) if isinstance(params, Mapping) else Path()
+        if path.name != name:
+            said = "it writes no hidden states: start it with this project's connector"
+            raise ServerError(self.root, said, False)
+        content = self._read(path)
+        states, read = content.get("states"), content.get("ids")
+        shape = len(ids), len(self.numbers), self.hidden_size
+        if not isinstance(read, torch.Tensor) or read.tolist() != ids:
+            raise ServerError(self.root, "states of another text than the one sent", False)
+        if not isinstance(states, torch.Tensor) or states.shape != shape:
+            shown = list(states.shape) if isinstance(states, torch.Tensor) else "nothing"
+            said = f"states of the shape {shown}, expected {list(shape)}: tokens, layers, width"
+            raise ServerError(self.root, said, False)
+        return states
+
+    def _read(self, path: Path) -> dict[str, torch.Tensor]:
+        """The content of a file, which is deleted. It may appear after the answer."""
+        began, pause = time.monotonic(), 0.001
+        while not path.exists():
+            if time.monotonic() - began > FILE_S:
+                said = f"no file {path} after {FILE_S:g} s: it must lie in a folder that both see"
+                raise ServerError(self.root, said, True)
+            if self._closed.wait(pause):
+                raise ServerError(self.root, "the run has ended", False)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        try:
+            return torch.load(path, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ServerError(self.root, f"cannot read {path}: {error}", True) from error
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,75 @@
+"""The target's hidden states of the training text: stored, or from a serving engine."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.features import FeaturesStore, write_features
+from data.features_layout import FeaturesPlan, features_folder
+from data.served_states import ServedStates
+from data.traces import Trace
+from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
+from engines.vllm_server import Server
+from phases.run import Run
+from phases.servers import own_server
+from target.model import LayerId, TargetRequest
+from trainer.config import UserError, is_address
+
+
+@contextlib.contextmanager
+def target_states(
+    run: Run, request: TargetRequest | None, traces: Sequence[Trace]
+) -> Iterator[FeaturesStore | ServedStates | None]:
+    """Yield the source of the target's states; None where the target itself reads each batch."""
+    data, accelerator = run.config.data, run.accelerator
+    cached, served = data.features == "cached", data.features_engine != "hf"
+    if not (cached or served):
+        yield None
+        return
+    if request is None or request.logits or not request.layers:
+        key = "data.features=cached" if cached else f"data.features_engine={data.features_engine}"
+        default = "live" if cached else "hf"
+        raise UserError(
+            f"{key} is for hidden states, recipe={run.config.recipe} asks for none: leave it at "
+            f"{default}"
+        )
+    plan = FeaturesPlan(request.layers, data.features_dtype, engine="vllm" if served else "hf")
+    if not cached:
+        with served_states(run, plan.layers, traces) as states:
+            yield states
+        return
+    yield write_features(
+        run.target, traces, plan, features_folder(run.target, traces, plan, data.cache_dir),
+        batch_size=data.batch_size, rank=accelerator.process_index,
+        world=accelerator.num_processes, barrier=run.barrier,
+        served=(lambda: served_states(run, plan.layers, traces)) if served else None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def served_states(
+    run: Run, layers: Sequence[LayerId], traces: Sequence[Trace]
+) -> Iterator[ServedStates]:
+    """Yield states from the server of data.features_engine, or from one that the first process of
+    each machine starts; they are compared with transformers' first."""
+    data, target = run.config.data, run.target
+    with contextlib.ExitStack() as stack:
+        server = Server(data.features_engine, lambda: None)
+        if not is_address(server.url):
+            Path(data.cache_dir).mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=".states-", dir=data.cache_dir)
+            )
+            options = {**states_options(target, layers, Path(folder)), **data.engine_options}
+            server = stack.enter_context(own_server(run, options, PLUGIN))
+        client = StatesClient(
+            server.url, [*layer_numbers(layers, target.num_layers).values()], target.hidden_size,
+            concurrency=data.batch_size, alive=server.alive,
+        )  # fmt: skip
+        stack.callback(client.close)
+        states = ServedStates(client, target, layers)
+        states.check(traces)
+        yield states

@@ -1,0 +1,340 @@
+"""States from a server: its answers and files are played by a small one, and taken from vLLM."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from data.batches import collate
+from data.generate import GenerationPlan, generate_traces
+from data.prompts import load_prompts
+from data.served_states import ServedStates
+from engines import states as module
+from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
+from engines.vllm_server import vllm_server
+from recipes.common.heads import HeadObjective
+from target.model import Target, final_norm
+from tests.commands import command, read_jsonl
+from tests.tiny import ARCHITECTURES
+from trainer.config import RunFault, UserError
+
+LAYERS = (0, 1, "final_norm")
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers with the target's own states, after `faults`: words for what goes wrong first."""
+
+    def __init__(self, target, folder: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target, self.folder, self.faults, self.asked = target, folder, [], []
+        self.ended = False
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def reply(self, content, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def do_GET(self):
+        self.reply({"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.asked.append(asked["prompt"])
+            fault = server.faults.pop(0) if server.faults else ""
+        if fault == "busy":
+            self.reply({"error": "busy"}, 503)
+        elif fault == "cut":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+        elif fault == "no connector":
+            self.reply({"choices": [{"text": ""}]})
+        else:
+            self.answer(asked, fault)
+
+    def answer(self, asked, fault):
+        server = self.server
+        ids = asked["prompt"][:-1] if fault == "other text" else asked["prompt"]
+        with server.lock:
+            states = written(server.target, ids)
+        if fault == "one layer off":
+            states = states.roll(1, 1)
+        if fault == "two layers":
+            states = states[:, :2]
+        path = server.folder / asked["kv_transfer_params"]["states"]
+        content = {"ids": torch.tensor(ids), "states": states}
+        if fault == "not a file":
+            path.write_text("nothing")
+        elif fault == "late":
+            threading.Timer(0.3, lambda: save(content, path)).start()
+        elif fault != "no file":
+            save(content, path)
+        self.reply({"choices": [{"text": ""}], "kv_transfer_params": {"path": str(path)}})
+
+    def log_message(self, *_):
+        pass
+
+
+def save(content, path):
+    torch.save(content, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+@torch.no_grad()
+def written(target, ids):
+    """The states that vLLM would write: [n, layers, H], of the last layer before the norm."""
+    last = target.num_layers - 1
+    layers = sorted({layer for layer in LAYERS if layer != "final_norm"} | {last})
+    hidden = target.outputs(torch.tensor([ids]), layers=layers, logits=False).hidden
+    return torch.stack([hidden[layer][0] for layer in layers], 1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target("llama", layers=3)
+
+
+@pytest.fixture
+def server(target, tmp_path):
+    folder = tmp_path / "states"
+    folder.mkdir()
+    with Server(target, folder) as one:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        yield one
+        one.shutdown()
+
+
+@pytest.fixture
+def client(server, target, monkeypatch):
+    monkeypatch.setattr(module, "DELAYS_S", (0.01,))
+    numbers = [*layer_numbers(LAYERS, target.num_layers).values()]
+
+    def alive():
+        if server.ended:
+            raise RunFault("vLLM's server ended")
+
+    one = StatesClient(server.url, numbers, target.hidden_size, concurrency=3, alive=alive)
+    yield one
+    one.close()
+
+
+def traces_of(target, count=6, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        ids = torch.randint(5, target.vocab_size, (4 + 3 * index,), generator=draw).tolist()
+        made.append(SimpleNamespace(prompt_ids=ids[:3], response_ids=ids[3:]))
+    return made
+
+
+def batch_of(traces):
+    return collate(
+        [t.prompt_ids for t in traces], [t.response_ids for t in traces], ["target"] * len(traces)
+    )
+
+
+def test_layers_have_the_numbers_of_vllm():
+    assert layer_numbers((0, 3, "final_norm"), 8) == {0: 1, 3: 4, "final_norm": 8}
+    assert layer_numbers((7, "final_norm"), 8) == {7: 8, "final_norm": 8}  # one state for both
+
+
+def test_states_are_the_targets_at_every_token(server, client, target):
+    source, batch = ServedStates(client, target, LAYERS), batch_of(traces_of(target))
+    source.ahead(batch)
+    found = source.outputs(batch).hidden
+    own = target.outputs(batch.input_ids, layers=LAYERS, logits=False).hidden
+    real = batch.position_ids < torch.tensor([4 + 3 * i for i in range(6)]).unsqueeze(1)
+    real &= torch.arange(batch.input_ids.shape[1]) < torch.tensor(
+        [4 + 3 * i for i in range(6)]
+    ).unsqueeze(1)
+    for layer in LAYERS:
+        torch.testing.assert_close(found[layer][real], own[layer][real], rtol=1e-5, atol=1e-5)
+    assert len(server.asked) == 6, "what was announced is not asked for again"
+    assert not list(server.folder.iterdir()), "a file that was read is deleted"
+    source.outputs(batch)
+    assert len(server.asked) == 12, "and is held for one batch alone"
+
+
+@pytest.mark.parametrize(
+    "faults", [["busy"], ["cut"], ["busy", "cut", "busy"], ["not a file"], ["late"]]
+)
+def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, target):
+    server.faults += faults
+    ids = [5, 6, 7, 8]
+    torch.testing.assert_close(client.submit(ids).result(), written(target, ids))
+    assert len(server.asked) == len(faults) + (faults != ["late"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("no connector", "writes no hidden states"),
+        ("other text", "of another text"),
+        ("two layers", "shape [4, 2, 32], expected [4, 3, 32]"),
+    ],
+)
+def test_a_server_with_other_answers_is_refused_at_once(fault, says, server, client):
+    server.faults += [fault] * 9
+    with pytest.raises(RunFault, match=r"data\.features_engine") as raised:
+        client.submit([5, 6, 7, 8]).result()
+    assert says in str(raised.value)
+    assert len(server.asked) == 1
+
+
+def test_a_folder_that_is_not_shared_is_said(server, client, monkeypatch):
+    monkeypatch.setattr(module, "FILE_S", 0.1)
+    monkeypatch.setattr(module, "PATIENCE_S", -1.0)
+    server.faults += ["no file"]
+    with pytest.raises(RunFault, match="a folder that both see"):
+        client.submit([5, 6, 7, 8]).result()
+
+
+def test_a_server_that_stays_away_ends_the_run(server, client, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    server.faults += ["busy"] * 10_000
+    began = time.monotonic()
+    with pytest.raises(RunFault, match="run the same command again"):
+        client.submit([5, 6, 7, 8]).result()
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_of_the_run_that_ended_is_not_waited_for(server, client):
+    server.faults += ["busy"] * 10_000
+    server.ended = True
+    with pytest.raises(RunFault, match="vLLM's server ended"):
+        client.submit([5, 6, 7, 8]).result()
+    assert len(server.asked) == 1
+
+
+def test_layers_of_another_number_are_refused(server, client, target):
+    """Off by one is the mistake that trains a drafter on states it never sees in serving."""
+    source, traces = ServedStates(client, target, LAYERS), traces_of(target)
+    source.check(traces)
+    server.faults += ["one layer off"] * 4
+    with pytest.raises(UserError, match=r"states of layer 0 from .* off those of"):
+        source.check(traces)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_final_norm_is_found(kind, tiny_target):
+    target = tiny_target(kind)
+    last = target.num_layers - 1
+    ids = torch.tensor([[5, 6, 7, 8]])
+    hidden = target.outputs(ids, layers=(last, "final_norm"), logits=False).hidden
+    norm = final_norm(target.model)
+    torch.testing.assert_close(norm(hidden[last]), hidden["final_norm"])
+
+
+def losses(folder: Path, target: Any, *words: str) -> list[float]:
+    """Of a tiny run whose states come as `words` say."""
+    given = command(folder, target, *words, "recipe=eagle3", "data.num_prompts=8",
+                    "data.features_dtype=fp32", "method.layers=[0,1,2]", "method.steps=2",
+                    "trainer.max_steps=4", "trainer.log_every=1",
+                    "trainer.gradient_accumulation_steps=2", "run.stage=train")  # fmt: skip
+    given = [word for word in given if not word.startswith("method.draft_hidden_size")]
+    assert train.main(given) == 0
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("features", ["live", "cached"])
+def test_a_run_on_an_engines_states_has_the_same_losses(features, tiny_folder, server, tmp_path):
+    folder = tiny_folder("llama", layers=3)
+    own = losses(tmp_path / "own", folder, f"data.features={features}")
+    server.faults += ["", "", "busy", "", "cut", "late"]
+    served = losses(
+        tmp_path / "served", folder, f"data.features={features}",
+        f"data.features_engine={server.url}",
+    )  # fmt: skip
+    assert served == pytest.approx(own, rel=1e-5)
+    assert len(own) == 4
+    texts = {tuple(ids) for ids in server.asked}
+    assert len(texts) > 4
+    assert not list(server.folder.iterdir())
+
+
+def test_states_are_asked_for_while_a_step_before_is_trained(tiny_folder, server, tmp_path):
+    """Both batches of a step while the first loss of the one before has not begun."""
+    order: list[tuple[str, int]] = []
+    ahead, loss = ServedStates.ahead, HeadObjective.loss
+
+    def asked(self, batch):
+        order.append(("ask", batch.index))
+        return ahead(self, batch)
+
+    def trained(self, drafter, batch, outputs, step):
+        order.append(("train", batch.index))
+        return loss(self, drafter, batch, outputs, step)
+
+    with (
+        mock.patch.object(ServedStates, "ahead", asked),
+        mock.patch.object(HeadObjective, "loss", trained),
+    ):
+        losses(
+            tmp_path, tiny_folder("llama", layers=3), "data.features=live",
+            f"data.features_engine={server.url}",
+        )  # fmt: skip
+    for step in range(1, 4):
+        for index in (2 * step, 2 * step + 1):
+            assert order.index(("ask", index)) < order.index(("train", 2 * step - 2))
+    assert max(index for _, index in order) == 7, "nothing past the last step"
+    assert len(server.asked) <= 4 + 8 * 4, "each text once a batch, and four that are compared"
+
+
+@pytest.mark.engine
+def test_vllms_states_are_transformers_and_train_the_same(vllm_python, tmp_path):
+    """A vLLM server that the run starts, its connector, and 200 texts."""
+    target = Target.load("assets/toy/target", dtype="float32")
+    layers = (1, 3, 4, "final_norm")
+    prompts = load_prompts("toy", count=200, seed=3, toy_split="train")
+    plan = GenerationPlan("toy train", tuple(prompts), (1.0,), max_new_tokens=16)
+    traces = generate_traces(target, plan, tmp_path / "text", batch_size=32, rows_per_shard=256)
+    numbers = [*layer_numbers(layers, target.num_layers).values()]
+    with vllm_server(target, states_options(target, layers, tmp_path / "states"), PLUGIN) as server:
+        client = StatesClient(
+            server.url, numbers, target.hidden_size, concurrency=16, alive=server.alive
+        )
+        source = ServedStates(client, target, layers)
+        source.check(traces)
+        for i in range(0, len(traces), 25):
+            batch = batch_of(traces[i : i + 25])
+            found = source.outputs(batch).hidden
+            own = target.outputs(batch.input_ids, layers=layers, logits=False).hidden
+            for row, (prompt, response) in enumerate(
+                zip(batch.prompts, batch.responses, strict=True)
+            ):
+                size = len(prompt) + len(response)
+                for layer in layers:
+                    apart = (found[layer][row, :size] - own[layer][row, :size]).norm()
+                    assert apart <= 1e-4 * own[layer][row, :size].norm()
+        client.close()
+        assert not list((tmp_path / "states").iterdir())
+    words = ["recipe=eagle3", "data.num_prompts=32", "data.max_new_tokens=16",
+             "trainer.max_steps=4", "trainer.batch_size=8", "trainer.log_every=1",
+             "eval.num_prompts=2", "run.stage=train",
+             f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+    found = {}
+    for engine in ("hf", "vllm"):
+        folder = tmp_path / engine
+        assert train.main([*words, f"data.features_engine={engine}", f"run.dir={folder}"]) == 0
+        found[engine] = [r["loss"] for r in read_jsonl(folder / "metrics.jsonl") if "loss" in r]
+    assert found["vllm"] == pytest.approx(found["hf"], rel=1e-4)
