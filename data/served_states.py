@@ -11,6 +11,7 @@ from data.batches import Batch, collate
 from data.features_layout import row_key
 from data.traces import Trace
 from engines.states import TOLERANCE, StatesClient, layer_numbers
+from target.devices import in_place
 from target.model import LayerId, Target, TargetOutputs, final_norm
 from trainer.config import UserError
 
@@ -56,7 +57,7 @@ class ServedStates:
             own = states[:, :, self.client.numbers.index(self._numbers[layer])].contiguous()
             if isinstance(layer, str):
                 own = own.to(self.target.device, self.target.model.dtype)
-                with self.target.in_place(self._norm):
+                with in_place(self._norm):
                     own = self._norm(own).to(device)
             hidden[layer] = own.to(self.target.model.dtype)
         return TargetOutputs(hidden)
