@@ -1,10 +1,12 @@
-"""The held-out prompts of the tables on a real chat model, as one file of chat messages.
+"""Prompts of the tables on a real chat model, as one file of chat messages.
 
     python -m benchmarks.real_prompts <folder of the data> [count=16] [out=runs/real/prompts.jsonl]
+    python -m benchmarks.real_prompts <folder of the data> use=training count=2000 \\
+        out=runs/real/training.jsonl
 
-The folder holds gsm8k/test_first_half.jsonl, humaneval/HumanEval.jsonl.gz and
-self_instruct/user_oriented_instructions.jsonl: questions of other files than the training text,
-`count` of each, the ones whose text has the smallest SHA-256. The data stays where it is.
+The folder holds gsm8k/, humaneval/, mbpp/, arena_hard/ and self_instruct/. Those held out are of
+other files than those to train on; `count` of each source at most, the ones whose text has the
+smallest SHA-256. The data stays where it is.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,27 @@ def instructions(row: dict[str, Any]) -> str:
     return f"{row['instruction']}\n\n{given}" if given else row["instruction"]
 
 
-SOURCES = {
-    "math": ("gsm8k/test_first_half.jsonl", math),
-    "code": ("humaneval/HumanEval.jsonl.gz", code),
-    "instructions": ("self_instruct/user_oriented_instructions.jsonl", instructions),
+def problem(row: dict[str, Any]) -> str | None:
+    """Of MBPP the part that its authors train on."""
+    return row["text"] if 511 <= row["task_id"] <= 974 else None
+
+
+def chat(row: dict[str, Any]) -> str:
+    return row["prompt"]
+
+
+SOURCES: dict[str, list[tuple[str, str, Callable[[dict[str, Any]], str | None]]]] = {
+    "evaluation": [
+        ("math", "gsm8k/test_first_half.jsonl", math),
+        ("code", "humaneval/HumanEval.jsonl.gz", code),
+        ("instructions", "self_instruct/user_oriented_instructions.jsonl", instructions),
+    ],
+    "training": [
+        ("math", "gsm8k/train.jsonl", math),
+        ("code", "mbpp/mbpp.jsonl", problem),
+        ("instructions", "arena_hard/question_dev.jsonl", chat),
+        ("instructions", "self_instruct/seed_tasks.jsonl", instructions),
+    ],
 }
 
 
@@ -54,12 +73,14 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
-    given = {"count": "16", "out": OUT} | dict(a.split("=", 1) for a in arguments if "=" in a)
+    given = {"count": "16", "out": OUT, "use": "evaluation"} | dict(
+        a.split("=", 1) for a in arguments if "=" in a
+    )
     folder = Path(next(a for a in arguments if "=" not in a))
     lines = []
-    for domain, (file, text_of) in SOURCES.items():
+    for domain, file, text_of in SOURCES[given["use"]]:
         texts = sorted(
-            {text_of(row) for row in rows(folder / file)},
+            filter(None, {text_of(row) for row in rows(folder / file)}),
             key=lambda text: hashlib.sha256(text.encode()).hexdigest(),
         )
         for text in texts[: int(given["count"])]:
