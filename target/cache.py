@@ -38,6 +38,7 @@ class _Placement:
     first: int | None = None  # all rows write the consecutive slots first, first+1, ...
     rows: torch.Tensor | None = None  # [R] batch rows of this call; None: all
     used: int = 0  # slots 0..used-1 are visible to attention
+    past: int = 0  # slots that were written before this call, as far as models ask
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -89,7 +90,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.placement.used, 0
 
     def get_seq_length(self) -> int:
-        return self.placement.used
+        return self.placement.past
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -264,16 +265,18 @@ class CachedModel:
         slots of their own."""
         assert self.cache is not None
         self._require_same(tree is not None)
-        used = min(
-            self.capacity, -(-used // 16) * 16
-        )  # few shapes: kernels and allocations are reused
-        place = self.placement
+        place, length = self.placement, ids.shape[1]
+        # whole texts are causal: fused kernels need no mask for them, which has length^2 entries
+        causal = first == 0 and length > 1 and used <= length and tree is None and not self.eager
+        # few shapes: kernels and allocations are reused
+        used = length if causal else min(self.capacity, -(-used // 16) * 16)
         place.slots, place.first, place.rows, place.used = positions, first, rows, used
+        place.past = 0 if causal else used
         if tree is not None:
             place.slots = tree.slots
         return self.model(
             input_ids=ids,
-            attention_mask=self._mask(positions, used, tree),
+            attention_mask=None if causal else self._mask(positions, used, tree),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

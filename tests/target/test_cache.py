@@ -14,6 +14,7 @@ from target import cache
 from target.cache import CachedModel, place_tree
 from target.model import captured, decoder_layers, output_head
 from tests.tiny import ARCHITECTURES, CONTEXT, EOS, PAD, STD, VOCAB_SIZE, tiny_model
+from tests.watch import Watch
 from trainer.config import UserError
 
 SHAPE = {
@@ -202,3 +203,21 @@ def test_a_fault_in_the_trial_is_not_taken_for_the_model(monkeypatch):
     monkeypatch.undo()
     cached.forward(ids, positions, used=2, first=0)
     assert model in cache._SAME[False]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+@torch.no_grad()
+def test_a_prompt_needs_no_mask(name):
+    """At 32k tokens a mask has 1 GB, and keeps fused kernels from being used."""
+    model, length = model_of(name), 200
+    cached = CachedModel(model)
+    cached.begin(2, length + 40)
+    ids = torch.randint(4, VOCAB_SIZE, (2, length))
+    positions = torch.arange(length).expand(2, -1)
+    cached.forward(ids[:, :2], positions[:, :2], used=2, first=0)  # it is tried once
+    with Watch() as watch:
+        cached.forward(ids, positions, used=length, first=0, logits_to_keep=1)
+    assert not [s for s in watch.shapes if len(s) > 1 and s[-1] >= length and s[-2] >= length]
+    with Watch() as watch:
+        cached.forward(ids[:, :3], positions[:, -3:] + 3, used=length + 3)
+    assert any(s[-2:] == (3, 208) for s in watch.shapes), "a chain has one"
