@@ -71,6 +71,7 @@ class StatesClient:
         self.hidden_size, self._alive = hidden_size, alive
         self._closed, self._answered = threading.Event(), time.monotonic()
         self._model: str | None = None
+        self._waiting = False  # for a server that fails, which is said
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="states")
 
     def submit(self, ids: Sequence[int]) -> Future[torch.Tensor]:
@@ -92,8 +93,11 @@ class StatesClient:
                 late = time.monotonic() - self._answered > PATIENCE_S
                 if late or not error.transient or self._closed.wait(delay):
                     raise RunFault(f"data.features_engine: {error}; {RESUME}") from error
+                if not self._waiting:
+                    self._waiting = True
+                    print(f"{error}: asked again for {PATIENCE_S:g} s", flush=True)
             else:
-                self._answered = time.monotonic()
+                self._answered, self._waiting = time.monotonic(), False
                 return found
         raise AssertionError
 

@@ -177,11 +177,13 @@ def test_states_are_the_targets_at_every_token(server, client, target):
 @pytest.mark.parametrize(
     "faults", [["busy"], ["cut"], ["busy", "cut", "busy"], ["not a file"], ["late"]]
 )
-def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, target):
+def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, target, capsys):
     server.faults += faults
     ids = [5, 6, 7, 8]
     torch.testing.assert_close(client.submit(ids).result(), written(target, ids))
     assert len(server.asked) == len(faults) + (faults != ["late"])
+    said = capsys.readouterr().out
+    assert said.count("asked again for 300 s") == (faults != ["late"]), "once, and not silently"
 
 
 @pytest.mark.parametrize(
