@@ -40,6 +40,7 @@ from trainer.config import known_keys, parse_overrides, sections
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 REASON = re.compile(r"<!-- not run: (.*\b(?:network|GPU|server|minutes).*) -->")
+VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
 SCRIPT_KEYS = {
     "scripts.export": export.KEYS,
     "scripts.import_traces": [f"script.{key}" for key in import_traces.KEYS],
@@ -47,7 +48,10 @@ SCRIPT_KEYS = {
     "scripts.request_log": [f"script.{key}" for key in request_log.KEYS],
 }
 # what else a block may start; keys of ours stand in none of them
-OTHERS = ("bash", "export", "head", ".venv/bin/pip", "python3", "source", "srun", "vllm")
+OTHERS = (
+    "bash", "export", "head", ".venv/bin/pip", ".venv-vllm/bin/python", "python3", "source", "srun",
+    "vllm",
+)  # fmt: skip
 
 
 @dataclass
@@ -61,9 +65,11 @@ class Block:
     def commands(self) -> list[list[str]]:
         """The words of each command; of one that a shell is given in quotes, those too."""
         found: list[list[str]] = []
-        for line in self.text.replace("\\\n", " ").splitlines():
+        for line in logical_lines(self.text.replace("\\\n", " ")):
             words: list[str] = []
             for word in [*shlex.split(line, comments=True), "&&"]:
+                if not words and VARIABLE.match(word):
+                    continue
                 if word in ("&&", ";", "|"):
                     found += [words] if words else []
                     words = []
@@ -80,6 +86,21 @@ class Block:
             entry == "train.py" and (not words or {"help=true", "dry_run=true"} & {*words})
             for entry, words in map(entry_of, self.commands)
         )
+
+
+def logical_lines(text: str) -> Iterator[str]:
+    """The lines of a shell block, those together that a quoted text joins."""
+    line = ""
+    for part in text.splitlines():
+        line += part
+        try:
+            shlex.split(line, comments=True)
+        except ValueError:  # no closing quotation yet
+            line += "\n"
+        else:
+            yield line
+            line = ""
+    assert not line, f"no closing quotation: {line}"
 
 
 def entry_of(command: list[str]) -> tuple[str | None, list[str]]:
