@@ -7,9 +7,10 @@
 One process, at temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a
 warm-up. `generate` is transformers' own, on a model as transformers loads it; our arms share one
 target with its weights laid out (`target.layout`), so that the two gains stand apart: `plain` over
-`generate`, and speculation over `plain`. Answers that differ from `generate`'s are counted. Beside
-the tokens per second: where each millisecond of a round of batch 1 goes, and the tokens per round
-that a speed-up of 1.4 would need.
+`generate`, and speculation over `plain`. A drafter that is a language model also assists `generate`
+at batch 1, `assisted chain of K`. Answers that differ from `generate`'s are counted. Beside the
+tokens per second: where each millisecond of a round goes, and the tokens per round that a speed-up
+of 1.4 would need.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.layout import GROUPED, as_loaded
-from benchmarks.speed import clock, generate_batches, ours
+from benchmarks.speed import assisted, clock, generate_batches, ours
 from data.prompts import load_prompts, user_turns
 from data.render import render
+from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
 from drafters.trees.table import parse_shape
@@ -43,6 +46,7 @@ from trainer.config import asks_for_help
 from trainer.files import write_json
 
 RUNS, WANTED = 7, 1.4
+AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout of the weights
 GREEDY = Sampling(0.0)
 OUT = "benchmarks/real/results/speed.json"
 Answers = list[list[int]]
@@ -62,7 +66,7 @@ def measured(arms: dict[str, Callable[[], Answers]]) -> tuple[dict[str, Any], di
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(RUNS):
         for name, arm in arms.items():
-            os.environ[GROUPED] = str(int(name != "generate"))
+            os.environ[GROUPED] = str(int(not name.startswith(AS_LOADED)))
             seconds[name].append(clock(arm)[0])
     table: dict[str, Any] = {}
     for name in arms:
@@ -118,6 +122,11 @@ def main(arguments: list[str]) -> int:
             "plain": plain,
             **{name: lambda name=name: speculated(name) for name in budgets},
         }
+        if batch == 1 and isinstance(drafter, CausalLMDrafter):
+            arms |= {
+                f"assisted chain of {K}": partial(assisted, usual, drafter, requests, int(K), limit)
+                for K in given["K"].split(",")
+            }
         table, answers = measured(arms)
         for name, rows in answers.items():
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))

@@ -129,12 +129,31 @@ def plain(target: Target, drafter: CausalLMDrafter) -> dict:
     return result | {"goal": 0.95}
 
 
-def speculative(target: Target, drafter: CausalLMDrafter) -> dict:
-    requests = requests_of(target, 12)
-    assistant = drafter.model
-    config = assistant.generation_config
+@torch.inference_mode()
+def assisted(
+    target: Target, drafter: CausalLMDrafter, requests: list[Request], K: int, limit: int
+) -> list[list[int]]:
+    """transformers' assisted generation, batch 1, K tokens drafted in every round."""
+    config = drafter.model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = K, "constant"
     config.assistant_confidence_threshold = 0.0
+    rows = []
+    for request in requests:
+        ids = torch.tensor([request.prompt_ids], device=target.device)
+        out = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=drafter.model,
+            max_new_tokens=limit,
+            do_sample=False,
+            pad_token_id=target.tokenizer.pad_token_id,
+        )
+        rows.append(out[0, ids.shape[1] :].tolist())
+    return rows
+
+
+def speculative(target: Target, drafter: CausalLMDrafter) -> dict:
+    requests = requests_of(target, 12)
     decoder = SpeculativeDecoder(
         CachedModel(target.model),
         drafter,
@@ -145,28 +164,15 @@ def speculative(target: Target, drafter: CausalLMDrafter) -> dict:
         batch_size=1,
     )
 
-    @torch.inference_mode()
-    def assisted() -> list[list[int]]:
-        rows = []
-        for request in requests:
-            ids = torch.tensor([request.prompt_ids], device=target.device)
-            out = target.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=assistant,
-                max_new_tokens=96,
-                do_sample=False,
-                pad_token_id=target.tokenizer.pad_token_id,
-            )
-            rows.append(out[0, ids.shape[1] :].tolist())
-        return rows
+    def theirs() -> list[list[int]]:
+        return assisted(target, drafter, requests, K, 96)
 
     def speculated() -> list[list[int]]:
         return [next(iter(decoder.run([request]))).response_ids for request in requests]
 
-    differing = sum(a != b for a, b in zip(assisted(), speculated(), strict=True))
+    differing = sum(a != b for a, b in zip(theirs(), speculated(), strict=True))
     plainly = alternating(speculated, lambda: generate_batches(target, requests, 1, 96))
-    return alternating(speculated, assisted) | {
+    return alternating(speculated, theirs) | {
         "differing_prompts": differing,
         "speedup_over_generate": plainly["ratio"],
         "goal": 1.2,
