@@ -28,13 +28,15 @@ class Cost:
 
     `round_time`: time of drafting a round over that of a target forward on one token; `verify`:
     time of the target's forward on all verified tokens over that on one; `round_bytes`,
-    `round_parameters`: read by the drafting of a round over those read by a step of the target.
+    `round_parameters`: read by the drafting of a round over those read by a step of the target;
+    `source`: what the times are of, since an engine on the same device has others.
     """
 
     round_time: float
     verify: float
     round_bytes: float
     round_parameters: float
+    source: str = "not measured"
 
 
 def read_per_step(model: PreTrainedModel) -> tuple[int, int]:
@@ -58,8 +60,11 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
     return sizes[0] * share + sizes[1] * forwards, counts[0] * share + counts[1] * forwards
 
 
+CONTEXT = 64  # tokens before those of the forwards that are timed
+
+
 @torch.inference_mode()
-def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = 64) -> float:
+def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = CONTEXT) -> float:
     """Median seconds of one cached forward of `tokens` tokens at batch 1."""
     cached = CachedModel(model)
     device = cached.device
@@ -79,7 +84,7 @@ def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = 64) -> 
 
 @torch.inference_mode()
 def draft_seconds(
-    drafter: TrainedDrafter, target: Target, budget: Budget, context: int = 64
+    drafter: TrainedDrafter, target: Target, budget: Budget, context: int = CONTEXT
 ) -> float:
     """Median seconds of drafting one round at batch 1."""
     device = target.device
@@ -110,8 +115,9 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     """Measure the costs on this machine; a training-free drafter counts as free."""
     step = step_seconds(target.model)
     verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
+    source = timed_on(target)
     if not isinstance(drafter, TrainedDrafter):
-        return Cost(0.0, verify, 0.0, 0.0)
+        return Cost(0.0, verify, 0.0, 0.0, source)
     read = read_per_round(drafter, budget.max_tokens)
     if budget.stop is not None and budget.stop.uses_head:
         head = list(acceptance_of(drafter).parameters())
@@ -121,4 +127,15 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     # of a round of full length: where a stop rule would end it on this text means nothing
     stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
     ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
-    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1])
+    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1], source)
+
+
+def timed_on(target: Target) -> str:
+    """What the times of `cost_of` are of."""
+    device = target.device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{torch.get_num_threads()} threads of a {device.type.upper()}"
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    return f"this project's decoding in {dtype} on {name}, batch 1, context {CONTEXT}"

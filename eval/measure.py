@@ -318,6 +318,7 @@ class Bench:
             "measured_by": measured_by,
             "cost_ratio": cost.round_time / K,
             "verify_cost": cost.verify,
+            "cost_source": cost.source,
             "modelled_speedup": modelled_speedup(paid, share, cost.round_time, cost.verify)
             if paid is not None
             else None,

@@ -131,6 +131,11 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
             f"{', '.join(slower)}: measured speed-up more than 15 % below the modelled one: "
             "overheads beside the two networks."
         )
+    sources = {row.get("cost_source") for row in rows if row["modelled_speedup"] is not None}
+    found += [
+        f"modelled: with costs of {source}. An engine has others."
+        for source in sorted(filter(None, sources))
+    ]
     return found
 
 

@@ -129,6 +129,18 @@ def test_a_lenient_row_is_decoded_and_carries_its_quality(target, drawn):
     assert note == f"after: its answers have {row['quality']:.3f} {row['quality_metric']}."
 
 
+def test_a_row_says_where_its_costs_were_timed(target, drawn):
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    cost = costs.cost_of(drafter, target, make_budget("fixed", 2))
+    row = bench_of(target, drawn).replayed("after", drafter, cost).row
+    threads = torch.get_num_threads()
+    assert row["cost_source"] == (
+        f"this project's decoding in float32 on {threads} threads of a CPU, batch 1, context 64"
+    )
+    (note,) = [one for one in notes([row, row]) if one.startswith("modelled")]
+    assert note == f"modelled: with costs of {row['cost_source']}. An engine has others."
+
+
 def test_rows_stand_by_domain_and_by_position(target, drawn):
     for index, trace in enumerate(drawn):
         trace.domain = ("code", "prose")[index % 2]
