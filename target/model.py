@@ -376,6 +376,8 @@ def load_causal_lm(
                     f"{name} are: use auto"
                 )
             given = {"device_map": {"": str(device)}, **given}
+        if not given:  # straight to its device: every process would hold it in the host's memory
+            given = {"device_map": {"": str(device)}}
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, **common, **given
         )
@@ -388,6 +390,4 @@ def load_causal_lm(
             f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
             f"({reason[:300]}){remedy}"
         ) from error
-    if not given:
-        model.to(device)  # type: ignore[arg-type] - transformers hides its arguments
     return model.eval(), tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from target.fingerprint import eos_ids, tokenizer_hash, vocabulary_size, weights_hash
-from target.model import Target, decoder_layers
+from target.model import Target, decoder_layers, load_causal_lm
 from target.vocabulary import check_same_vocabulary
 from tests.tiny import (
     ARCHITECTURES,
@@ -111,6 +111,13 @@ def test_loading_keeps_weights_vocabulary_and_eos(name, tiny_folder):
         assert target.logits_width == (PADDED_WIDTH if name == "llama_padded" else VOCAB_SIZE)
         assert target.eos_ids == (EOS,)
         assert target.context == CONTEXT
+
+
+def test_weights_go_straight_to_their_device(tiny_folder, monkeypatch):
+    """Loaded on the CPU and moved, each process of a machine would hold a copy there first."""
+    monkeypatch.setattr(torch.nn.Module, "to", None)
+    model, _ = load_causal_lm(str(tiny_folder("llama")), "model.target", device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_a_folder_that_is_no_model_is_one_readable_error(tmp_path, tiny_folder):
