@@ -110,7 +110,7 @@ def perturbed(model: Any, scale: float, seed: int = 1) -> Any:
         for parameter in copied.parameters():
             if parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter += scale * parameter.std() * noise
+                parameter += scale * parameter.std() * noise.to(parameter.device)
     return copied
 
 
@@ -129,7 +129,7 @@ def generated(
     model: Any, prompt: list[int], max_new_tokens: int, eos_ids: Iterable[int] = ()
 ) -> list[int]:
     """Greedy continuation by transformers' own generate, at batch 1."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -152,7 +152,8 @@ def assert_same_greedy(model: Any, prompt: list[int], ours: list[int], theirs: l
         return
     pairs = enumerate(zip(ours, theirs, strict=False))
     where = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-    logits = model(input_ids=torch.tensor([prompt + theirs[:where]])).logits[0, -1]
+    ids = torch.tensor([prompt + theirs[:where]], device=model.device)
+    logits = model(input_ids=ids).logits[0, -1]
     best = logits.topk(2).values
     gap = float(best[0] - best[1])
     assert gap < NEAR_TIE, f"differ at {where} with a gap of {gap}: {ours} and {theirs}"
