@@ -60,11 +60,18 @@ class _Header(TypedDict):
 
 
 class FeaturesStore:
-    """Answers like `Target.outputs(..., layers=layers, logits=False)` where the rows are stored."""
+    """Answers like `Target.outputs(..., layers=layers, logits=False)` where the rows are stored.
+    `layers`: those to answer with, all that are stored by default."""
 
-    def __init__(self, folder: Path, identity: Identity, shards: list[Shard]):
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        shards: list[Shard],
+        layers: Sequence[LayerId] | None = None,
+    ):
         self.folder, self.identity = folder, identity
-        self.layers: tuple[LayerId, ...] = tuple(identity["layers"])
+        self.layers: tuple[LayerId, ...] = tuple(identity["layers"] if layers is None else layers)
         self.num_rows, self.num_tokens = int(identity["rows"]), int(identity["tokens"])
         self._dtype: torch.dtype = getattr(torch, str(identity["target"]["dtype"]))
         self.entries: list[ShardEntry] = []
@@ -110,6 +117,25 @@ class FeaturesStore:
         if store.entries != manifest["shards"]:
             raise damaged(path, "it does not list the shards that are there", REMEDY)
         return store
+
+    @classmethod
+    def with_further_layers(
+        cls, target: Target, traces: Sequence[Trace], plan: FeaturesPlan, cache_dir: str | Path
+    ) -> FeaturesStore | None:
+        """Open a complete store in `cache_dir` that holds the states of `plan` beside those of
+        further layers, which another recipe needed. None where there is none."""
+        wanted, shards = layout_of(target.fingerprint, target.hidden_size, traces, plan)
+        for path in sorted(Path(cache_dir).glob(f"features/*/{MANIFEST}")):
+            try:
+                manifest = read_json(path, REMEDY)
+            except UserError:  # it is named when its own run reads it
+                continue
+            stored: Identity = manifest["identity"]
+            same = {"layers": wanted["layers"], "after_final_norm": wanted["after_final_norm"]}
+            enough = manifest["complete"] and {*wanted["layers"]} < {*stored["layers"]}
+            if enough and {**stored, **same} == wanted:
+                return cls(path.parent, stored, shards, plan.layers)
+        return None
 
     def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs | None:
         """Stored states of a batch: hidden[layer] [B, L, H] in the target's dtype, on `device`.

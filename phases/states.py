@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from accelerate.utils import gather_object
+
 from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, features_folder
 from data.served_states import ServedStates
@@ -41,8 +43,18 @@ def target_states(
         with served_states(run, plan.layers, traces) as states:
             yield states
         return
+    folder = features_folder(run.target, traces, plan, data.cache_dir)
+    found = None
+    if not folder.exists():
+        found = FeaturesStore.with_further_layers(run.target, traces, plan, data.cache_dir)
+    everywhere = all(gather_object([found is not None]))  # another command may just complete it
+    if found is not None and everywhere:
+        if accelerator.is_main_process:
+            print(f"features: layers {list(plan.layers)} of those in {found.folder}")
+        yield found
+        return
     yield write_features(
-        run.target, traces, plan, features_folder(run.target, traces, plan, data.cache_dir),
+        run.target, traces, plan, folder,
         batch_size=data.batch_size, rank=accelerator.process_index,
         world=accelerator.num_processes, barrier=run.barrier,
         served=(lambda: served_states(run, plan.layers, traces)) if served else None,

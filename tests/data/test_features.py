@@ -274,6 +274,33 @@ def test_a_finished_store_is_found_and_not_written(target, copy, capsys, monkeyp
     assert capsys.readouterr().out == ""
 
 
+def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tmp_path):
+    def found(layers, traces=TRACES, dtype="fp32"):
+        plan = FeaturesPlan(layers, dtype, tokens_per_shard=60)
+        return FeaturesStore.with_further_layers(target, traces, plan, tmp_path)
+
+    folder = features_folder(target, TRACES, PLAN, tmp_path)
+    fill(target, folder)
+    batch = batch_of(*TRACES[:3])
+    store = found(("final_norm",))
+    assert store is not None
+    assert store.folder == folder
+    assert set(answer(store, batch).hidden) == {"final_norm"}
+    every = answer(fill(target, folder), batch).hidden["final_norm"]
+    assert torch.equal(answer(store, batch).hidden["final_norm"], every)
+    assert found((0, "final_norm")) is not None
+    assert found(LAYERS) is None  # its own store, which is opened as such
+    assert found(("final_norm",), TRACES[1:]) is None
+    assert found(("final_norm",), dtype="bf16") is None
+    other = folder.parent / "0-damaged" / "manifest.json"
+    other.parent.mkdir()
+    other.write_text("")
+    assert found(("final_norm",)) is not None
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    assert found(("final_norm",)) is None
+
+
 def test_states_that_are_not_finite_are_named(tmp_path):
     model = tiny_model("llama")
     with torch.no_grad():
