@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.cells import DONE, Cells, Json
 from eval.report.rows import MEASURED, TRAINED, draft_shape
 
 ENOUGH_SEEDS = 3
+MILLISECONDS = ("draft_ms", "verify_ms", "other_ms")  # of a round
 
 
 def markdown(table: Cells, names: Sequence[str]) -> str:
@@ -34,7 +35,53 @@ def markdown(table: Cells, names: Sequence[str]) -> str:
         said += ", indicative" if len(done) < ENOUGH_SEEDS else ""
         measured = [*measurements(done, domains)] or [[DONE, *[""] * (len(head) - 3)]]
         lines += ["| " + " | ".join([name, *line, said]) + " |" for line in measured]
-    return "\n".join(lines)
+    outputs = {name: found["outputs"] for name, (state, found) in results.items() if state == DONE}
+    return "\n".join([*lines, *engine_lines(outputs), *speed_lines(outputs)])
+
+
+def engine_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
+    """One line for each drafter that vLLM served, of `benchmarks.vllm_counters`; none without."""
+    lines = []
+    for cell, found in outputs.items():
+        for one in found:
+            for folder, row in one.get("drafters", {}).items():
+                near = sum(place["near_tie"] for place in row["differing"])
+                lines.append(
+                    f"| {cell} | {row['kind']} | {folder} | {row['K']} | {row['answers_as_ours']} "
+                    f"of {one['prompts']} | {near} of {len(row['differing'])} | "
+                    f"{'yes' if row['equal'] else 'no'} | {row['tokens_per_round']:.3f} | "
+                    f"{row['over_plain']:.2f} |"
+                )
+    if not lines:
+        return []
+    head = ["cell", "method of vLLM", "drafter", "K", "answers as ours", "near-ties of the others",
+            "counters equal", "tokens per round", "over vLLM without a drafter"]  # fmt: skip
+    return ["", f"| {' | '.join(head)} |", "| --- | --- | --- |" + " ---: |" * 6, *lines]
+
+
+def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
+    """One line for each arm and batch of `benchmarks.real_speed`: medians with their range."""
+    lines = []
+    for cell, found in outputs.items():
+        for one in found:
+            for batch in ("batch 1", "batch 8"):
+                for arm, row in one.get(batch, {}).items():
+                    spent = row.get("round", {})
+                    parts = [f"{spent[key]:.0f}" if key in spent else "" for key in MILLISECONDS]
+                    ratios = [
+                        "{:.2f} [{:.2f}, {:.2f}]".format(
+                            row[f"over_{other}"], *row[f"over_{other}_range"]
+                        )
+                        for other in ("generate", "plain")
+                    ]
+                    cells = [cell, batch.split()[1], arm, f"{row['tokens_per_s']:.1f}", *ratios,
+                             row["answers_as_generate"], *parts]  # fmt: skip
+                    lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    head = ["cell", "batch", "arm", "tokens/s", "over `generate`", "over plain",
+            "answers as `generate`", "drafting, ms", "verifying, ms", "other, ms"]  # fmt: skip
+    return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 9, *lines]
 
 
 def drafts(found: Json) -> list[Json]:

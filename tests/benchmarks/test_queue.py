@@ -15,6 +15,7 @@ import pytest
 import train
 from benchmarks import queue
 from benchmarks.cells import Cells
+from benchmarks.cells_table import engine_lines, speed_lines
 from recipes import base
 from tests.commands import ROOT, SETTINGS
 
@@ -248,3 +249,31 @@ def test_the_table_of_the_real_target_has_words_that_its_commands_take(monkeypat
             assert read
             assert f"out={cell.reports[0]}" in words
     assert recipes == {*base.names()}
+
+
+def test_engines_and_clocks_have_tables_of_their_own():
+    place = {"near_tie": True, "prompt": 3}
+    vllm = {
+        "kind": "eagle3", "K": 4, "answers_as_ours": 59, "differing": [place], "equal": True,
+        "tokens_per_round": 1.6543, "over_plain": 1.25,
+    }  # fmt: skip
+    arm = {
+        "tokens_per_s": 21.04, "over_generate": 1.9, "over_generate_range": [1.7, 2.1],
+        "over_plain": 1.5, "over_plain_range": [1.4, 1.6], "answers_as_generate": "6 of 6",
+    }  # fmt: skip
+    spent = {"draft_ms": 11.6, "verify_ms": 60.2, "other_ms": 1.0}
+    outputs = {
+        "vllm-s0": [{"prompts": 60, "drafters": {"runs/x/drafter": vllm}}],
+        "speed-s0": [{"batch 1": {"plain": arm, "chain of 4": arm | {"round": spent}}}],
+        "eagle-s0": [{"rows": []}],
+    }
+    *_, line = engine_lines(outputs)
+    assert line == (
+        "| vllm-s0 | eagle3 | runs/x/drafter | 4 | 59 of 60 | 1 of 1 | yes | 1.654 | 1.25 |"
+    )
+    *_, plain, chain = speed_lines(outputs)
+    start = "21.0 | 1.90 [1.70, 2.10] | 1.50 [1.40, 1.60] | 6 of 6 |"
+    assert plain == f"| speed-s0 | 1 | plain | {start}  |  |  |"
+    assert chain == f"| speed-s0 | 1 | chain of 4 | {start} 12 | 60 | 1 |"
+    assert engine_lines({"eagle-s0": [{"rows": []}]}) == []
+    assert speed_lines({"eagle-s0": [{"rows": []}]}) == []
