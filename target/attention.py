@@ -1,0 +1,138 @@
+"""Attention over whole texts: which kernel computes it, and which keys each query sees.
+
+SDPA reads a dense mask of queries x keys and returns no log-sum-exp of the scores. Flex attention
+computes its mask from two numbers per token, skips blocks of keys that no query sees, and returns
+the log-sum-exp with a gradient; once compiled it stores nothing of the length squared.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._triton import has_triton
+
+BLOCK = 128  # queries, and keys, of one entry of a block mask
+NARROWEST = 16  # of the heads that flex attention's kernels take
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What decides which kernel computes attention.
+
+    `device`: its type; `dtype`: to compute in; `width`: of a head; `compiles`: whether torch can
+    compile kernels for the device here.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int
+    compiles: bool
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Capability:
+        """The capability where values [.., D] are attended to, in their dtype."""
+        device = values.device.type
+        return cls(device, values.dtype, values.shape[-1], device == "cuda" and has_triton())
+
+    @property
+    def flex(self) -> bool:
+        """Whether flex attention computes it, else SDPA.
+
+        On a CPU flex attention has no backward pass, and the log-sum-exp that SDPA's kernel there
+        returns has no gradient.
+        """
+        fits = self.width >= NARROWEST and self.dtype != torch.float64
+        return self.device == "cuda" and self.compiles and fits
+
+
+@dataclass(eq=False)
+class Visible:
+    """The keys that each query sees: columns 0..t of the query's own document.
+
+    `length`: number of keys T; `columns` [B, C] int64: those of the queries; `documents` [B, T]
+    int64, None: one per row; `causal`: the queries are all columns of one document, in order. A
+    mask is made at its first use, once for all steps.
+    """
+
+    length: int
+    columns: torch.Tensor
+    documents: torch.Tensor | None = None
+    causal: bool = False
+
+    @functools.cached_property
+    def dense(self) -> torch.Tensor | None:
+        """The mask [B, C, T] bool, None: causal."""
+        if self.causal:
+            return None
+        seen = torch.arange(self.length, device=self.columns.device) <= self.columns.unsqueeze(-1)
+        if self.documents is not None:
+            own = self.documents.gather(1, self.columns)
+            seen &= self.documents.unsqueeze(1) == own.unsqueeze(-1)
+        return seen
+
+    @functools.cached_property
+    def blocks(self) -> BlockMask:
+        """The mask as flex attention reads it, made from the least and largest column and document
+        of each block.
+
+        A block that may hold a visible key is computed with the mask; one whose keys are all
+        visible, without it. torch's own `create_block_mask` begins with the dense mask.
+        """
+        columns, documents = self.columns.contiguous(), self.documents
+        if documents is None:
+            documents = columns.new_zeros(len(columns), self.length)
+        own = documents.gather(1, columns)
+
+        def seen(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+            return (key <= columns[row, query]) & (documents[row, key] == own[row, query])
+
+        first, last = _ranges(columns)
+        low, high = _ranges(own)
+        key_low, key_high = (end.unsqueeze(1) for end in _ranges(documents))
+        begin = torch.arange(0, self.length, BLOCK, device=columns.device)
+        some = (begin <= last.unsqueeze(-1)) & (key_low <= high.unsqueeze(-1))
+        some &= key_high >= low.unsqueeze(-1)
+        every = (begin + BLOCK - 1 <= first.unsqueeze(-1)) & (key_low == key_high)
+        every &= (low == high).unsqueeze(-1) & (key_low == low.unsqueeze(-1))
+        every[:, columns.shape[1] // BLOCK :] = False  # the kernels mask what fills a last block
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen,
+            seq_lengths=(columns.shape[1], self.length),
+        )  # fmt: skip
+
+
+def _ranges(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest of each block of numbers [B, n], [B, blocks] each."""
+    count = numbers.shape[1]
+    index = torch.arange(count + -count % BLOCK, device=numbers.device).clamp(max=count - 1)
+    low, high = numbers[:, index].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+    return low, high
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number [B, 1, Q] of key blocks of each query block in blocks [B, Q, K] bool, and their
+    indices [B, 1, Q, K] int32, those that are none last."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention)
+
+
+def flex(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: Visible
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries [B, H, C, D] over grouped keys and values [B, G, T, D], in the dtype of
+    the values: [B, H, C, D], and the log-sum-exp of the scores [B, H, C] float32."""
+    queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not reach it
+    mixed, further = _compiled()(
+        queries, keys, values, block_mask=visible.blocks, enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    assert further.lse is not None
+    return mixed, further.lse
