@@ -50,7 +50,7 @@ def attend_unrolled(
     of all; own: [B, G, C, D] each, the later steps' keys and values of the queries' columns ->
     [B, H, C, D]
     """
-    if Capability.of(values).flex:
+    if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
         return _merged(*flex(queries, keys, values, visible), queries, own)
     return _by_further_dimensions(queries, keys, values, own, visible.dense)
 

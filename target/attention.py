@@ -8,11 +8,19 @@ the log-sum-exp with a gradient; once compiled it stores nothing of the length s
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._triton import has_triton
+
+from target.devices import device_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BLOCK = 128  # queries, and keys, of one entry of a block mask
 NARROWEST = 16  # of the heads that flex attention's kernels take
@@ -32,10 +40,9 @@ class Capability:
     compiles: bool
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> Capability:
-        """The capability where values [.., D] are attended to, in their dtype."""
-        device = values.device.type
-        return cls(device, values.dtype, values.shape[-1], device == "cuda" and has_triton())
+    def here(cls, device: torch.device, dtype: torch.dtype, width: int) -> Capability:
+        """What this device can compile with the torch that is installed."""
+        return cls(device.type, dtype, width, device.type == "cuda" and has_triton())
 
     @property
     def flex(self) -> bool:
@@ -136,3 +143,45 @@ def flex(
     )  # fmt: skip
     assert further.lse is not None
     return mixed, further.lse
+
+
+@contextmanager
+def packed(
+    model: PreTrainedModel, position_ids: torch.Tensor | None
+) -> Iterator[dict[str, object]]:
+    """Yield the arguments of a pass of the frozen `model` over whole rows, to be made inside the
+    block: `position_ids` [B, L] int64, which tell the texts of a row apart, and their mask.
+
+    transformers makes a dense mask [B, 1, L, L] of positions that begin again. Where flex attention
+    computes, the model reads a block mask for this pass, and no mask at all without such positions.
+    Models with sliding windows, or on several devices, keep transformers' masks.
+    """
+    config = model.config.get_text_config()
+    if position_ids is None or not _reads_blocks(model, config):
+        yield {"position_ids": position_ids}
+        return
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+    columns = columns.expand_as(position_ids)
+    if torch.equal(columns, position_ids):
+        yield {}
+        return
+    # the column of a text's first token is the text's number
+    visible = Visible(columns.shape[1], columns, columns - position_ids)
+    config._attn_implementation = "flex_attention"
+    try:
+        yield {"position_ids": position_ids, "attention_mask": visible.blocks}
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether all layers can read one block mask, on a device where flex attention computes."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        return False
+    if config._attn_implementation != "sdpa" or not model._supports_flex_attn:
+        return False
+    if len(getattr(model, "hf_device_map", "1")) > 1:
+        return False
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Capability.here(device_of(model), model.dtype, width).flex

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
+from target.attention import packed
 from target.devices import (
     Device,
     Loading,
@@ -206,13 +207,9 @@ class Target:
             return TargetOutputs(found, ProjectedLogits(self.head, found["final_norm"]))
         wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
-        with captured(self.model, wanted, found):
-            result = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=0 if logits else 1,
-            )
+        keep = 0 if logits else 1
+        with captured(self.model, wanted, found), packed(self.model, position_ids) as given:
+            result = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **given)
         return TargetOutputs(found, result.logits if logits else None)
 
 

@@ -23,7 +23,7 @@ def chosen_as_on_a_gpu() -> Iterator[None]:
     dense formulas that stand for the kernel do.
     """
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
-        patch.setattr(Capability, "of", lambda values: GPU)
+        patch.setattr(Capability, "here", lambda *where: GPU)
         patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
         patch.setattr(flex_attention, "_warn_once", lambda *what, **how: None)
         yield

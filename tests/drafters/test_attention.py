@@ -201,7 +201,7 @@ def test_a_heads_states_are_the_same_by_every_kernel(name, tiny_target):
             close(*found)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_the_compiled_kernel_gives_sdpas_values_and_gradients(case):
     """Block lists are read by the compiled kernel alone."""
