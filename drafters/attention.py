@@ -51,7 +51,7 @@ def attend_unrolled(
     [B, H, C, D]
     """
     if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
-        return _merged(*flex(queries, keys, values, visible), queries, own)
+        return _merged(*flex(queries, keys, values, visible.blocks), queries, own)
     return _by_further_dimensions(queries, keys, values, own, visible.dense)
 
 

@@ -8,14 +8,15 @@ the log-sum-exp with a gradient; once compiled it stores nothing of the length s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._triton import has_triton
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from target.devices import device_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BLOCK = 128  # queries, and keys, of one entry of a block mask
+DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention, in the families' configurations
 NARROWEST = 16  # of the heads that flex attention's kernels take
 
 
@@ -128,50 +130,71 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention)
+    """Flex attention as a kernel. More variants than torch allows by itself, as rows, dtypes and
+    gradients come and go; behind its limit it would compute without one, in length squared."""
+    more = torch._dynamo.config.patch(recompile_limit=64)
+    return more(torch.compile(flex_attention, fullgraph=True))
 
 
 def flex(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: Visible
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: BlockMask,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries [B, H, C, D] over grouped keys and values [B, G, T, D], in the dtype of
-    the values: [B, H, C, D], and the log-sum-exp of the scores [B, H, C] float32."""
+    the values: [B, H, C, D], and the log-sum-exp of the scores [B, H, C] float32. `scale`: of the
+    scores, None: D ** -0.5."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not reach it
     mixed, further = _compiled()(
-        queries, keys, values, block_mask=visible.blocks, enable_gqa=True,
+        queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     assert further.lse is not None
     return mixed, further.lse
 
 
-@contextmanager
+def _sdpa_or_blocks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None,
+    scaling: float | None = None,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """transformers' "sdpa", which also reads a block mask: [B, T, H, D]."""
+    if isinstance(attention_mask, BlockMask):
+        mixed, _ = flex(query, key, value, attention_mask, scaling)
+        return mixed.transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
+
+
+AttentionInterface.register("sdpa", _sdpa_or_blocks)
+
+
 def packed(
     model: PreTrainedModel, position_ids: torch.Tensor | None
-) -> Iterator[dict[str, object]]:
-    """Yield the arguments of a pass of the frozen `model` over whole rows, to be made inside the
-    block: `position_ids` [B, L] int64, which tell the texts of a row apart, and their mask.
+) -> dict[str, torch.Tensor | BlockMask | None]:
+    """The arguments with which `model` reads whole rows: `position_ids` [B, L] int64, which tell
+    the texts of a row apart, and their mask.
 
     transformers makes a dense mask [B, 1, L, L] of positions that begin again. Where flex attention
-    computes, the model reads a block mask for this pass, and no mask at all without such positions.
-    Models with sliding windows, or on several devices, keep transformers' masks.
+    computes, a block mask takes its place, and positions that do not begin again need none. Models
+    with sliding windows or dropout of attention, or on several devices, keep transformers' masks.
     """
-    config = model.config.get_text_config()
-    if position_ids is None or not _reads_blocks(model, config):
-        yield {"position_ids": position_ids}
-        return
+    if position_ids is None or not _reads_blocks(model, model.config.get_text_config()):
+        return {"position_ids": position_ids}
     columns = torch.arange(position_ids.shape[1], device=position_ids.device)
     columns = columns.expand_as(position_ids)
     if torch.equal(columns, position_ids):
-        yield {}
-        return
+        return {}
     # the column of a text's first token is the text's number
     visible = Visible(columns.shape[1], columns, columns - position_ids)
-    config._attn_implementation = "flex_attention"
-    try:
-        yield {"position_ids": position_ids, "attention_mask": visible.blocks}
-    finally:
-        config._attn_implementation = "sdpa"
+    return {"position_ids": position_ids, "attention_mask": visible.blocks}
 
 
 def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
@@ -180,6 +203,8 @@ def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
         return False
     if config._attn_implementation != "sdpa" or not model._supports_flex_attn:
+        return False
+    if model.training and any(getattr(config, name, 0) for name in DROPOUT):
         return False
     if len(getattr(model, "hf_device_map", "1")) > 1:
         return False

@@ -207,9 +207,13 @@ class Target:
             return TargetOutputs(found, ProjectedLogits(self.head, found["final_norm"]))
         wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
-        keep = 0 if logits else 1
-        with captured(self.model, wanted, found), packed(self.model, position_ids) as given:
-            result = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **given)
+        with captured(self.model, wanted, found):
+            result = self.model(
+                input_ids=input_ids,
+                use_cache=False,
+                logits_to_keep=0 if logits else 1,
+                **packed(self.model, position_ids),
+            )
         return TargetOutputs(found, result.logits if logits else None)
 
 
