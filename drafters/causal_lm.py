@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
+from target.attention import packed
 from target.cache import CachedModel, TreeSlots
 from target.devices import decoder_of
 from target.model import (
@@ -136,7 +137,7 @@ class CausalLMDrafter(TrainedDrafter):
     ) -> Iterator[torch.Tensor]:
         """Yield the same states at every depth: once tokens are accepted, the cache holds them."""
         hidden = decoder_of(self.model)(
-            input_ids=ids, position_ids=position_ids, use_cache=False
+            input_ids=ids, use_cache=False, **packed(self.model, position_ids)
         ).last_hidden_state
         for _ in range(depth):
             yield hidden

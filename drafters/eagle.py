@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
+from drafters.attention import Pair, attend, attend_unrolled
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
-from drafters.layers import DecoderLayer, Shared, SlotKeys, attend, attend_unrolled
+from drafters.layers import DecoderLayer, Shared, SlotKeys
 from drafters.round import Budget, DraftState
+from target.attention import Visible
 from target.cache import TreeSlots
 from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import UserError
@@ -140,15 +142,14 @@ class EagleDrafter(TrainedDrafter):
         feature = self.fuse(outputs.hidden, slice(None), slice(0, length - 1))
         x, residual = self.layer_inputs(feature, embedded[:, 1:])
         keys, values = self.layer.keys_values(x, position_ids[:, :-1])
-        allowed = None
-        if columns is not None or documents is not None:
-            allowed = torch.arange(length - 1, device=ids.device) <= wanted.unsqueeze(-1)
-            if documents is not None:
-                allowed &= documents[:, None, :-1] == documents[rows, wanted].unsqueeze(-1)
+        if documents is not None:
+            documents = documents[:, :-1]
+        causal = columns is None and documents is None
+        visible = Visible(length - 1, wanted, documents, causal)
         if columns is not None:
             x, residual = x[rows, wanted], residual[rows, wanted]
         positions = position_ids[rows, wanted]
-        own: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the later steps
+        own: list[Pair] = []  # of the later steps
         for step in range(depth):
             if step:
                 at = wanted + 1 + step
@@ -157,7 +158,7 @@ class EagleDrafter(TrainedDrafter):
                 else:
                     token = self._embed(paths[rows, wanted, step - 1])
                 x, residual = self.layer_inputs(feature, token)
-            arguments = (x, residual, positions + step, keys, values, own, allowed, step > 0)
+            arguments = (x, residual, positions + step, keys, values, own, visible, step > 0)
             if self.checkpointed and self.training:
                 hidden, new = checkpoint(self._step, *arguments, use_reentrant=False)  # type: ignore[misc]
             else:
@@ -174,13 +175,12 @@ class EagleDrafter(TrainedDrafter):
 
     def _step(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor,
-        values: torch.Tensor, own: list[tuple[torch.Tensor, torch.Tensor]],
-        allowed: torch.Tensor | None, later: bool,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        values: torch.Tensor, own: list[Pair], visible: Visible, later: bool,
+    ) -> tuple[torch.Tensor, Pair]:  # fmt: skip
         new = self.layer.keys_values(x, positions) if later else (keys, values)
         own = [*own, new] if later else own
         queries = self.layer.queries(x, positions)
-        mixed = attend_unrolled(queries, keys, values, own, allowed)
+        mixed = attend_unrolled(queries, keys, values, own, visible)
         return self.layer.finish(residual, mixed), new
 
     def gradient_checkpointing_enable(self) -> None:

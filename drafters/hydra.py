@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from drafters.attention import attend, attend_unrolled
 from drafters.base import TrainedDrafter
-from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys, attend, layer_config
+from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys, layer_config
 from drafters.medusa import (
     ResidualLayers,
     copy_head,
@@ -33,6 +34,7 @@ from drafters.medusa import (
     zero_linear,
 )
 from drafters.round import Budget, DraftState
+from target.attention import Visible
 from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
@@ -267,14 +269,15 @@ class PrefixLayer(nn.Module):
         """
         x = self.input_layernorm(hidden)
         keys, values = self.layer.keys_values(x, positions)
-        allowed = None
-        if documents is not None:
-            allowed = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril()
-        if slots is not None:
+        queries = self.layer.queries(x, positions)
+        if slots is None:
+            columns = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+            visible = Visible(x.shape[1], columns, documents, causal=documents is None)
+            mixed = attend_unrolled(queries, keys, values, [], visible)
+        else:
             slots.write(keys, values, positions)
-            keys, values = slots.read(used)
             allowed = torch.arange(used, device=x.device) <= positions.unsqueeze(-1)
-        mixed = attend(self.layer.queries(x, positions), keys, values, allowed)
+            mixed = attend(queries, *slots.read(used), allowed)
         return self.norm(self.layer.finish(hidden, mixed))
 
 

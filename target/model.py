@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
+from target.attention import packed
 from target.devices import (
     Device,
     Loading,
@@ -209,9 +210,9 @@ class Target:
         with captured(self.model, wanted, found):
             result = self.model(
                 input_ids=input_ids,
-                position_ids=position_ids,
                 use_cache=False,
                 logits_to_keep=0 if logits else 1,
+                **packed(self.model, position_ids),
             )
         return TargetOutputs(found, result.logits if logits else None)
 

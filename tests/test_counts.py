@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import math
 from collections import defaultdict
 
 import pytest
@@ -9,8 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from data.batches import MOST_TOKENS, collate
+from data.packing import PackedTraces
+from data.traces import Trace
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.round import Budget
+from eval.offline import OfflineEvaluator
+from recipes import distillspec, eagle3
+from target.sampling import Sampling
 from tests.commands import command, own_words, write_jsonl
-from trainer.loop import Fit
+from tests.counting import VOCABULARY, Counting, target_of_8b
+from tests.kernels import chosen_as_on_a_gpu
+from trainer.config import TrainerConfig
+from trainer.loop import Fit, make_optimizer
 
 STEPS = 4
 # operators whose result, or its size, the host needs to go on
@@ -78,3 +93,189 @@ def test_a_step_waits_equally_often_whatever_its_texts_and_chunks(
         _, *later = steps  # the first one may set things up
         assert all(found == later[0][1] for _, found in later), steps
     assert len({width for steps in by_stage.values() for width, _ in steps}) > 1
+
+
+# --- at the size of an 8B target ------------------------------------------------------------------
+
+GB = 10**9
+# A chunk of a loss has 883 positions. The 110 of a CPU take less memory, and minutes to count.
+CHUNK = 2**27
+SLOW = pytest.mark.slow
+KEPT_TEACHER = 16 * GB  # on a GPU it is kept where it fits
+WIDTHS = (VOCABULARY, 3 * 4096, 12_288)  # of tensors that do not grow with the text
+
+
+def test_bytes_are_counted_from_when_a_storage_is_made_until_nobody_holds_it():
+    with Counting() as counts:
+        states = torch.zeros(10, 25, requires_grad=True)
+        made = states.exp()  # holds its result for the gradient
+        view = made[:5]
+        assert counts.live == 2 * 1000
+        total = made.sum()
+        del made, view
+        assert counts.live == 2 * 1000 + 4
+        total.backward()
+        del total
+        assert counts.live == 2 * 1000  # the gradient
+        assert counts.peak >= 3 * 1000
+        assert int(torch.arange(5).sum()) == 10
+
+
+def batch_of(length, packed):
+    """One row: a text of `length` tokens or eight ever longer ones, a quarter of each prompt."""
+    ends = [n * length // 36 for n in (0, 1, 3, 6, 10, 15, 21, 28, 36)] if packed else [0, length]
+    sizes = [after - before for before, after in itertools.pairwise(ends)]
+    prompts = [[1] * max(1, size // 4) for size in sizes]
+    responses = [[2] * (size - len(own)) for size, own in zip(sizes, prompts, strict=True)]
+    if not packed:
+        return collate(prompts, responses, ["target"])
+    traces = [trace_of(*pair) for pair in zip(prompts, responses, strict=True)]
+    return PackedTraces(traces, "target", length, 1, seed=0).at(0)
+
+
+def trace_of(prompt, response):
+    facts = ("target", "", "", 0, 0, 1.0, 0, 1.0, 0, "eos", "", "")
+    return Trace(prompt, response, *facts, lookahead_ids=[2] * 4)
+
+
+@contextlib.contextmanager
+def counting():
+    with pytest.MonkeyPatch.context() as patch, chosen_as_on_a_gpu(), Counting() as counts:
+        patch.setattr("trainer.chunked.CHUNK_ELEMENTS", CHUNK)
+        patch.setattr("recipes.common.heads.CHUNK_ELEMENTS", CHUNK, raising=False)
+        patch.setattr("eval.offline.CHUNK_ELEMENTS", CHUNK)
+        patch.setattr("recipes.common.heads.KEEP_TEACHER_BYTES", KEPT_TEACHER)
+        yield counts
+
+
+def eagle3_of(target, drafted=None):
+    """Recipe and head with all tokens, or with the first `drafted` ones."""
+    recipe = eagle3.Recipe(eagle3.Config(draft_vocab_size=0), target)
+    kept = None if drafted is None else torch.arange(drafted)
+    settings = Eagle3Settings(list(recipe.captures), target.hidden_size)
+    drafter = Eagle3Drafter.build(target, settings, kept=kept, layer_from_target=False)
+    return recipe.objective, drafter
+
+
+def distillspec_of(target):
+    recipe = distillspec.Recipe(distillspec.Config(), target)
+    recipe.distillation.begin(1)
+    return recipe.distillation, recipe.build([])
+
+
+def take_step(target, objective, drafter, batch, counts, checkpointed):
+    """A step as the loop makes it under bfloat16, counted once the optimiser has its states."""
+    optimizer = make_optimizer(drafter, TrainerConfig())
+    for group in optimizer.param_groups:
+        group["foreach"] = True  # what torch chooses on a GPU
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    if checkpointed:
+        drafter.gradient_checkpointing_enable()
+    drafter.train()
+    counts.peak, counts.products, counts.attention = counts.live, 0, 0
+    counts.shapes.clear()
+    request = objective.target_request(batch, 0)
+    outputs = target.outputs(
+        batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
+        project_later=True,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        output = objective.loss(drafter, batch, outputs, 0)
+    sum(weight * total / count for total, count, weight in output.terms).backward()
+    torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@functools.cache
+def counts_of_a_step(recipe, length, packed, checkpointed, drafted=None):
+    with counting() as counts:
+        target = target_of_8b()
+        made = distillspec_of(target) if recipe == "distillspec" else eagle3_of(target, drafted)
+        take_step(target, *made, batch_of(length, packed), counts, checkpointed)
+    how = (
+        f"{length} tokens, packed {packed}, checkpointed {checkpointed}, {drafted or 'all'} drafted"
+    )
+    print(f"{recipe}, {how}: peak {counts.peak / GB:.1f} GB")
+    return counts
+
+
+def grows_twice(shape, length):
+    """Whether a tensor has entries by the square of the text's length, in two dimensions or one."""
+    own = [n for n in shape if n not in WIDTHS]
+    return sum(n > length // 2 for n in own) > 1 or math.prod(own) >= length**2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "packed"),
+    [("eagle3", False), ("eagle3", True), pytest.param("distillspec", True, marks=SLOW)],
+)
+def test_a_step_makes_no_tensor_of_length_squared(recipe, packed):
+    """At 32,768 tokens, by target and drafter."""
+    length = 2**15
+    shapes = counts_of_a_step(recipe, length, packed, True).shapes
+    assert any(length in shape for shape in shapes)
+    assert not [shape for shape in shapes if grows_twice(shape, length)]
+
+
+@pytest.mark.parametrize(
+    ("length", "packed", "checkpointed", "bound"),
+    [(2**11, False, False, 80), (2**13, False, False, 80), (2**13, True, False, 80),
+     (2**15, False, True, 141), (2**15, True, True, 141)],
+)  # fmt: skip
+def test_an_eagle3_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
+    """Target in bfloat16, float32 weights of the head over all tokens, and AdamW included."""
+    counts = counts_of_a_step("eagle3", length, packed, checkpointed)
+    assert counts.peak < bound * GB, counts.largest()
+
+
+@pytest.mark.parametrize(
+    ("length", "packed", "checkpointed", "bound"),
+    [(2**11, False, False, 80), (2**13, False, False, 80),
+     pytest.param(2**15, True, True, 141, marks=SLOW)],
+)  # fmt: skip
+def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
+    counts = counts_of_a_step("distillspec", length, packed, checkpointed)
+    assert counts.peak < bound * GB, counts.largest()
+
+
+@pytest.mark.parametrize("length", [2**11, 2**13, pytest.param(2**15, marks=SLOW)])
+def test_an_evaluation_at_8b_fits_a_gpu(length):
+    """Of as many texts as are read together."""
+    with counting() as counts:
+        target = target_of_8b()
+        _, drafter = eagle3_of(target)
+        text = trace_of([1] * (length // 4), [2] * (length - length // 4))
+        texts = [text] * max(1, MOST_TOKENS // length)
+        evaluator = OfflineEvaluator(target, texts, Sampling(1.0), Budget(4))
+        counts.peak, counts.real_below = counts.live, 2**20
+        evaluator(drafter.eval())
+    print(f"evaluation of {len(texts)} texts of {length} tokens: peak {counts.peak / GB:.1f} GB")
+    assert counts.peak < 80 * GB, counts.largest()
+
+
+@pytest.mark.parametrize("drafted", [None, 32_000])
+def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted):
+    """The operations that its formulas need, as a share of all that matrix products and attention
+    take."""
+    length, width, groups, inner, steps = 2**13, 4096, 1024, 12_288, eagle3.Config().steps
+    counts = counts_of_a_step("eagle3", length, False, False, *([drafted] if drafted else []))
+    batch = batch_of(length, packed=False)
+    positions = [int(batch.supervised(depth).sum()) for depth in range(1, steps + 1)]
+    columns, layer = positions[0], 2 * width**2 + 2 * width * groups + 3 * width * inner
+    # weights times positions: twice that forward, and twice that for each of two gradients
+    drafting = 3 * (2 * width * groups * 2) * (length + (steps - 1) * columns)
+    drafting += 3 * (2 * width**2 + width**2 + 3 * width * inner) * steps * columns
+    drafting += 3 * width * (drafted or VOCABULARY) * sum(positions)
+    drafting += 2 * 3 * width**2 * length  # the captured states have no gradient
+    frozen = 36 * layer * length + width * VOCABULARY * positions[0]
+    # scores and what they weigh, forward 2 and backward 5 products
+    pairs = sum(range(length - columns, length))
+    scores = 2 * width * (36 * length**2 // 2 * 2 + 7 * steps * pairs)
+    useful = 2 * (drafting + frozen) + scores
+    share = useful / (counts.products + counts.attention)
+    print(f"useful share of all operations, {drafted or 'all'} drafted: {share:.3f}")
+    assert 0.9 <= share <= 1.001

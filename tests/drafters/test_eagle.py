@@ -7,16 +7,15 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from drafters.attention import attend
 from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from drafters.layers import (
     DecoderLayer,
     RMSNorm,
-    attend_unrolled,
     copy_gain,
     layer_config,
     start_from,
@@ -83,7 +82,7 @@ def target(tiny_target):
     return tiny_target("llama", layers=4)
 
 
-# --- the layer and its attention ------------------------------------------------------------------
+# --- the layer ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -105,56 +104,8 @@ def test_the_layer_is_transformers_own(name, tiny_target):
     wanted = theirs(x, position_embeddings=rotary)
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
     keys, values = ours.keys_values(norm(x), positions)
-    mixed = attend_unrolled(ours.queries(norm(x), positions), keys, values, [])
+    mixed = attend(ours.queries(norm(x), positions), keys, values, None)
     close(ours.finish(x, mixed), wanted)
-
-
-def unrolled(steps=4, length=6, heads=4, groups=2):
-    """Queries of the last step; keys and values of the first one; those of the later ones."""
-    torch.manual_seed(0)
-    queries = torch.randn(2, heads, length, 8)
-    keys, values = torch.randn(2, 2, groups, length, 8)
-    later = [tuple(torch.randn(2, 2, groups, length, 8)) for _ in range(steps - 1)]
-    return queries, keys, values, later
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_unrolled_attention_is_that_of_the_whole_mask(steps, groups):
-    """Columns 0..t of the first step, its own column of every later one, in one softmax."""
-    queries, keys, values, later = unrolled(steps, groups=groups)
-    length = queries.shape[2]
-    row = torch.arange(length)
-    causal = row.unsqueeze(0) <= row.unsqueeze(1)
-    mask = torch.cat([causal] + [torch.eye(length, dtype=torch.bool)] * (steps - 1), 1)
-    both = [torch.cat(parts, 2) for parts in zip((keys, values), *later, strict=True)]
-    whole = [one.repeat_interleave(4 // groups, 1) for one in both]
-    wanted = F.scaled_dot_product_attention(queries, *whole, attn_mask=mask)
-    close(attend_unrolled(queries, keys, values, later), wanted)
-    # some columns of each row alone
-    some = torch.tensor([[1, 4, 5], [0, 2, 3]])
-    rows = torch.arange(2).unsqueeze(1)
-
-    def of_some(one):
-        return one.transpose(1, 2)[rows, some].transpose(1, 2)
-
-    own = [(of_some(key), of_some(value)) for key, value in later]
-    got = attend_unrolled(of_some(queries), keys, values, own, causal[some])
-    close(got, of_some(wanted))
-
-
-def test_an_unrolled_query_sees_its_own_column_of_later_steps_only():
-    queries, keys, values, later = unrolled()
-    plain = attend_unrolled(queries, keys, values, later)
-    for step in range(4):
-        for column in range(6):
-            for part in (0, 1):
-                moved = [[one.clone() for one in pair] for pair in ((keys, values), *later)]
-                moved[step][part][:, :, column] += 1.0
-                got = attend_unrolled(queries, *moved[0], moved[1:])
-                change = (got - plain).abs().amax((0, 1, 3))
-                sees = torch.arange(6) == column if step else torch.arange(6) >= column
-                assert torch.equal(change > 1e-4, sees), (step, column, part)
 
 
 # --- the network against its formulas -------------------------------------------------------------

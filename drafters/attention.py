@@ -1,0 +1,109 @@
+"""Attention of the heads' layer: over slots, and over a text with the unrolled steps' columns."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from target.attention import Capability, Visible, flex
+from trainer.losses import wide
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor | None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of queries [B, H, T, D] over grouped keys and values [B, G, S, D]: [B, H, T, D].
+
+    `allowed`: [B, T, S] bool, None: causal; `scale`: of the scores, None: D ** -0.5.
+    """
+    shared = queries.shape[1] // keys.shape[1]
+    if allowed is not None and shared > 1:  # on GPUs no fused kernel takes both mask and groups
+        keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=None if allowed is None else allowed.unsqueeze(1),
+        is_causal=allowed is None,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+
+
+def attend_unrolled(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: list[Pair],
+    visible: Visible,
+) -> torch.Tensor:
+    """One unrolled step: column t sees the first step's columns 0..t and of every later step its
+    own column only (Li et al. 2025, EAGLE-3, training-time test).
+
+    queries [B, H, C, D] of the columns of `visible`; keys, values [B, G, T, D]: the first step's,
+    of all; own: [B, G, C, D] each, the later steps' keys and values of the queries' columns ->
+    [B, H, C, D]
+    """
+    if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
+        return _merged(*flex(queries, keys, values, visible.blocks), queries, own)
+    return _by_further_dimensions(queries, keys, values, own, visible.dense)
+
+
+def _merged(
+    mixed: torch.Tensor, total: torch.Tensor, queries: torch.Tensor, own: list[Pair]
+) -> torch.Tensor:
+    """Add own columns to attention over the shared ones, `mixed` [B, H, C, D], by `total`
+    [B, H, C], the log-sum-exp of its scores: one softmax over both, in float32."""
+    if not own:
+        return mixed
+    groups = own[0][0].shape[1]
+    grouped = wide(queries).unflatten(1, (groups, -1)) * queries.shape[-1] ** -0.5
+    scores = [(grouped * wide(key).unsqueeze(2)).sum(-1).flatten(1, 2) for key, _ in own]
+    scores = torch.stack([total, *scores], -1)
+    shared, *weights = scores.softmax(-1).unsqueeze(-1).unbind(-2)
+    out = (shared * wide(mixed)).unflatten(1, (groups, -1))
+    for weight, (_, value) in zip(weights, own, strict=True):
+        out = out + weight.unflatten(1, (groups, -1)) * wide(value).unsqueeze(2)
+    return out.flatten(1, 2).to(mixed.dtype)
+
+
+def _by_further_dimensions(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: list[Pair],
+    allowed: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attend_unrolled` for a kernel without the log-sum-exp; `allowed` [B, C, T] bool, None:
+    causal, C = T.
+
+    Fused kernels share keys among queries, which own columns are not. So the i-th own column is one
+    more key for all: 0 but for a dimension of its own, in which each query carries its score there;
+    what it adds to the output, in a dimension of its own too, is its weight.
+    """
+    if not own:
+        return attend(queries, keys, values, allowed)
+    batch, heads, count, width = queries.shape
+    groups, number = keys.shape[1], len(own)
+    grouped = queries.unflatten(1, (groups, heads // groups))
+    scores = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key, _ in own], -1).flatten(1, 2)
+    further = F.pad(torch.eye(number, dtype=keys.dtype, device=keys.device), (width, 0))
+    further = further.expand(batch, groups, -1, -1)
+    keys, values = (torch.cat([further, F.pad(one, (0, number))], 2) for one in (keys, values))
+    queries = torch.cat([queries, scores.to(queries.dtype)], -1)
+    if allowed is None:  # causal masks are square: as many queries in front that nobody reads
+        queries = F.pad(queries, (0, 0, number, 0))
+    else:
+        allowed = F.pad(allowed, (number, 0), value=True)
+    mixed = attend(queries, keys, values, allowed, scale=width**-0.5)[:, :, -count:]
+    mixed, weights = mixed.split([width, number], -1)
+    mixed, weights = (part.unflatten(1, (groups, heads // groups)) for part in (mixed, weights))
+    for i, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., i : i + 1] * value.unsqueeze(2)
+    return mixed.flatten(1, 2)

@@ -1,0 +1,212 @@
+"""Attention over whole texts: which kernel computes it, and which keys each query sees.
+
+SDPA reads a dense mask of queries x keys and returns no log-sum-exp of the scores. Flex attention
+computes its mask from two numbers per token, skips blocks of keys that no query sees, and returns
+the log-sum-exp with a gradient; once compiled it stores nothing of the length squared.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._triton import has_triton
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from target.devices import device_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+BLOCK = 128  # queries, and keys, of one entry of a block mask
+DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention, in the families' configurations
+NARROWEST = 16  # of the heads that flex attention's kernels take
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What decides which kernel computes attention.
+
+    `device`: its type; `dtype`: to compute in; `width`: of a head; `compiles`: whether torch can
+    compile kernels for the device here.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int
+    compiles: bool
+
+    @classmethod
+    def here(cls, device: torch.device, dtype: torch.dtype, width: int) -> Capability:
+        """What this device can compile with the torch that is installed."""
+        return cls(device.type, dtype, width, device.type == "cuda" and has_triton())
+
+    @property
+    def flex(self) -> bool:
+        """Whether flex attention computes it, else SDPA.
+
+        On a CPU flex attention has no backward pass, and the log-sum-exp that SDPA's kernel there
+        returns has no gradient.
+        """
+        fits = self.width >= NARROWEST and self.dtype != torch.float64
+        return self.device == "cuda" and self.compiles and fits
+
+
+@dataclass(eq=False)
+class Visible:
+    """The keys that each query sees: columns 0..t of the query's own document.
+
+    `length`: number of keys T; `columns` [B, C] int64: those of the queries; `documents` [B, T]
+    int64, None: one per row; `causal`: the queries are all columns of one document, in order. A
+    mask is made at its first use, once for all steps.
+    """
+
+    length: int
+    columns: torch.Tensor
+    documents: torch.Tensor | None = None
+    causal: bool = False
+
+    @functools.cached_property
+    def dense(self) -> torch.Tensor | None:
+        """The mask [B, C, T] bool, None: causal."""
+        if self.causal:
+            return None
+        seen = torch.arange(self.length, device=self.columns.device) <= self.columns.unsqueeze(-1)
+        if self.documents is not None:
+            own = self.documents.gather(1, self.columns)
+            seen &= self.documents.unsqueeze(1) == own.unsqueeze(-1)
+        return seen
+
+    @functools.cached_property
+    def blocks(self) -> BlockMask:
+        """The mask as flex attention reads it, made from the least and largest column and document
+        of each block.
+
+        A block that may hold a visible key is computed with the mask; one whose keys are all
+        visible, without it. torch's own `create_block_mask` begins with the dense mask.
+        """
+        columns, documents = self.columns.contiguous(), self.documents
+        if documents is None:
+            documents = columns.new_zeros(len(columns), self.length)
+        own = documents.gather(1, columns)
+
+        def seen(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+            return (key <= columns[row, query]) & (documents[row, key] == own[row, query])
+
+        first, last = _ranges(columns)
+        low, high = _ranges(own)
+        key_low, key_high = (end.unsqueeze(1) for end in _ranges(documents))
+        begin = torch.arange(0, self.length, BLOCK, device=columns.device)
+        some = (begin <= last.unsqueeze(-1)) & (key_low <= high.unsqueeze(-1))
+        some &= key_high >= low.unsqueeze(-1)
+        every = (begin + BLOCK - 1 <= first.unsqueeze(-1)) & (key_low == key_high)
+        every &= (low == high).unsqueeze(-1) & (key_low == low.unsqueeze(-1))
+        every[:, columns.shape[1] // BLOCK :] = False  # the kernels mask what fills a last block
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen,
+            seq_lengths=(columns.shape[1], self.length),
+        )  # fmt: skip
+
+
+def _ranges(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest of each block of numbers [B, n], [B, blocks] each."""
+    count = numbers.shape[1]
+    index = torch.arange(count + -count % BLOCK, device=numbers.device).clamp(max=count - 1)
+    low, high = numbers[:, index].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+    return low, high
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number [B, 1, Q] of key blocks of each query block in blocks [B, Q, K] bool, and their
+    indices [B, 1, Q, K] int32, those that are none last."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
+
+
+@functools.cache
+def _compiled():
+    """Flex attention as a kernel. More variants than torch allows by itself, as rows, dtypes and
+    gradients come and go; behind its limit it would compute without one, in length squared."""
+    more = torch._dynamo.config.patch(recompile_limit=64)
+    return more(torch.compile(flex_attention, fullgraph=True))
+
+
+def flex(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: BlockMask,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries [B, H, C, D] over grouped keys and values [B, G, T, D], in the dtype of
+    the values: [B, H, C, D], and the log-sum-exp of the scores [B, H, C] float32. `scale`: of the
+    scores, None: D ** -0.5."""
+    queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not reach it
+    mixed, further = _compiled()(
+        queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    assert further.lse is not None
+    return mixed, further.lse
+
+
+def _sdpa_or_blocks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None,
+    scaling: float | None = None,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """transformers' "sdpa", which also reads a block mask: [B, T, H, D]."""
+    if isinstance(attention_mask, BlockMask):
+        mixed, _ = flex(query, key, value, attention_mask, scaling)
+        return mixed.transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
+
+
+AttentionInterface.register("sdpa", _sdpa_or_blocks)
+
+
+def packed(
+    model: PreTrainedModel, position_ids: torch.Tensor | None
+) -> dict[str, torch.Tensor | BlockMask | None]:
+    """The arguments with which `model` reads whole rows: `position_ids` [B, L] int64, which tell
+    the texts of a row apart, and their mask.
+
+    transformers makes a dense mask [B, 1, L, L] of positions that begin again. Where flex attention
+    computes, a block mask takes its place, and positions that do not begin again need none. Models
+    with sliding windows or dropout of attention, or on several devices, keep transformers' masks.
+    """
+    if position_ids is None or not _reads_blocks(model, model.config.get_text_config()):
+        return {"position_ids": position_ids}
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+    columns = columns.expand_as(position_ids)
+    if torch.equal(columns, position_ids):
+        return {}
+    # the column of a text's first token is the text's number
+    visible = Visible(columns.shape[1], columns, columns - position_ids)
+    return {"position_ids": position_ids, "attention_mask": visible.blocks}
+
+
+def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether all layers can read one block mask, on a device where flex attention computes."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        return False
+    if config._attn_implementation != "sdpa" or not model._supports_flex_attn:
+        return False
+    if model.training and any(getattr(config, name, 0) for name in DROPOUT):
+        return False
+    if len(getattr(model, "hf_device_map", "1")) > 1:
+        return False
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Capability.here(device_of(model), model.dtype, width).flex

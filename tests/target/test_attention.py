@@ -1,0 +1,86 @@
+"""A frozen target reads rows of several texts without a dense mask where a GPU allows it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from drafters.causal_lm import CausalLMDrafter
+from target.attention import packed
+from tests.heads import close
+from tests.kernels import chosen_as_on_a_gpu
+from tests.tiny import prompts_of
+
+IDS = torch.tensor(prompts_of([12, 12]))
+ONE = torch.arange(12).expand(2, -1)
+SEVERAL = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2], [*range(9), 0, 1, 2]])
+
+
+def read(target, positions):
+    """States on a GPU's kernels; and the masks that the layers were given."""
+    masks = []
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda own, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+        )
+        for module in target.model.modules()
+        if isinstance(module, LlamaAttention)
+    ]
+    with chosen_as_on_a_gpu():
+        states = target.outputs(IDS, positions, layers=(1, "final_norm"), logits=False).hidden
+    for hook in hooks:
+        hook.remove()
+    return states, masks
+
+
+@pytest.mark.parametrize("positions", [SEVERAL, ONE], ids=["several", "one"])
+def test_states_of_rows_are_those_of_the_dense_mask(positions, tiny_target):
+    target = tiny_target("llama", layers=2)
+    wanted = target.outputs(IDS, positions, layers=(1, "final_norm"), logits=False).hidden
+    states, masks = read(target, positions)
+    for layer, one in states.items():
+        close(one, wanted[layer])
+    assert len(masks) == 2
+    several = positions is SEVERAL
+    assert all(isinstance(mask, BlockMask) if several else mask is None for mask in masks)
+
+
+def test_a_model_with_windows_keeps_transformers_masks(tiny_target):
+    target = tiny_target("mistral", layers=2)  # a window of 12 tokens
+    ids, positions = torch.tensor(prompts_of([24])), torch.arange(24).unsqueeze(0) % 20
+    wanted = target.outputs(ids, positions, layers=("final_norm",), logits=False).hidden
+    with chosen_as_on_a_gpu():
+        states = target.outputs(ids, positions, layers=("final_norm",), logits=False).hidden
+    close(states["final_norm"], wanted["final_norm"])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_causal_lm_trains_on_packed_rows_as_with_the_dense_mask(checkpointed, tiny_target):
+    """Also where activations are computed again in the backward pass."""
+    target = tiny_target("llama", layers=2)
+    drafter = CausalLMDrafter.from_target(target, num_layers=2, hidden_size=32)
+    if checkpointed:
+        drafter.gradient_checkpointing_enable()
+    drafter.double()  # in float32 rounding hides what differs
+    gradients = []
+    for kernel in (contextlib.nullcontext, chosen_as_on_a_gpu):
+        drafter.zero_grad()
+        with kernel():
+            next(drafter.states(IDS, None, 1, SEVERAL)).square().sum().backward()
+        gradients.append([p.grad for p in drafter.parameters() if p.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_with_dropout_keeps_transformers_masks(tiny_target):
+    target = tiny_target("llama", layers=2)
+    config = target.model.config
+    with chosen_as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "attention_dropout", 0.1)
+        assert "attention_mask" in packed(target.model, SEVERAL)
+        patch.setattr(target.model, "training", True)
+        assert "attention_mask" not in packed(target.model, SEVERAL)
