@@ -25,6 +25,7 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -89,7 +90,7 @@ class Experiment:
         self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
         self.logits: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def _traces(self, split: str, count: int, temperature: float, seed: int) -> list[Trace]:
+    def _traces(self, split: str, count: int, temperature: float, seed: int) -> Sequence[Trace]:
         prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"toy {split}",
@@ -171,7 +172,7 @@ class Experiment:
         return drafter.eval()
 
     def measure(
-        self, drafter: CausalLMDrafter, traces: list[Trace], temperature: float
+        self, drafter: CausalLMDrafter, traces: Sequence[Trace], temperature: float
     ) -> list[PromptCounters]:
         evaluator = OfflineEvaluator(
             self.target, traces, Sampling(temperature), make_budget("fixed", K)

@@ -27,6 +27,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Experiment:
 
     def _traces(
         self, split: str, count: int, temperatures: tuple[float, ...], seed: int
-    ) -> list[Trace]:
+    ) -> Sequence[Trace]:
         prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"toy {split}", tuple(prompts), temperatures, max_new_tokens=self.scale.new_tokens,

@@ -82,7 +82,7 @@ class Work:
         self.raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         self.rows = self._generate(scratch / "rows")
 
-    def _generate(self, folder: Path) -> list[Trace]:
+    def _generate(self, folder: Path) -> Sequence[Trace]:
         plan = replace(self.plan, served=self.served is not None)
         return generate_traces(
             self.target, plan, folder, batch_size=8, rows_per_shard=4, servers=self.served

@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,13 @@ def median_in_new_folders(call: Callable[[str], object], runs: int) -> float:
     return statistics.median(spent)
 
 
-def groups_of(traces: list[Trace], plan: FeaturesPlan) -> list[tuple[Batch, list[Place]]]:
+def groups_of(traces: Sequence[Trace], plan: FeaturesPlan) -> list[tuple[Batch, list[Place]]]:
     """Shuffled batches of all rows, and where numpy finds them."""
     rows: list[tuple[Trace, Place]] = []
     for number, shard in enumerate(shards_of(traces, plan.tokens_per_shard)):
         first = 0
-        for _, trace in shard.rows:
-            end = first + len(trace.prompt_ids) + len(trace.response_ids)
+        for trace, length in zip(shard.traces, shard.lengths, strict=True):
+            end = first + length
             rows.append((trace, (number, first, end)))
             first = end
     random.Random(0).shuffle(rows)
@@ -148,7 +148,7 @@ def errors(
     return {k: {"mean": float(v.mean()), "max": float(v.max())} for k, v in joined.items()}
 
 
-def measure(target: Target, traces: list[Trace], dtype: str, folder: Path) -> dict[str, Any]:
+def measure(target: Target, traces: Sequence[Trace], dtype: str, folder: Path) -> dict[str, Any]:
     # two shards or more, so that a batch reads from several files
     plan = FeaturesPlan(
         (1, target.num_layers // 2 - 1, target.num_layers - 4, "final_norm"), dtype, 1 << 13

@@ -25,6 +25,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ class Experiment:
 
     def _traces(
         self, source: str, split: str, count: int, temperature: float, seed: int
-    ) -> list[Trace]:
+    ) -> Sequence[Trace]:
         prompts = load_prompts(source, count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"{source} {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS,
@@ -143,7 +144,7 @@ class Experiment:
         return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
 
     def fit(
-        self, drafter: TrainedDrafter, stage: str, texts: list[Trace], seed: int, steps: int,
+        self, drafter: TrainedDrafter, stage: str, texts: Sequence[Trace], seed: int, steps: int,
         rows: int, lr: float, folder: Path, options: dict[str, Any] | None = None,
     ) -> tuple[TrainedDrafter, float]:  # fmt: skip
         """The drafter after `steps`, and seconds of processor time per step."""

@@ -157,7 +157,7 @@ class Experiment:
         folder = features_folder(self.target, self.train, plan, "runs/cache")
         self.store = write_features(self.target, self.train, plan, folder, batch_size=32)
 
-    def _traces(self, split: str, count: int, temperature: float, seed: int) -> list[Trace]:
+    def _traces(self, split: str, count: int, temperature: float, seed: int) -> Sequence[Trace]:
         prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"toy {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS, seed=seed,

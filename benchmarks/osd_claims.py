@@ -101,7 +101,8 @@ class Experiment:
             seed=seed, lookahead=lookahead,
         )  # fmt: skip
         folder = traces_folder(plan, self.target, "runs/cache")
-        return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+        rows = generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
+        return list(rows)
 
     def stream(self, name: str, seed: int) -> list[Trace]:
         """The requests in the order of their arrival; seed 100 has prompts of its own."""

@@ -16,6 +16,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ ARMS = {
 class Arm:
     """With models of its own: what is compiled stays so."""
 
-    def __init__(self, name: str, recipe_name: str, traces: list[Trace], stack: ExitStack):
+    def __init__(self, name: str, recipe_name: str, traces: Sequence[Trace], stack: ExitStack):
         width, backend = ARMS[name]
         tokens = ROWS * statistics.mean(t.num_tokens for t in traces)
         self.batches: Batches | PackedTraces = Batches(traces, {"target": 1.0}, ROWS, seed=0)

@@ -89,7 +89,7 @@ class Experiment:
         self.train, self.dev = split_dev(traces, 0)
         self.test = self._traces("eval", NUM_EVAL, 99)
 
-    def _traces(self, split: str, count: int, seed: int) -> list[Trace]:
+    def _traces(self, split: str, count: int, seed: int) -> Sequence[Trace]:
         prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
             f"toy {split}", tuple(prompts), (1.0,), max_new_tokens=NEW_TOKENS, seed=seed

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from data.trace_rows import lengths
 from data.traces import Trace
 from target.padding import right_padded
 from trainer.config import UserError
@@ -142,19 +143,20 @@ class Batches:
     def __post_init__(self) -> None:
         self.mix = {source: share for source, share in self.mix.items() if share > 0}
         if self.mix.get("fixed"):
-            missing = sum(not t.fixed_ids for t in self.traces)
+            missing = int((lengths(self.traces, "fixed_ids") == 0).sum())
             if missing:
                 raise UserError(
                     f"method.data_mix needs fixed responses, {missing} of {len(self.traces)} "
                     "prompts have none: "
                     "name data.response_column or set fixed to 0"
                 )
-        if not any(len(t.response_ids) for t in self.traces):
+        responses = lengths(self.traces, "response_ids")
+        if not responses.any():
             raise UserError(
                 "no trace has a response token: nothing is supervised; check the target and its "
                 "EOS ids"
             )
-        if self.teacher and any(t.teacher_ids is None for t in self.traces):
+        if self.teacher and (lengths(self.traces, "teacher_ids") != responses).any():
             raise UserError(
                 "traces carry no compressed teacher: set data.teacher_top_k and "
                 "data.teacher_samples"

@@ -11,17 +11,18 @@ from trainer.config import UserError
 def estimate_bytes(
     num_rows: int, prompt_tokens: float, new_tokens: float, teacher_top_k: int, teacher_samples: int
 ) -> int:
-    """Bytes on disk for mean numbers of tokens per row.
+    """Bytes on disk for mean numbers of tokens per row: each lies in a shard and in the file that
+    is mapped (data/traces.py).
 
     Look-ahead and fixed responses count as new tokens. The estimate is an upper bound where
     `new_tokens` is the limit of a response.
     """
-    row = 265  # key, hashes, names and numbers, with the share of the shard's footer
+    row = 265 + 430  # key, hashes, names and numbers, with the share of the shard's footer
     # 4 bytes an id or log-probability, about 4 a list, 4 for log_tail
     teacher = (
         8 * (teacher_top_k + teacher_samples) + 12 * (teacher_top_k > 0) + 8 * (teacher_samples > 0)
     )
-    return round(num_rows * (row + 4 * (prompt_tokens + new_tokens) + teacher * new_tokens))
+    return round(num_rows * (row + 2 * (4 * (prompt_tokens + new_tokens) + teacher * new_tokens)))
 
 
 def check_budget(folder: str | Path, bytes_needed: int, free: int | None = None) -> None:

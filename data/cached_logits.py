@@ -7,16 +7,19 @@ in `limit_bytes`, the target runs live at every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
-from data.batches import Batch
+from data.batches import Batch, response_of
 from data.traces import Trace
 from target.model import Target, TargetOutputs
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32
+
+_Row: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
 
 
 class CachedLogits:
@@ -25,21 +28,34 @@ class CachedLogits:
     def __init__(self, target: Target, traces: Sequence[Trace], sources: Iterable[str]):
         """`sources`: of the responses that batches will hold, "target" and "fixed"."""
         self.target = target
-        fields = {"target": "response_ids", "fixed": "fixed_ids"}
-        wanted = [fields[source] for source in sorted(sources) if source in fields]
-        rows = {(tuple(t.prompt_ids), tuple(getattr(t, f))) for t in traces for f in wanted}
-        self.rows = sorted(rows, key=lambda row: (len(row[0]) + len(row[1]), row))
-        self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        self.traces, self.sources = traces, sorted(set(sources) - {"draft"})
+        self._logits: dict[_Row, torch.Tensor] = {}
 
     def fits(self, limit_bytes: int = LIMIT_BYTES) -> bool:
         """Whether the logits at response positions take at most `limit_bytes`."""
         width = self.target.vocab_size * self.target.model.dtype.itemsize
-        return 0 < sum(len(response) for _, response in self.rows) * width <= limit_bytes
+        most, total = limit_bytes // width, 0
+        for _, response in self._rows():
+            total += len(response)
+            if total > most:  # what is left may be a store of any size: it is not read
+                return False
+        return total > 0
+
+    def _rows(self) -> Iterator[_Row]:
+        """Each distinct text once."""
+        seen: set[_Row] = set()
+        for trace in self.traces:
+            for source in self.sources:
+                row = tuple(trace.prompt_ids), tuple(response_of(trace, source))
+                if row not in seen:
+                    seen.add(row)
+                    yield row
 
     def _fill(self) -> None:
         """Compute the logits that score a response token, by one parallel pass over all rows."""
-        for i in range(0, len(self.rows), GROUP):
-            group = self.rows[i : i + GROUP]
+        rows = sorted(self._rows(), key=lambda row: (len(row[0]) + len(row[1]), row))
+        for i in range(0, len(rows), GROUP):
+            group = rows[i : i + GROUP]
             ids = torch.zeros(len(group), max(len(p) + len(r) for p, r in group), dtype=torch.long)
             for j, (prompt, response) in enumerate(group):
                 ids[j, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])

@@ -84,8 +84,8 @@ class FeaturesStore:
                 raise UserError(f"data.features: {what}; start the command that made it again")
             self.entries.append(read[0])
             first = 0
-            for i, (key, trace) in enumerate(shard.rows):
-                end = first + trace.num_tokens
+            for i, (key, length) in enumerate(zip(shard.keys, shard.lengths, strict=True)):
+                end = first + length
                 self._places[key] = (read[1], i, slice(first, end))
                 self._unchecked[key] = shard.file
                 first = end
@@ -259,10 +259,9 @@ def _compute(
     """Compute the tensors of one shard. No batch crosses shards, so a kill changes no number."""
     layout = shard.layout(identity).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout}
-    traces = [trace for _, trace in shard.rows]
-    ends = list(accumulate(trace.num_tokens for trace in traces))
-    for rows in by_length(range(len(traces)), lambda i: traces[i].num_tokens, batch_size):
-        group = [traces[i] for i in rows]
+    ends = list(accumulate(shard.lengths))
+    for rows in by_length(range(len(ends)), lambda i: shard.lengths[i], batch_size):
+        group = [shard.traces[i] for i in rows]
         prompts, responses = [t.prompt_ids for t in group], [t.response_ids for t in group]
         batch = collate(prompts, responses, [t.source for t in group])
         if source is None:
@@ -315,7 +314,7 @@ def _sha256(tensors: _Bytes) -> bytes:
 def _header(shard: Shard, identity: Identity, sums: torch.Tensor) -> _Header:
     entry: ShardEntry = {
         "file": shard.file,
-        "rows": len(shard.rows),
+        "rows": len(shard.keys),
         "tokens": shard.num_tokens,
         "sha256": hashlib.sha256(sums.numpy().data).hexdigest(),
     }

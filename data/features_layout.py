@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
+import numpy as np
 import torch
 
+from data.trace_rows import chosen, num_tokens
 from data.traces import Trace
 from target.model import LayerId, Target
 from trainer.config import UserError, require
@@ -90,17 +92,19 @@ class Shard(NamedTuple):
     """A shard as it is planned, before it is written."""
 
     file: str
-    rows: list[tuple[bytes, Trace]]  # key, and a trace that has it
+    keys: list[bytes]  # of its rows
+    traces: Sequence[Trace]  # one that has it, for each
+    lengths: list[int]  # tokens of each
 
     @property
     def num_tokens(self) -> int:
-        return sum(trace.num_tokens for _, trace in self.rows)
+        return sum(self.lengths)
 
     def layout(self, identity: Identity) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each tensor in the file."""
         shape = (self.num_tokens, identity["hidden_size"])
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "sha256": (torch.uint8, (len(self.rows), 32))
+            "sha256": (torch.uint8, (len(self.keys), 32))
         }
         for layer in identity["layers"]:
             tensors[f"hidden.{layer}"] = DTYPES[identity["dtype"]], shape
@@ -115,18 +119,25 @@ def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[Shard]:
     Only a row that is too long by itself exceeds the size. Raises UserError where no trace has a
     token.
     """
-    distinct = {row_key(t.prompt_ids, t.response_ids): t for t in traces if t.num_tokens}
+    sizes: list[int] = num_tokens(traces).tolist()
+    distinct = {row_key(t.prompt_ids, t.response_ids): i for i, t in enumerate(traces) if sizes[i]}
     if not distinct:
         raise UserError("data.features: no trace has a token: nothing to store; check data.prompts")
-    shards: list[Shard] = []
+    shards: list[list[tuple[bytes, int]]] = []
     room = 0
-    for key, trace in sorted(distinct.items(), key=lambda row: (-row[1].num_tokens, row[0])):
-        if not shards or trace.num_tokens > room:
-            shards.append(Shard(f"shard-{len(shards):05d}.safetensors", []))
+    for key, i in sorted(distinct.items(), key=lambda row: (-sizes[row[1]], row[0])):
+        if not shards or sizes[i] > room:
+            shards.append([])
             room = tokens_per_shard
-        shards[-1].rows.append((key, trace))
-        room -= trace.num_tokens
-    return shards
+        shards[-1].append((key, i))
+        room -= sizes[i]
+    return [
+        Shard(
+            f"shard-{number:05d}.safetensors", [key for key, _ in rows],
+            chosen(traces, np.array([i for _, i in rows])), [sizes[i] for _, i in rows],
+        )
+        for number, rows in enumerate(shards)
+    ]  # fmt: skip
 
 
 def layout_of(
@@ -137,7 +148,7 @@ def layout_of(
 ) -> tuple[Identity, list[Shard]]:
     """The identity of a store, which decides its content, and its shards."""
     shards = shards_of(traces, plan.tokens_per_shard)
-    keys = sorted(key for shard in shards for key, _ in shard.rows)
+    keys = sorted(key for shard in shards for key in shard.keys)
     identity: Identity = {
         "target": fingerprint,
         "layers": list(plan.layers),

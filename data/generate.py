@@ -22,7 +22,8 @@ from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
 from data.prompts import Prompt, Turn, user_turns
 from data.render import fixed_response_ids, render, with_answers
-from data.traces import Trace, TraceIdentity, TraceStore, trace_key
+from data.trace_rows import Traces, trace_key
+from data.traces import Trace, TraceIdentity, TraceStore
 from engines.completions import complete
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
@@ -134,8 +135,9 @@ class _Item:
 class _Work:
     """The turns that are still to be generated: those that the store has are passed over."""
 
-    def __init__(self, plan: GenerationPlan, target: Target, done: dict[str, Trace], limit: int):
+    def __init__(self, plan: GenerationPlan, target: Target, done: Traces, limit: int):
         self.plan, self.target, self.done, self.limit = plan, target, done, limit
+        self.places = {key: i for i, key in enumerate(done.column("key"))}
         self.num_dropped = 0
 
     def next_request(self, item: _Item) -> Request | None:
@@ -168,9 +170,9 @@ class _Work:
                 plan.seed,
                 item.sample_index,
             )
-            if key not in self.done:
+            if key not in self.places:
                 return Request(ids, row_key(plan.seed, ids, item.sample_index), sampling, item)
-            self.advance(item, self.done[key].response_ids)
+            self.advance(item, self.done[self.places[key]].response_ids)
         return None
 
     def advance(self, item: _Item, response_ids: list[int]) -> None:
@@ -198,7 +200,7 @@ def generate_traces(
     barrier: Callable[[], None] = lambda: None,
     label: str = "traces",
     servers: Callable[[], AbstractContextManager[Sequence[str]]] | None = None,
-) -> list[Trace]:
+) -> Traces:
     """Fill the trace store `folder`, if it is not complete, and return all its rows.
 
     `servers`: a context that starts servers and yields their addresses, entered only where there is
@@ -237,8 +239,7 @@ def _fill(
             "context of "
             f"{target.context}: use fewer new tokens"
         )
-    done = {trace.key: trace for trace in store.load()}
-    work = _Work(plan, target, done, limit)
+    work = _Work(plan, target, store.load(), limit)
     items = [
         _Item(prompt, index, sample, list(user_turns(prompt)))
         for index, prompt in enumerate(plan.prompts)

@@ -29,7 +29,7 @@ SAMPLE = 16  # greedy rows, and as many drawn ones, that the target reads again
 LEAST_GREEDY = 0.99  # share of the greedy tokens that must be the target's own
 
 
-def import_log(target: Target, path: Path, folder: Path, domains: Sequence[str]) -> list[Trace]:
+def import_log(target: Target, path: Path, folder: Path, domains: Sequence[str]) -> Sequence[Trace]:
     """Write the rows of the log `path` that have one of `domains` (all where there are none) to the
     store `folder`, and return them.
 

@@ -21,6 +21,7 @@ import torch
 from data.batches import Batch, epoch_order, join_teachers, response_of
 from data.corpus import TokenFile, tokenised
 from data.raw_text import Source
+from data.trace_rows import num_tokens
 from data.traces import Trace
 from target.devices import decoder_of, device_of
 from target.model import Target
@@ -166,7 +167,8 @@ class PackedTraces:
     _rows: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._lengths = [len(t.prompt_ids) + len(response_of(t, self.source)) for t in self.traces]
+        response = "fixed_ids" if self.source == "fixed" else "response_ids"
+        self._lengths: list[int] = num_tokens(self.traces, response).tolist()
         longest = max(self._lengths)
         if longest > self.row_tokens:
             raise UserError(

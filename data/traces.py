@@ -3,6 +3,8 @@
     manifest.json             what the store was made with, and all shards once it is complete
     manifest-r0.json          the shards of rank 0 while it is written; one file per rank
     shard-r0-00000.parquet    finished rows; `datasets.load_dataset("parquet", data_files=...)`
+    rows.arrow, rows.json     the same rows to be memory-mapped, and what they were made of:
+                              derived, so they are made again where missing or damaged
 
 A kill loses no finished shard and doubles no row, because one event decides: a shard counts from
 the moment it gets its name, with its bytes on the disk. It is then listed with its checksum. One
@@ -19,98 +21,23 @@ import hashlib
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.trace_rows import COLUMNS, Trace, Traces, in_memory, mapped
 from trainer.config import RunFault, UserError, require
-from trainer.files import damaged, read_json, write_atomic, write_json
+from trainer.files import damaged, fingerprint, read_json, write_atomic, write_json
 from trainer.lock import lock
 
 if TYPE_CHECKING:
     import datasets
 
-
-def trace_key(
-    ids: list[int], temperature: float, top_k: int, top_p: float, seed: int, sample_index: int
-) -> str:
-    """The key of a row, known before it is generated: prompt ids, sampling and sample index."""
-    sampling = [float(temperature), int(top_k), float(top_p), int(seed), int(sample_index)]
-    return hashlib.sha256(json.dumps([sampling, list(map(int, ids))]).encode()).hexdigest()[:32]
-
-
-@dataclass
-class Trace:
-    """One assistant turn: the rendered context as `prompt_ids`, what came after as `response_ids`.
-
-    `lookahead_ids`: tokens generated past the end, for the exact replay of engine counters.
-    `fixed_ids`: the response the data set holds for the same prompt. `index`: place in the order
-    of the data set. Teacher block, one entry per response token: `teacher_ids` and `teacher_logp`
-    (natural log, normalised over the full vocabulary), `teacher_log_tail` = log(1 - their mass),
-    `tail_ids` and `tail_logp` drawn from the tail; stored as float32.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    source: str  # target, draft, human or mix
-    domain: str
-    conversation_id: str
-    turn: int
-    sample_index: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    finish_reason: str  # eos, length or stop
-    model_hash: str
-    tokenizer_hash: str
-    lookahead_ids: list[int] = field(default_factory=list)
-    fixed_ids: list[int] = field(default_factory=list)
-    prompt_hash: str = ""
-    index: int = 0
-    teacher_ids: list[list[int]] | None = None
-    teacher_logp: list[list[float]] | None = None
-    teacher_log_tail: list[float] | None = None
-    tail_ids: list[list[int]] | None = None
-    tail_logp: list[list[float]] | None = None
-    spec_trace: list[dict[str, object]] | None = None  # records of rounds
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-    @property
-    def key(self) -> str:
-        """`trace_key` of this row: two rows with one key are the same draw."""
-        sampling = (self.temperature, self.top_k, self.top_p, self.seed)
-        return trace_key(self.prompt_ids, *sampling, self.sample_index)
-
-    def check(self) -> None:
-        """Raise UserError for a row that no reader could use."""
-        sources, reasons = "target, draft, human, mix", "eos, length, stop"
-        for name, allowed in (("source", sources), ("finish_reason", reasons)):
-            value = getattr(self, name)
-            require(value in allowed.split(", "), name, f"be one of {allowed}", value)
-        num, tail = len(self.response_ids), (self.tail_ids, self.tail_logp)
-        for block in ((self.teacher_ids, self.teacher_logp, self.teacher_log_tail), tail):
-            sizes = [None if part is None else len(part) for part in block]
-            whole = set(sizes) in ({None}, {num})
-            require(whole, "teacher block", f"have all parts, {num} positions each", sizes)
-
-
 FLUSH_S = 120.0  # a kill loses no more than what was generated since
 
-_REALS = pa.list_(pa.float32())
-_ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
-_ARROW |= {"list[int]": pa.list_(pa.int32()), "list[list[int]]": pa.list_(pa.list_(pa.int32()))}
-_ARROW |= {"list[float]": _REALS, "list[list[float]]": pa.list_(_REALS)}
-_ARROW |= {"list[dict[str, object]]": pa.string()}  # as JSON
-_FIELDS = {item.name: str(item.type).removesuffix(" | None") for item in dataclasses.fields(Trace)}
-_COLUMNS = pa.schema([("key", pa.string())] + [(n, _ARROW[t]) for n, t in _FIELDS.items()])
 _REPEATING = ["source", "domain", "finish_reason", "model_hash", "tokenizer_hash"]
 _STORE = b"draftsmith.store"  # in the metadata of a shard: hash of the identity of its store
 
@@ -245,27 +172,32 @@ class TraceStore:
                 raise
             writer.flush()
 
-    def load(self) -> list[Trace]:
-        """All rows, checked, by (index, prompt_hash, turn, sample_index), whoever wrote them."""
-        traces: list[Trace] = []
-        for table in self._tables():
-            columns = {name: table[name].to_pylist() for name in _FIELDS}
-            columns["spec_trace"] = [text and json.loads(text) for text in columns["spec_trace"]]
-            traces += [Trace(*row) for row in zip(*columns.values(), strict=True)]
-        return sorted(traces, key=lambda t: (t.index, t.prompt_hash, t.turn, t.sample_index, t.key))
+    def load(self) -> Traces:
+        """All rows, checked, by (index, prompt_hash, turn, sample_index), whoever wrote them.
+
+        Rows of a complete store are memory-mapped, those of another are in memory.
+        """
+        if not self.is_complete(()):
+            return Traces.ordered(in_memory(self._tables()))
+        shards = self.shards()
+        for shard in shards:
+            found = fingerprint(self.folder / shard.file)
+            self._compare(shard, found["bytes"], found["sha256"])
+        made_of = [[shard.file, shard.sha256] for shard in shards]
+        return Traces.ordered(mapped(self.folder / "rows.arrow", made_of, self._tables))
 
     def dataset(self) -> datasets.Dataset:
         """All rows, checked, as one data set in memory, in the order of the shards."""
         import datasets
 
-        return datasets.Dataset(pa.concat_tables([_COLUMNS.empty_table(), *self._tables()]))
+        return datasets.Dataset(pa.concat_tables([COLUMNS.empty_table(), *self._tables()]))
 
     def is_complete(self, expected: Collection[str]) -> bool:
         """Whether `finish` has listed exactly these shards and each expected key has its row."""
         manifest = read_json(self.folder / "manifest.json", REMEDY)
         finished = {shard["file"] for shard in manifest["shards"]}
         same = manifest["complete"] and finished == {shard.file for shard in self.shards()}
-        return same and self.done_keys().issuperset(expected)
+        return same and (not expected or self.done_keys().issuperset(expected))
 
     def finish(self) -> None:
         """Mark the store complete, with one manifest for all ranks.
@@ -279,6 +211,7 @@ class TraceStore:
         write_json(self.folder / "manifest.json", manifest)
         for path in (*self.folder.glob("manifest-r*.json"), *self.folder.glob("*.tmp")):
             path.unlink()
+        self.load()  # writes what all processes will map
 
     def listed(self) -> dict[str, Shard]:
         """The shards that the manifest and its parts name, on the disk or not."""
@@ -290,19 +223,24 @@ class TraceStore:
             listed.update({entry["file"]: Shard(**entry) for entry in part["shards"]})
         return listed
 
+    def _compare(self, listed: Shard, num_bytes: int, sha256: str) -> None:
+        if (num_bytes, sha256) != (listed.bytes, listed.sha256):
+            what = "its size or checksum is not that of what was written"
+            raise damaged(self.folder / listed.file, what, REMEDY)
+
     def _read(self, name: str, listed: Shard | None = None) -> tuple[pa.Table, Shard]:
         path = self.folder / name
         data = path.read_bytes()
-        found = (len(data), hashlib.sha256(data).hexdigest())
-        if listed is not None and found != (listed.bytes, listed.sha256):
-            raise damaged(path, "its size or checksum is not that of what was written", REMEDY)
+        sha256 = hashlib.sha256(data).hexdigest()
+        if listed is not None:
+            self._compare(listed, len(data), sha256)
         try:
             table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, f"not readable: {str(error).splitlines()[0]}", REMEDY) from error
         if (table.schema.metadata or {}).get(_STORE) != self.hash.encode():
             raise UserError(f"{path} belongs to another trace store; move or delete it")
-        return table, Shard(name, table.num_rows, found[1], found[0])
+        return table, Shard(name, table.num_rows, sha256, len(data))
 
     def _tables(self) -> Iterator[pa.Table]:
         """Yield the table of each shard, checked, without rows that an earlier shard has."""
@@ -361,9 +299,9 @@ class TraceWriter:
         rows, self._waiting = self._waiting, []  # whatever ends this, no row is written twice
         if not rows:
             return
-        columns = {name: [getattr(row, name) for row in rows] for name in _COLUMNS.names}
+        columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS.names}
         columns["spec_trace"] = [s if s is None else json.dumps(s) for s in columns["spec_trace"]]
-        table = pa.table(columns, schema=_COLUMNS.with_metadata({_STORE: self.store.hash}))
+        table = pa.table(columns, schema=COLUMNS.with_metadata({_STORE: self.store.hash}))
         sink = pa.BufferOutputStream()
         # plain and uncompressed: ids of a large vocabulary hardly shrink, and the budget holds
         layout = {"compression": "none", "use_dictionary": _REPEATING, "write_statistics": False}

@@ -43,7 +43,7 @@ class NaiveBayes(torch.nn.Module):
 
     @classmethod
     def fit(
-        cls, prompts: Sequence[list[int]], labels: Sequence[str], vocab_size: int,
+        cls, prompts: Iterable[list[int]], labels: Sequence[str], vocab_size: int,
         min_confidence: float = 0.0,
     ) -> NaiveBayes:  # fmt: skip
         """Fit the classifier to labelled prompts; UserError where there is only one label."""

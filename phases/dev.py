@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
+import numpy as np
 from torch import nn
 
+from data.trace_rows import chosen, column
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from eval.metrics import per_domain
@@ -20,17 +23,19 @@ DEV_PROMPTS = 48
 DEV_SHARE = 0.125
 
 
-def split_dev(traces: list[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
+def split_dev(traces: Sequence[Trace], seed: int) -> tuple[Sequence[Trace], list[Trace]]:
     """Split traces into (train, dev) by conversation: the checkpoint is chosen on prompts that are
-    neither trained on nor reported."""
+    neither trained on nor reported. dev is a list: its few rows are read many times."""
+    conversations = column(traces, "conversation_id")
     ids = sorted(
-        {trace.conversation_id for trace in traces},
+        set(conversations),
         key=lambda name: hashlib.sha256(f"{seed}-{name}".encode()).hexdigest(),
     )
     count = min(DEV_PROMPTS, max(1, int(len(ids) * DEV_SHARE))) if len(ids) > 1 else 0
     held_out = set(ids[:count])
-    train = [trace for trace in traces if trace.conversation_id not in held_out]
-    return train, [trace for trace in traces if trace.conversation_id in held_out]
+    in_dev = np.array([name in held_out for name in conversations], bool)
+    train, dev = (chosen(traces, np.flatnonzero(rows)) for rows in (~in_dev, in_dev))
+    return train, list(dev)
 
 
 def dev_evaluation(

@@ -7,8 +7,10 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from data.budget import estimate_bytes
 from data.config import DataConfig
@@ -25,6 +27,7 @@ from data.prompts import (
     user_turns,
 )
 from data.render import render
+from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
 from eval.config import EvalConfig, tree_of
@@ -81,7 +84,7 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 def _generate(
     run: Run, plan: GenerationPlan, folder: Path, label: str, served: Target | None = None
-) -> list[Trace]:
+) -> Traces:
     """Generate the traces of `plan`. `served`: another target than the run's, whose text this
     process generates alone. UserError if every prompt is too long."""
     data, accelerator = run.config.data, run.accelerator
@@ -121,7 +124,7 @@ def training_folder(run: Run, prompts: list[Prompt]) -> Path:
     return traces_folder(plan, run.target, run.config.data.cache_dir)
 
 
-def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Trace]:
+def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> Traces:
     """Generate all traces and return those to train on. The report's are generated now as well, by
     all processes, so that errors in its prompts show before the training."""
     if run.config.run.stage is None:
@@ -138,20 +141,24 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> list[Tr
 def contents(
     run: Run,
     drafter: TrainedDrafter,
-    traces: list[Trace],
+    traces: Iterable[Trace],
     texts: Mapping[str, PackedBatches] | None = None,
 ) -> dict[str, str]:
     """Hash what a run is made of; `texts`: raw text by stage."""
-    text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in traces])
+    digest = hashlib.sha256(b"[")  # of the JSON of all rows, one row in memory at a time
+    for i, t in enumerate(traces):
+        row = json.dumps([t.prompt_ids, t.response_ids, t.fixed_ids])
+        digest.update(f"{', ' * (i > 0)}{row}".encode())
+    digest.update(b"]")
     return {
         "target": str(run.target.fingerprint["weights"]),
-        "training text": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "training text": digest.hexdigest()[:16],
         "starting drafter": weights_hash(drafter),
         **{f"raw text of stage {n}": text.fingerprint for n, text in (texts or {}).items()},
     }
 
 
-def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
+def training_traces(run: Run, prompts: list[Prompt]) -> Traces:
     """Generate the target's traces of the training prompts, or read them where they are stored."""
     if (imported := open_imported(run.config.data.traces)) is not None:
         return imported_traces(run, imported, prompts)
@@ -159,7 +166,7 @@ def training_traces(run: Run, prompts: list[Prompt]) -> list[Trace]:
     return _generate(run, plan, training_folder(run, prompts), "training traces")
 
 
-def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> list[Trace]:
+def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Traces:
     """Read the rows of these prompts from an imported store. UserError where they are of another
     target."""
     wanted = json.loads(json.dumps(run.target.fingerprint))
@@ -169,10 +176,11 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> list[
             f"data.traces={store.folder} was imported for another target ({found}): import the log "
             "for this one"
         )
-    chosen = {prompt.hash for prompt in prompts}
-    traces = [trace for trace in store.load() if trace.prompt_hash in chosen]
+    traces, hashes = store.load(), {prompt.hash for prompt in prompts}
+    found = [name in hashes for name in traces.column("prompt_hash")]
+    traces = traces.chosen(np.flatnonzero(found))
     if run.accelerator.is_main_process:
-        drawn = sorted({f"T={trace.temperature:g}" for trace in traces})
+        drawn = sorted({f"T={temperature:g}" for temperature in traces.column("temperature")})
         print(
             f"training traces: {len(traces)} of {store.folder}, imported from "
             f"{store.identity['log']}, {', '.join(drawn)}; nothing is generated for training"
@@ -180,14 +188,18 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> list[
     return traces
 
 
-def refuse_trained(run: Run, traces: list[Trace], held_out: list[Prompt]) -> None:
+def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) -> None:
     """Raise UserError where a held-out prompt is trained on. Prompts that are token ids compare
     with text in their rendered form only."""
-    data, trained = run.config.data, {tuple(trace.prompt_ids) for trace in traces}
-    for prompt in held_out:
-        turn = next(user_turns(prompt))
-        kwargs = data.chat_template_kwargs
-        if tuple(render(turn, run.target.tokenizer, data.system_prompt, kwargs)) in trained:
+    data, tokenizer = run.config.data, run.target.tokenizer
+    rendered = [
+        tuple(render(next(user_turns(p)), tokenizer, data.system_prompt, data.chat_template_kwargs))
+        for p in held_out
+    ]
+    asked = set(rendered)
+    trained = {ids for trace in traces if (ids := tuple(trace.prompt_ids)) in asked}
+    for prompt, ids in zip(held_out, rendered, strict=True):
+        if ids in trained:
             raise UserError(
                 f"DataLeakError: the evaluation prompt {prompt.source} is also a training prompt: "
                 "remove it from one side or name another eval.prompts"
@@ -216,7 +228,8 @@ def evaluation_traces(
     )  # fmt: skip
     folder = traces_folder(plan, served or run.target, run.config.data.cache_dir)
     label = f"evaluation traces T={temperature:g}" + ", trained target" * (served is not None)
-    return _generate(run, plan, folder, label, served), plan
+    # few rows, which are read many times
+    return list(_generate(run, plan, folder, label, served)), plan
 
 
 def check_room(config: EvalConfig, context: int) -> None:

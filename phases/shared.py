@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from data.traces import Trace
@@ -32,7 +32,7 @@ def place(
     made_by: Mapping[str, object],
     settings: TrainerConfig,
     drafter: TrainedDrafter,
-    traces: list[Trace],
+    traces: Iterable[Trace],
 ) -> Path:
     """Name the stage's folder in the cache. `made_by`: the recipe's settings of the stage;
     `drafter`: the one that the stage starts with."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch import nn
@@ -12,6 +13,7 @@ from data.batches import Batch, Batches, preview
 from data.packing import PackedBatches, PackedTraces
 from data.served_states import ServedStates
 from data.teacher import Teacher
+from data.trace_rows import lengths
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
@@ -48,7 +50,7 @@ class StageRun:
     stage: Stage
     number: int
     drafter: TrainedDrafter
-    train: list[Trace]
+    train: Sequence[Trace]
     dev: list[Trace]
     texts: Mapping[str, PackedBatches]
 
@@ -122,7 +124,7 @@ class StageRun:
         """Make the batches of the stage. Returns them behind the text that they come from."""
         data, settings, accelerator = self.stage.data, self.settings, self.run.accelerator
         seed = self.run.config.run.seed
-        if self.stage.row == "control" and any(not t.fixed_ids for t in self.train):
+        if self.stage.row == "control" and not lengths(self.train, "fixed_ids").all():
             data = dataclasses.replace(data, mix={"target": 1.0})
             if accelerator.is_main_process:
                 print("control: cross-entropy on the target's text, since the prompts come without "
@@ -171,7 +173,7 @@ class StageRun:
         if self.stage.shared is None or self.settings.resume != "auto":
             return None
         place = shared.place(
-            self.run, self.stage.shared, self.settings, self.drafter, [*self.train, *self.dev]
+            self.run, self.stage.shared, self.settings, self.drafter, chain(self.train, self.dev)
         )
         shared.restore(self.run, place, self.folder)
         return place

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from data.packing import PackedBatches, check_separation
 from data.prompts import Prompt
 from data.render import fixed_response_ids
+from data.trace_rows import column, num_tokens
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
@@ -177,7 +178,10 @@ def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
 
 
 def build(
-    run: Run, recipe: Recipe, traces: list[Trace], texts: Mapping[str, PackedBatches] | None = None
+    run: Run,
+    recipe: Recipe,
+    traces: Sequence[Trace],
+    texts: Mapping[str, PackedBatches] | None = None,
 ) -> TrainedDrafter:
     """Build a fresh drafter, the same on every rank and when the run is resumed."""
     if recipe.size_search is not None:
@@ -190,7 +194,7 @@ def _search_size(
     run: Run,
     recipe: Recipe,
     search: SizeSearch,
-    traces: list[Trace],
+    traces: Sequence[Trace],
     texts: Mapping[str, PackedBatches],
 ) -> None:
     """Choose the drafter's size: train the first stage shortly for each shape, in a folder that
@@ -199,7 +203,7 @@ def _search_size(
     train, dev = split_dev(traces, run.config.run.seed)
     if not dev:
         raise UserError("method.search_parameters compares on held-out prompts: name more prompts")
-    made_of = [run.config.identity(), [t.key for t in traces], run.target.fingerprint]
+    made_of = [run.config.identity(), column(traces, "key"), run.target.fingerprint]
     made_of += [text.fingerprint for text in texts.values()]
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     folder = Path(run.config.data.cache_dir) / "size_search" / digest
@@ -249,7 +253,7 @@ def train_stages(
     run: Run,
     recipe: Recipe,
     base: TrainedDrafter,
-    traces: list[Trace],
+    traces: Sequence[Trace],
     texts: Mapping[str, PackedBatches] | None = None,
 ) -> tuple[dict[str, TrainedDrafter], dict[str, FitResult]]:
     """Train every stage, starting with the drafter `base`. `texts`: from `raw_texts`. Returns the
@@ -276,9 +280,9 @@ def train_stages(
     return rows, results
 
 
-def check_context(drafter: TrainedDrafter, traces: list[Trace]) -> None:
+def check_context(drafter: TrainedDrafter, traces: Sequence[Trace]) -> None:
     """Refuse texts that are longer than the context of a drafter that reads text alone."""
-    longest = max(t.num_tokens for t in traces)
+    longest = int(num_tokens(traces).max())
     context = drafter.context if isinstance(drafter, CausalLMDrafter) else longest
     if longest > context:
         raise UserError(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -31,6 +32,7 @@ from torch import nn
 
 from data.batches import Batch
 from data.request_log import RequestLog
+from data.trace_rows import chosen, column
 from data.traces import Trace
 from drafters.bank import DrafterBank, NaiveBayes
 from drafters.base import TrainedDrafter
@@ -172,7 +174,7 @@ class Recipe(base.Recipe):
         traces = self._online.stream.traces
         # the prompts of the whole stream, as a labelled set that is known before it begins
         router = NaiveBayes.fit(
-            [t.prompt_ids for t in traces], [t.domain for t in traces],
+            (t.prompt_ids for t in traces), column(traces, "domain"),
             self.target.vocab_size, self.config.min_confidence,
         )  # fmt: skip
         bank = DrafterBank.copies_of(check_kind(start.drafter, CausalLMDrafter, "osd"), router)
@@ -193,7 +195,8 @@ class OnlineObjective(Objective):
 
     def begin(self, start: Start) -> None:
         """Open the stream, in the order of the prompts, and take the drafters to compare with."""
-        traces = sorted(start.traces, key=lambda t: (t.index, t.sample_index, t.turn))
+        places = [column(start.traces, name) for name in ("turn", "sample_index", "index")]
+        traces = chosen(start.traces, np.lexsort(places))
         names = {"before": "static", "offline": "offline"}
         self.references = {names[row]: d for row, d in start.drafters.items() if row in names}
         self.max_steps = start.max_steps
@@ -205,7 +208,7 @@ class OnlineObjective(Objective):
         self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
         drafter = check_kind(start.drafters["before"], CausalLMDrafter, "osd")
         room = start.max_new_tokens + self.config.K
-        check_context(drafter, [t.prompt_ids for t in traces], room)
+        check_context(drafter, traces, room)
         self.stream = Stream(
             self.config, self.target, traces, self.references, start.max_new_tokens,
             min(self.target.context, drafter.context),

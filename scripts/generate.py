@@ -42,8 +42,9 @@ def main(arguments: list[str]) -> int:
         prompts, _ = generate.choose_prompts(config)
         traces = generate.training_traces(this, prompts)
         if this.accelerator.is_main_process:
-            tokens = sum(len(trace.response_ids) for trace in traces)
-            ended = sum(trace.finish_reason != "length" for trace in traces) / max(1, len(traces))
+            tokens = traces.lengths("response_ids").sum()
+            ended = sum(reason != "length" for reason in traces.column("finish_reason"))
+            ended /= max(1, len(traces))
             print(
                 f"{len(traces)} traces, {tokens} tokens, {ended:.0%} ended by themselves: "
                 f"{generate.training_folder(this, prompts)}"

@@ -15,9 +15,11 @@ rows. A share of them is held out for the report (data.eval_share), or eval.prom
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.imported import import_log
+from data.trace_rows import column, lengths
 from data.traces import Trace
 from phases import run
 from recipes.base import NoMethod
@@ -57,14 +59,16 @@ def resolve(arguments: list[str]) -> Config:
     return config
 
 
-def counts(traces: list[Trace]) -> str:
+def counts(traces: Sequence[Trace]) -> str:
     """Rows and response tokens, in total and by domain and temperature."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for trace in traces:
-        name = f"{trace.domain} T={trace.temperature:g}"
+    sampled = zip(column(traces, "domain"), column(traces, "temperature"), strict=True)
+    sizes = lengths(traces, "response_ids").tolist()
+    for (domain, temperature), size in zip(sampled, sizes, strict=True):
+        name = f"{domain} T={temperature:g}"
         rows[name] += 1
-        tokens[name] += len(trace.response_ids)
+        tokens[name] += size
     parts = [f"{name} {rows[name]} rows, {tokens[name]} tokens" for name in sorted(rows)]
     return f"{len(traces)} rows, {sum(tokens.values())} tokens ({'; '.join(parts)})"
 

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError
 
 from data.batches import Batch, collate
+from data.trace_rows import lengths
+from data.traces import Trace
 from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
@@ -397,10 +399,10 @@ class Clock:
         return spent
 
 
-def check_context(drafter: CausalLMDrafter, prompts: Sequence[list[int]], room: int) -> None:
+def check_context(drafter: CausalLMDrafter, traces: Sequence[Trace], room: int) -> None:
     """Refuse prompts that do not fit into the drafter's positions with `room` more tokens."""
     context = drafter.context
-    longest = max(map(len, prompts), default=0)
+    longest = int(lengths(traces, "prompt_ids").max(initial=0))
     if longest + room > context:
         raise UserError(
             f"ContextError: a prompt of {longest} tokens and {room} new ones do not fit into the "

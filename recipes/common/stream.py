@@ -61,7 +61,7 @@ class Stream:
         max_new_tokens: int,
         context: int,
     ):
-        self.config, self.target, self.traces = config, target, list(traces)
+        self.config, self.target, self.traces = config, target, traces
         self.references, self.processes = references, PartialState()
         self.server = Server(target, config.K, max_new_tokens)
         self.target_logits: dict[int, torch.Tensor] = {}

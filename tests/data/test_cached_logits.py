@@ -53,3 +53,13 @@ def test_unknown_text_is_left_to_the_live_target(target):
     assert CachedLogits(target, TRACES, ("draft",)).fits() is False
     assert kept.fits() is True
     assert kept.fits(limit_bytes=10) is False
+
+
+def test_a_large_store_is_not_read_to_see_that_it_does_not_fit(target):
+    """Its rows would be held as Python lists, whatever their number."""
+
+    def rows():
+        yield from TRACES[:3]
+        raise AssertionError("read on")
+
+    assert CachedLogits(target, rows(), ("target",)).fits(limit_bytes=10) is False

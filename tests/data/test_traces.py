@@ -19,7 +19,8 @@ import pytest
 
 from data import traces as traces_module
 from data.budget import check_budget, estimate_bytes
-from data.traces import Trace, TraceIdentity, TraceStore, trace_key
+from data.trace_rows import trace_key
+from data.traces import Trace, TraceIdentity, TraceStore
 from trainer.config import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -585,6 +586,7 @@ def test_estimate_is_close_to_the_bytes_on_disk(
                 block["tail_logp"] = generator.random((new_tokens, samples)).tolist()
             hashes = {"prompt_hash": f"{number:064}", "conversation_id": f"{number:064}"}
             writer.add(make(number, **block, **hashes))
+    store.finish()
     real = sum(path.stat().st_size for path in tmp_path.iterdir())
     estimate = estimate_bytes(rows, prompt_tokens, new_tokens, top_k, samples)
     assert abs(estimate - real) < 0.15 * real
@@ -601,8 +603,8 @@ def test_budget_is_printed_and_refused_when_too_large(tmp_path, capsys):
         check_budget(folder, 10**18)
 
 
-def test_loading_makes_a_few_calls_for_a_row_and_none_for_a_token(tmp_path):
-    """So that thousands of rows load in a fraction of a second."""
+def test_loading_makes_no_call_for_a_row(tmp_path):
+    """So that millions of rows load in seconds."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 150_000, (1000, 200)).tolist()
     store = TraceStore.open(tmp_path, IDENTITY)
@@ -616,7 +618,7 @@ def test_loading_makes_a_few_calls_for_a_row_and_none_for_a_token(tmp_path):
     finally:
         sys.setprofile(None)
     assert len(rows) == 1000
-    assert len(calls) < 30 * len(rows)
+    assert len(calls) < len(rows)
 
 
 @pytest.mark.parametrize("fault", [RunFault("a server is gone"), SystemExit(75)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import json
 
 import pytest
 import torch
@@ -106,6 +108,15 @@ def test_a_folder_is_not_gone_on_in_with_other_contents(given, tiny_folder, name
     with pytest.raises(UserError, match=f"was begun with another {named} under the same name"):
         claim(given[0], ["train.py"], contents(given[0], *given[3:]))
     assert {path: path.read_bytes() for path in given[0].folder.iterdir()} == before
+
+
+def test_the_text_is_hashed_as_one_json_list(given):
+    """Runs and shared stages of earlier versions are found again."""
+    rows = [trace([5, 6], [7], [8]), trace([], [9])]
+    for some in (rows, rows[:1], []):
+        text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in some])
+        expected = hashlib.sha256(text.encode()).hexdigest()[:16]
+        assert contents(given[0], given[3], iter(some))["training text"] == expected
 
 
 def test_a_shared_stage_that_is_damaged_is_named_and_not_taken(given, tmp_path, capsys):
