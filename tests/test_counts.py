@@ -17,7 +17,7 @@ STEPS = 4
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal",
          "aten._unique2", "aten.unique_consecutive", "aten.unique_dim")  # fmt: skip
 INDEXED = ("aten.index", "aten.index_put", "aten.index_put_")  # where an index is a mask
-CHUNKED = ("trainer.chunked", "recipes.common.heads", "recipes.specdecpp")
+CHUNKED = ("trainer.chunked", "recipes.specdecpp")
 
 
 class Waits(TorchDispatchMode):

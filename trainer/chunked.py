@@ -19,9 +19,23 @@ from trainer.config import require
 from trainer.divergence import Divergence, complain
 from trainer.fused import fused
 from trainer.losses import both_log_probs, ce_hard, warm, wide
+from trainer.memory import free_bytes
 
 # Size of one [chunk, V] tensor, 64 MiB in float32. A divergence holds up to a dozen of them.
 CHUNK_ELEMENTS = 2**24
+# On a GPU a chunk reads and writes the gradient of the whole head once, so that few rows a chunk
+# are bound by memory; 3,533 rows of 151,936 tokens are not.
+MOST_ELEMENTS = 2**29
+
+
+def chunk_elements(device: torch.device) -> int:
+    """The size of one [chunk, V] tensor: a dozen in float32 take at most three quarters of the free
+    memory. A power of two, so that a little more or less of it leaves the order of sums alone."""
+    free = free_bytes(device)
+    if free is None:
+        return CHUNK_ELEMENTS
+    fits = 1 << (free // 64).bit_length() - 1
+    return max(CHUNK_ELEMENTS, min(fits, MOST_ELEMENTS))
 
 
 @dataclass
@@ -145,7 +159,7 @@ def chunked_divergence(
     plain = replace(head, weight=weight, bias=bias, vocab_size=None, blocked=None)
     if chunk_positions is None:
         widest = len(weight) if head.kept is None else int(head.kept[-1]) + 1  # the target's
-        chunk_positions = max(1, CHUNK_ELEMENTS // widest)
+        chunk_positions = max(1, chunk_elements(states.device) // widest)
     require(chunk_positions >= 1, "chunk_positions", "be >= 1", chunk_positions)
     starts = range(0, len(labels), chunk_positions)
     spans = [slice(i, min(i + chunk_positions, len(labels))) for i in starts]

@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
-from trainer.chunked import OutputHead, ReducedLogits
+from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_elements
 from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES
+from trainer.memory import free_bytes
 
 N, D, V = 7, 4, 12
 KEPT = [0, 2, 3, 5, 8, 9, 11]
@@ -236,6 +237,41 @@ def test_logits_live_one_chunk_at_a_time(name, frozen):
         ).total.backward()  # fmt: skip
     assert max(map(math.prod, watch.shapes)) == chunk * vocab < num * width * vocab
     assert (chunk, vocab) in watch.shapes
+
+
+@pytest.mark.parametrize(
+    ("free", "rows"),
+    [(None, 110), (2**30, 110), (20 * 10**9, 1766), (40 * 10**9, 3533), (10**12, 3533)],
+)
+def test_a_chunk_is_as_large_as_the_free_memory_allows(free, rows, monkeypatch):
+    """At a vocabulary of 151,936; memory that nobody knows of gives 64 MiB a tensor."""
+    monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
+    elements = chunk_elements(torch.device("cuda"))
+    assert elements // 151_936 == rows
+    assert free is None or elements == CHUNK_ELEMENTS or 12 * 4 * elements <= 0.75 * free
+
+
+def test_a_loss_reads_the_free_memory_once_for_all_chunks(monkeypatch):
+    asked, spans = [], []
+
+    def free_bytes(device):
+        asked.append(device)
+        return 2**10
+
+    def get(span):
+        spans.append(span)
+        return teacher[span]
+
+    states, head, teacher, labels, _ = _problem()
+    monkeypatch.setattr("trainer.chunked.free_bytes", free_bytes)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 2 * V)
+    chunked_divergence("fkl", states, head, get, labels)
+    assert asked == [states.device]
+    assert len(spans) == 4
+
+
+def test_a_cpu_has_no_free_memory_to_divide():
+    assert free_bytes(torch.device("cpu")) is None
 
 
 def test_frozen_head_gets_no_gradient_and_no_room_for_one():

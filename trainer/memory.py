@@ -1,0 +1,15 @@
+"""How much memory a device has to give, from which the sizes of chunks follow."""
+
+from __future__ import annotations
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The bytes that this process can still allocate on a CUDA device, with those that its
+    allocator holds and does not use. None for any other device: a CPU's memory is shared with
+    others. The host asks the driver, it does not wait for the device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
