@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from tests.commands import command, own_words, write_jsonl
+from trainer.chunked import OutputHead, chunked_divergence
+from trainer.divergence import DIVERGENCES
 from trainer.loop import Fit
 
 STEPS = 4
@@ -78,3 +80,18 @@ def test_a_step_waits_equally_often_whatever_its_texts_and_chunks(
         _, *later = steps  # the first one may set things up
         assert all(found == later[0][1] for _, found in later), steps
     assert len({width for steps in by_stage.values() for width, _ in steps}) > 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_loss_in_chunks_waits_for_no_device(name, kept, monkeypatch):
+    """Nor does its backward pass. Whether it is sound is known when its number is read."""
+    monkeypatch.setattr("trainer.chunked.shows_numbers_at_once", lambda device: False)
+    states, teacher = torch.randn(7, 4, requires_grad=True), torch.randn(7, 10 if kept else 5)
+    weight, ids = torch.randn(5, 4, requires_grad=True), torch.arange(0, 10, 2)
+    head, labels = OutputHead(weight, kept=ids if kept else None), torch.zeros(7, dtype=torch.long)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 30)
+    with Waits() as waits:
+        divergence = DIVERGENCES[name]()
+        chunked_divergence(divergence, states, head, teacher.__getitem__, labels).total.backward()
+    assert not waits.found

@@ -41,6 +41,7 @@ from trainer import fsdp2, lora, zero
 from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.device import shows_numbers_at_once
 from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
 from trainer.progress import Progress
@@ -273,7 +274,7 @@ class Fit(Generic[B, O, C]):
                 accelerator.backward(loss)
             record.losses.append(loss.detach())
         self.window.add(record, self.placement.clip(self.model))
-        if self.alone and accelerator.device.type == "cpu":  # where looking costs nothing
+        if self.alone and shows_numbers_at_once(accelerator.device):
             self.window.settle()
         self.optimizer.step()
         self.optimizer.zero_grad()

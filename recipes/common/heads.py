@@ -30,9 +30,9 @@ from trainer.chunked import (
     chunked_divergence,
 )
 from trainer.config import UserError, require
+from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.losses import LossOutput, position_weights
-from trainer.memory import free_bytes
 
 Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, denominator, weight
 

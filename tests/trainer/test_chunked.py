@@ -11,8 +11,8 @@ from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
 from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_elements
 from trainer.config import RunFault, UserError
+from trainer.device import free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
-from trainer.memory import free_bytes
 
 N, D, V = 7, 4, 12
 KEPT = [0, 2, 3, 5, 8, 9, 11]
@@ -191,6 +191,32 @@ def test_infinite_divergence_is_a_fault_that_names_the_remedy():
         chunked_divergence("rkl", states, head, teacher.__getitem__, labels, chunk_positions=2)
     out = chunked_divergence("tvd", states, head, teacher.__getitem__, labels)
     torch.testing.assert_close(out.overlap, 1 - out.values)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_where_a_look_costs_a_wait_only_what_is_broken_becomes_nan(name, monkeypatch):
+    """The loop finds it in the loss when a line is due."""
+    states, head, teacher, labels, weights = _problem(weights=True)
+    sound = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    for module in ("chunked", "divergence"):
+        monkeypatch.setattr(f"trainer.{module}.shows_numbers_at_once", lambda device: False)
+    same = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    assert same.values.equal(sound.values)
+    assert same.total.equal(sound.total)
+    teacher[5, 2] = math.nan
+    weights[5] = 0
+    out = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    assert out.total.isnan()
+    for values in (out.values, out.overlap):
+        assert values.isnan().tolist() == [i == 5 for i in range(N)]
+    teacher[5, 2] = -math.inf
+    values = divergence("rkl", head.logits(states), teacher)
+    assert values.isnan().tolist() == [i == 5 for i in range(N)]
+
+
+def test_a_look_is_free_on_a_cpu_alone():
+    assert shows_numbers_at_once(torch.device("cpu"))
+    assert not shows_numbers_at_once(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -1,4 +1,4 @@
-"""How much memory a device has to give, from which the sizes of chunks follow."""
+"""What a device has and can do, where the arithmetic of a training depends on it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + held
+
+
+def shows_numbers_at_once(device: torch.device) -> bool:
+    """Whether the host can look at a number without a wait for work that runs beside it."""
+    return device.type == "cpu"
