@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn import functional as F
 
 from trainer.config import require
-from trainer.device import free_bytes, shows_numbers_at_once
+from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import Divergence, complain
 from trainer.fused import fused
 from trainer.losses import both_log_probs, ce_hard, warm, wide
@@ -367,7 +367,10 @@ def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tens
         by_bias[:width] += by_logits.sum(0, dtype=by_bias.dtype)
     if by_weight is not None and by_weight.dtype == by_logits.dtype:
         by_weight[:width].addmm_(by_logits.T, rows)
-    elif by_weight is not None:  # autocast: the product has another dtype, so take it in pieces
+    elif by_weight is not None and adds_products_in_float32(by_weight.device):  # autocast
+        into_rows = by_weight[:width]
+        torch.addmm(into_rows, by_logits.T, rows, out_dtype=torch.float32, out=into_rows)
+    elif by_weight is not None:  # the product has another dtype, so take it in pieces
         block = max(1, CHUNK_ELEMENTS // rows.shape[1])
         for i in range(0, width, block):
             by_weight[i : min(i + block, width)] += by_logits[:, i : i + block].T @ rows

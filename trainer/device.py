@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
@@ -18,3 +20,16 @@ def free_bytes(device: torch.device) -> int | None:
 def shows_numbers_at_once(device: torch.device) -> bool:
     """Whether the host can look at a number without a wait for work that runs beside it."""
     return device.type == "cpu"
+
+
+@functools.cache
+def adds_products_in_float32(device: torch.device) -> bool:
+    """Whether the device adds a product of bfloat16 matrices to a float32 sum in one pass, without
+    rounding it to bfloat16 first. torch has this for some devices, so a small product is tried."""
+    total = torch.ones(16, 16, device=device)
+    factor = torch.full_like(total, 1 + 2**-7, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+        return bool((total == 1 + 16 * (1 + 2**-7) ** 2).all())
+    except RuntimeError:
+        return False

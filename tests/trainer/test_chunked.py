@@ -11,7 +11,7 @@ from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
 from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_elements
 from trainer.config import RunFault, UserError
-from trainer.device import free_bytes, shows_numbers_at_once
+from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
 
 N, D, V = 7, 4, 12
@@ -357,6 +357,54 @@ def test_bfloat16_projects_in_bfloat16_and_takes_the_softmax_in_float32(autocast
     for mine, plain in pairs:
         assert mine.dtype == plain.dtype
         torch.testing.assert_close(mine, plain, rtol=2e-2, atol=3e-3)  # sums of bfloat16 products
+
+
+class WideProducts(TorchDispatchMode):
+    """A device that adds products of bfloat16 matrices to a float32 sum."""
+
+    def __init__(self, rounded=False):
+        super().__init__()
+        self.rounded, self.shapes = rounded, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.dtype_out:
+            total, left, right, _ = args
+            assert total is kwargs["out"]
+            self.shapes.append(tuple(total.shape))
+            product = left @ right if self.rounded else left.float() @ right.float()
+            return total.add_(product)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_heads_gradient_is_summed_in_float32_where_the_device_can(monkeypatch):
+    states, head, teacher, labels, _ = _problem(torch.float32, padding=2)
+
+    def by_weight():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = chunked_divergence(
+                "jsd", states, head, teacher.__getitem__, labels, chunk_positions=2
+            )
+        return torch.autograd.grad(out.total, head.weight)[0]
+
+    plain = by_weight()
+    monkeypatch.setattr("trainer.chunked.adds_products_in_float32", lambda device: True)
+    with WideProducts() as products:
+        exact = by_weight()
+    assert products.shapes == [(V, D)] * 4  # a chunk each, without the padding
+    torch.testing.assert_close(exact, plain, rtol=2e-2, atol=3e-3)
+    with WideProducts(rounded=True):
+        torch.testing.assert_close(by_weight(), plain, rtol=1e-6, atol=1e-7)
+    assert not exact.equal(plain)
+
+
+def test_whether_products_are_summed_in_float32_is_tried_on_the_device():
+    tried = adds_products_in_float32.__wrapped__
+    cpu = torch.device("cpu")
+    assert not tried(cpu)
+    with WideProducts():
+        assert tried(cpu)
+    with WideProducts(rounded=True):
+        assert not tried(cpu)
 
 
 def test_unusable_inputs_are_refused():
