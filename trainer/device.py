@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,3 +35,23 @@ def adds_products_in_float32(device: torch.device) -> bool:
         return bool((total == 1 + 16 * (1 + 2**-7) ** 2).all())
     except RuntimeError:
         return False
+
+
+def computes_in_bfloat16(precision: str, cuda: bool) -> bool:
+    """Whether `trainer.precision` means bfloat16 on a CUDA device, or on one of another kind: auto
+    does so on a GPU that has it, and keeps to float32 on a CPU, which computes bfloat16 slowly."""
+    if precision == "auto":
+        return cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision == "bf16"
+
+
+@contextmanager
+def tensor_cores(precision: str) -> Iterator[None]:
+    """Inside, `trainer.precision=auto` lets CUDA round the factors of float32 products to TF32, of
+    10 bits. It is for training steps: an evaluation compares logits that lie close together."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or precision == "auto"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
