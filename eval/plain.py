@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TypedDict, TypeVar
@@ -14,6 +15,7 @@ from eval.engine import Speculated
 from target.model import Target
 from target.sampling import Sampling
 from trainer.chunked import OutputHead, chunked_divergence
+from trainer.config import RunFault
 from trainer.divergence import DIVERGENCES
 from trainer.shift import supervised
 
@@ -52,6 +54,8 @@ def next_token_loss(target: Target, traces: Sequence[Trace], batch_size: int = 1
         loss = chunked_divergence(DIVERGENCES["ce_hard"](), picked, target.head, None, labels)
         total += float(loss.total)
         count += len(labels)
+    if not math.isfinite(total):
+        raise RunFault("logits of the target contain NaN or Inf at a position of a response")
     return total / count
 
 

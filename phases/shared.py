@@ -21,6 +21,7 @@ from phases.generate import contents
 from phases.run import Run
 from trainer.checkpoint import best_dir, is_whole, step_dir
 from trainer.config import FREE_SETTINGS, SCHEMA, RunFault, TrainerConfig, UserError
+from trainer.device import computes_in_bfloat16
 from trainer.files import read_json, whole_folder
 from trainer.loop import placement
 
@@ -43,6 +44,10 @@ def place(
         "method": made_by, "trainer": of_trainer, "seed": config.run.seed, "depth": config.eval.K,
         "features": [config.data.features, config.data.features_dtype],
         "processes": run.accelerator.num_processes,
+        # of which trainer.precision=auto is another one on a GPU than on a CPU
+        "bfloat16": computes_in_bfloat16(
+            settings.precision, run.accelerator.device.type == "cuda"
+        ),
         "distributed": placement(run.accelerator, settings).name,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]

@@ -475,14 +475,20 @@ def test_weights_that_are_not_numbers_stop_the_run(refused, tmp_path):
     assert not (tmp_path / "run" / "report.json").exists()
 
 
-def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path):
-    """One prompt: nothing is held out, so that training sees the NaN before any evaluation."""
+@pytest.mark.parametrize(
+    ("at_once", "says"), [(True, "logits of the draft contain NaN"), (False, "nan at step 1: ")]
+)
+def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path, monkeypatch, at_once, says):
+    """One prompt: nothing is held out, so that training sees the NaN before any evaluation. Where a
+    look costs a wait, it is found when the second step is logged, and the first one named."""
+    for module in ("chunked", "divergence", "loop"):
+        monkeypatch.setattr(f"trainer.{module}.shows_numbers_at_once", lambda device: at_once)
     broken = save_tiny(tmp_path / "broken", "llama", layers=1, width=16)
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"][0] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     words = (f"model.drafter={broken}", "data.num_prompts=1", "trainer.batch_size=1")
-    refused(*words, says="NaN", code=3, written=True)
+    refused(*words, "trainer.log_every=2", says=says, code=3, written=True)
     saved = load_file(next((tmp_path / "run").rglob("nan_batch.safetensors")))
     assert saved["input_ids"].shape == saved["loss_mask"].shape
     assert saved["loss_mask"].any()

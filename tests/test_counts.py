@@ -24,7 +24,9 @@ from target.sampling import Sampling
 from tests.commands import command, own_words, write_jsonl
 from tests.counting import VOCABULARY, Counting, target_of_8b
 from tests.kernels import chosen_as_on_a_gpu
+from trainer.chunked import OutputHead, chunked_divergence
 from trainer.config import TrainerConfig
+from trainer.divergence import DIVERGENCES
 from trainer.loop import Fit, make_optimizer
 
 STEPS = 4
@@ -32,7 +34,7 @@ STEPS = 4
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal",
          "aten._unique2", "aten.unique_consecutive", "aten.unique_dim")  # fmt: skip
 INDEXED = ("aten.index", "aten.index_put", "aten.index_put_")  # where an index is a mask
-CHUNKED = ("trainer.chunked", "recipes.common.heads", "recipes.specdecpp")
+CHUNKED = ("trainer.chunked", "recipes.specdecpp")
 
 
 class Waits(TorchDispatchMode):
@@ -142,7 +144,6 @@ def trace_of(prompt, response):
 def counting():
     with pytest.MonkeyPatch.context() as patch, chosen_as_on_a_gpu(), Counting() as counts:
         patch.setattr("trainer.chunked.CHUNK_ELEMENTS", CHUNK)
-        patch.setattr("recipes.common.heads.CHUNK_ELEMENTS", CHUNK, raising=False)
         patch.setattr("eval.offline.CHUNK_ELEMENTS", CHUNK)
         patch.setattr("recipes.common.heads.KEEP_TEACHER_BYTES", KEPT_TEACHER)
         yield counts
@@ -279,3 +280,18 @@ def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted):
     share = useful / (counts.products + counts.attention)
     print(f"useful share of all operations, {drafted or 'all'} drafted: {share:.3f}")
     assert 0.9 <= share <= 1.001
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_loss_in_chunks_waits_for_no_device(name, kept, monkeypatch):
+    """Nor does its backward pass. Whether it is sound is known when its number is read."""
+    monkeypatch.setattr("trainer.chunked.shows_numbers_at_once", lambda device: False)
+    states, teacher = torch.randn(7, 4, requires_grad=True), torch.randn(7, 10 if kept else 5)
+    weight, ids = torch.randn(5, 4, requires_grad=True), torch.arange(0, 10, 2)
+    head, labels = OutputHead(weight, kept=ids if kept else None), torch.zeros(7, dtype=torch.long)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 30)
+    with Waits() as waits:
+        divergence = DIVERGENCES[name]()
+        chunked_divergence(divergence, states, head, teacher.__getitem__, labels).total.backward()
+    assert not waits.found

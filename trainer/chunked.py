@@ -7,8 +7,10 @@ gradients are those of the divergence on all positions together.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -16,12 +18,26 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn import functional as F
 
 from trainer.config import require
+from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import Divergence, complain
 from trainer.fused import fused
 from trainer.losses import both_log_probs, ce_hard, warm, wide
 
 # Size of one [chunk, V] tensor, 64 MiB in float32. A divergence holds up to a dozen of them.
 CHUNK_ELEMENTS = 2**24
+# On a GPU a chunk reads and writes the gradient of the whole head once, so that few rows a chunk
+# are bound by memory; 3,533 rows of 151,936 tokens are not.
+MOST_ELEMENTS = 2**29
+
+
+def chunk_elements(device: torch.device) -> int:
+    """The size of one [chunk, V] tensor: a dozen in float32 take at most three quarters of the free
+    memory. A power of two, so that a little more or less of it leaves the order of sums alone."""
+    free = free_bytes(device)
+    if free is None:
+        return CHUNK_ELEMENTS
+    fits = 1 << (free // 64).bit_length() - 1
+    return max(CHUNK_ELEMENTS, min(fits, MOST_ELEMENTS))
 
 
 @dataclass
@@ -38,9 +54,11 @@ class OutputHead:
     transform: Callable[[Tensor], Tensor] | None = None
     vocab_size: int | None = None  # true vocabulary of a padded head; not together with `kept`
     blocked: Tensor | None = None  # `weight` again, see `blocked_linear`; for logits without grad
+    target_width: int = field(init=False)  # target ids that logits in chunks go over, at least
 
     def __post_init__(self) -> None:
         width = self.weight.shape[0]
+        self.target_width = self.vocab_size or width
         if self.vocab_size is not None:
             good = self.kept is None and 0 < self.vocab_size <= width
             rule = f"lie in 1..{width} and stand without a reduced vocabulary"
@@ -53,6 +71,7 @@ class OutputHead:
             good = self.kept.shape == (width,) and bool((self.kept.diff() > 0).all())
             rule = f"be {width} ascending ids, one for each row of the head"
             require(good, "kept", rule, tuple(self.kept.shape))
+            self.target_width = int(self.kept[-1]) + 1
 
     def logits(self, states: Tensor) -> Tensor:
         """states: [..., d] float -> [..., W or vocab_size], all at once and through autograd."""
@@ -121,7 +140,8 @@ def chunked_divergence(
     *,
     chunk_positions: int | None = None,
 ) -> ChunkedLoss:
-    """`divergence` of head.logits(states), chunk by chunk, with the same errors.
+    """`divergence` of head.logits(states), chunk by chunk, with the same errors on a CPU. On a
+    device that the host would have to wait for, what is not sound is NaN instead.
 
     states: [N, d] float; labels: [N] int64 target ids; weights: [N] float, no gradient, default 1.
     teacher(span) gives the target's logits [n, V] of states[span], or what head.kept needs of them;
@@ -132,7 +152,7 @@ def chunked_divergence(
     whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
 
     The gradients are complete when this returns; backward only scales them, in place, so it can run
-    once. Costs a few host syncs a chunk.
+    once.
     """
     name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
@@ -142,10 +162,10 @@ def chunked_divergence(
         dtype = torch.get_autocast_dtype(device)
     weight = head.weight.detach()[: head.vocab_size].to(dtype)
     bias = None if head.bias is None else head.bias.detach()[: head.vocab_size].to(dtype)
-    plain = replace(head, weight=weight, bias=bias, vocab_size=None, blocked=None)
+    plain = copy.copy(head)  # `replace` would check `kept` again, for which the host waits
+    plain.weight, plain.bias, plain.vocab_size, plain.blocked = weight, bias, None, None
     if chunk_positions is None:
-        widest = len(weight) if head.kept is None else int(head.kept[-1]) + 1  # the target's
-        chunk_positions = max(1, CHUNK_ELEMENTS // widest)
+        chunk_positions = max(1, chunk_elements(states.device) // head.target_width)
     require(chunk_positions >= 1, "chunk_positions", "be >= 1", chunk_positions)
     starts = range(0, len(labels), chunk_positions)
     spans = [slice(i, min(i + chunk_positions, len(labels))) for i in starts]
@@ -250,7 +270,10 @@ class _Chunked(torch.autograd.Function):
                 _fold(job, by_logits, states, span, *gradients)
                 del by_logits
             del chunk, found, others  # before the next chunk needs the room
-        if not bool(good.all()):
+        if not shows_numbers_at_once(good.device):
+            values.masked_fill_(~good, math.nan)
+            shared.masked_fill_(~good, math.nan)
+        elif not bool(good.all()):
             _complain(job, states, good, mean_reward)
         ctx.save_for_backward(*gradients)  # type: ignore[arg-type] - None is allowed
         ctx.mark_non_differentiable(values, shared, match, counted)
@@ -344,7 +367,10 @@ def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tens
         by_bias[:width] += by_logits.sum(0, dtype=by_bias.dtype)
     if by_weight is not None and by_weight.dtype == by_logits.dtype:
         by_weight[:width].addmm_(by_logits.T, rows)
-    elif by_weight is not None:  # autocast: the product has another dtype, so take it in pieces
+    elif by_weight is not None and adds_products_in_float32(by_weight.device):  # autocast
+        into_rows = by_weight[:width]
+        torch.addmm(into_rows, by_logits.T, rows, out_dtype=torch.float32, out=into_rows)
+    elif by_weight is not None:  # the product has another dtype, so take it in pieces
         block = max(1, CHUNK_ELEMENTS // rows.shape[1])
         for i in range(0, width, block):
             by_weight[i : min(i + block, width)] += by_logits[:, i : i + block].T @ rows

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.checks import require
 from trainer.config import RunFault, UserError
+from trainer.device import shows_numbers_at_once
 from trainer.losses import (
     FORMULAS,
     CompressedTeacher,
@@ -97,11 +98,14 @@ class Divergence:
         compressed teacher gives, for fkl, the cross-entropy: the gradient is that of fkl, the value
         is larger by the entropy of p. With approx="bucket" its tail is one token and the value a
         lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Raises
-        RunFault where a value is infinite, not a number or negative. Costs one host sync.
+        RunFault where a value is infinite, not a number or negative; on a device that the host
+        would have to wait for, such a value is NaN instead.
         """
         values, good = self.unchecked(
             draft_logits, teacher, labels, approx=approx, mean_reward=mean_reward
         )
+        if not shows_numbers_at_once(good.device):
+            return torch.where(good, values, math.nan)
         if not bool(good.all()):
             self.complain(draft_logits, teacher, values.detach())
         return values

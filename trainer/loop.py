@@ -34,13 +34,14 @@ from typing import Generic
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import gather_object, parse_flag_from_env, set_seed
 from torch import nn
 
 from trainer import fsdp2, lora, zero
 from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.device import computes_in_bfloat16, shows_numbers_at_once, tensor_cores
 from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
 from trainer.progress import Progress
@@ -64,9 +65,12 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
     apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
     # with cpu=True accelerate ignores DeepSpeed, which finds the devices by itself
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    cpu = (bool(cpu) or gloo or apple) and not deepspeed
+    cuda = torch.cuda.is_available() and not (cpu or parse_flag_from_env("ACCELERATE_USE_CPU"))
+    bfloat16 = computes_in_bfloat16(config.precision, cuda) and not deepspeed
     accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" and not deepspeed else "no",
-        cpu=(bool(cpu) or gloo or apple) and not deepspeed,
+        mixed_precision="bf16" if bfloat16 else "no",
+        cpu=cpu,
         kwargs_handlers=[group] if several else None,
     )
     if deepspeed:
@@ -95,17 +99,21 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def make_optimizer(
-    drafter: nn.Module, config: TrainerConfig, multiplier: Callable[[str], float] = lambda name: 1.0
+    drafter: nn.Module,
+    config: TrainerConfig,
+    multiplier: Callable[[str], float] = lambda name: 1.0,
+    *,
+    fused: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW over the parameters that require a gradient; norms and biases (1-D) are not decayed.
-    `multiplier`: a factor of the learning rate, by the parameter's name. UserError where there is
-    no such parameter or one is not float32."""
+    `multiplier`: a factor of the learning rate, by the parameter's name; `fused`: one kernel for
+    all parameters. UserError where there is no such parameter or one is not float32."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     if not trained:
         raise UserError("the drafter has no trainable parameter: nothing to fit")
     for name, p in trained.items():
         if p.dtype != torch.float32:  # bfloat16 weights lose small updates
-            remedy = "build the drafter in float32 and set trainer.precision=bf16"
+            remedy = "build the drafter in float32; trainer.precision is what it computes in"
             raise UserError(f"trained parameter {name!r} must be float32, got {p.dtype}: {remedy}")
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in trained.items():
@@ -115,7 +123,8 @@ def make_optimizer(
         {"params": found, "lr_multiplier": factor, "weight_decay": decay}
         for (factor, decay), found in groups.items()
     ]
-    return torch.optim.AdamW(options, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2))
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(options, lr=config.lr, betas=betas, fused=fused or None)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -155,7 +164,10 @@ class Fit(Generic[B, O, C]):
             load_weights(found, self.drafter)
         self.tracker.truncate(-1 if found is None else self.counters.step)
         self.model, self.optimizer = self.placement.prepare(
-            self.drafter, lambda model: make_optimizer(model, self.config, self.lr_multiplier)
+            self.drafter,
+            lambda model: make_optimizer(
+                model, self.config, self.lr_multiplier, fused=self.placement.fuses
+            ),
         )
         self.window = Window(self.accelerator, Path(self.folder), type(self.objective))
         if found is None:
@@ -185,7 +197,8 @@ class Fit(Generic[B, O, C]):
                 self.placement.gather(self.model)
                 batches, denominators = self.fetch()
                 if batches:
-                    self.update(batches, denominators)
+                    with tensor_cores(config.precision):
+                        self.update(batches, denominators)
                 counters.step += 1
                 self.progress.advance()
                 stop = self.stop_agreed or (self.alone and self.interrupt.requested)
@@ -273,7 +286,7 @@ class Fit(Generic[B, O, C]):
                 accelerator.backward(loss)
             record.losses.append(loss.detach())
         self.window.add(record, self.placement.clip(self.model))
-        if self.alone and accelerator.device.type == "cpu":  # where looking costs nothing
+        if self.alone and shows_numbers_at_once(accelerator.device):
             self.window.settle()
         self.optimizer.step()
         self.optimizer.zero_grad()

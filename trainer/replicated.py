@@ -29,6 +29,12 @@ class Replicated:
     def name(self) -> str:
         return self.accelerator.distributed_type.name
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the optimiser is one kernel. Not that of a shard, whose count of steps is
+        restored on the CPU, where the kernel does not find it."""
+        return self.accelerator.device.type == "cuda" and not self.shares
+
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     ) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -116,7 +116,9 @@ class TrainerConfig(Section):
     # rank of adapters that are trained on model.drafter and merged at the end; 0: train its weights
     lora_rank: int = 0
     lora_alpha: float = 32.0  # scale of the adapters, divided by their rank
-    precision: str = "fp32"  # in which the drafter computes; its weights stay in float32
+    # in which the drafter computes; its weights stay in float32. auto: fp32 on a CPU, bf16 on a GPU
+    # that has it, where products that stay in float32 are rounded to TF32
+    precision: str = "auto"
     gradient_checkpointing: bool = False  # compute layers again in the backward pass: less memory
     compile: str | None = None  # backend of torch.compile, such as inductor; null: do not compile
     resume: str = "auto"  # continue from the newest checkpoint of the run folder, or never do so
@@ -133,7 +135,7 @@ class TrainerConfig(Section):
         require_one_of(
             "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
         )
-        require_one_of("trainer.precision", self.precision, ("fp32", "bf16"))
+        require_one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
         if self.compile is not None:
             from torch.compiler import list_backends  # takes a second
 

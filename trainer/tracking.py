@@ -285,9 +285,12 @@ class Window:
         pairs = zip(record.batches, losses, strict=True)
         broken = [batch for batch, loss in pairs if not math.isfinite(loss)]
         path = self.save(broken or record.batches, record.step)
+        sums = {name: float(total) for name, total, _ in record.metrics}
+        others = "".join(f", {n} {v}" for n, v in sums.items() if not math.isfinite(v))
         return (
-            f"loss {sum(losses)}, gradient norm {grad_norm} at step {record.step + 1}: the batch "
-            f"is in {path}: lower trainer.lr, or check the model's outputs for NaN and Inf"
+            f"loss {sum(losses)}, gradient norm {grad_norm}{others} at step {record.step + 1}: the "
+            f"batch is in {path}: lower trainer.lr, check the model's outputs for NaN and Inf, or "
+            "choose a divergence that is finite where one model excludes a token (tvd, jsd)"
         )
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.config import UserError
+from trainer.device import computes_in_bfloat16
 from trainer.replicated import Replicated
 
 
@@ -74,8 +75,9 @@ class Zero(Replicated):
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the loss. Accelerate's own bf16 would round the weights that train."""
-        if self.config.precision == "bf16":
-            return torch.autocast(self.accelerator.device.type, torch.bfloat16)
+        device = self.accelerator.device.type
+        if computes_in_bfloat16(self.config.precision, device == "cuda"):
+            return torch.autocast(device, torch.bfloat16)
         return self.accelerator.autocast()
 
     def optimizer_state(

@@ -23,13 +23,14 @@ from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, u
 from recipes.common.divergence import DivergenceConfig
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
 from trainer.chunked import (
-    CHUNK_ELEMENTS,
     OutputHead,
     ReducedLogits,
     TeacherLogits,
+    chunk_elements,
     chunked_divergence,
 )
 from trainer.config import UserError, require
+from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.losses import LossOutput, position_weights
 
@@ -37,7 +38,7 @@ Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, d
 
 ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 
-KEEP_TEACHER_BYTES = 1 << 28
+KEEP_TEACHER_BYTES = 1 << 28  # where free memory is not known; otherwise a quarter of that
 
 
 @dataclass
@@ -219,7 +220,8 @@ class HeadObjective(Objective):
         rows, index = where.nonzero(as_tuple=True)
         width = self.target.vocab_size if kept is None else len(kept)
         size = len(rows) * width * final.element_size()
-        if self.depth == 1 or size > KEEP_TEACHER_BYTES:
+        free = free_bytes(final.device)
+        if self.depth == 1 or size > (KEEP_TEACHER_BYTES if free is None else free // 4):
             return lambda rows, index: lambda span: head.logits(final[rows[span], index[span]])
         place = torch.zeros(where.shape, dtype=torch.long, device=where.device)
         place[rows, index] = torch.arange(len(rows), device=where.device)
@@ -228,7 +230,7 @@ class HeadObjective(Objective):
             if kept is None:
                 logits = head.logits(final[rows, index])
             else:
-                step = max(1, CHUNK_ELEMENTS // self.target.vocab_size)
+                step = max(1, chunk_elements(final.device) // self.target.vocab_size)
                 spans = zip(rows.split(step), index.split(step), strict=True)
                 logits = ReducedLogits.joined(
                     [ReducedLogits.of(head.logits(final[row, at]), kept) for row, at in spans]

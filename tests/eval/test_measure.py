@@ -17,9 +17,11 @@ from eval.policies.table import make_budget
 from eval.report.rows import label
 from eval.report.tables import notes
 from target.cache import CachedModel
+from target.model import Target
 from target.sampling import Sampling
 from tests.eval.test_offline import drafter_of, offline, traces_of
 from tests.tiny import perturbed, prompts_of
+from trainer.config import RunFault
 
 K = 4
 COST = Cost(0.4, 1.1, 0.4, 0.4)
@@ -112,6 +114,16 @@ def test_a_drafter_has_its_own_temperature_in_replay_and_in_decoding(target, dra
     assert sum(len(own) for own in direct.values()) == real.row["num_rounds"]
     assert real.row["draft_temperature"] == 0.4
     assert EvalConfig(draft_temperature=0.4).draft_sampling(Sampling(0.0)) == Sampling(0.0)
+
+
+def test_a_target_that_gives_nan_has_no_next_token_loss(tiny_folder, drawn, monkeypatch):
+    """Nor on a GPU, where the loss in chunks does not look."""
+    monkeypatch.setattr("trainer.chunked.shows_numbers_at_once", lambda device: False)
+    broken = Target.load(str(tiny_folder("llama")))
+    with torch.no_grad():
+        broken.head.weight[0, 0] = torch.nan
+    with pytest.raises(RunFault, match="logits of the target contain NaN or Inf"):
+        next_token_loss(broken, drawn)
 
 
 def test_a_lenient_row_is_decoded_and_carries_its_quality(target, drawn):

@@ -123,12 +123,17 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
 
     monkeypatch.setattr(OutputHead, "logits", counted)
     found = []
-    for limit, times in ((heads.KEEP_TEACHER_BYTES, 1), (10, recipe.depth)):
+    usual = heads.KEEP_TEACHER_BYTES
+    for limit, free, times in (
+        (usual, None, 1), (10, None, recipe.depth), (10, 4 * usual, 1), (usual, 40, recipe.depth)
+    ):  # fmt: skip
         monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
+        monkeypatch.setattr(heads, "free_bytes", lambda device, free=free: free)
         made.clear()
         found.append([total for total, _, _ in terms_of(recipe, batch)])
         assert sum(made) == times
-    torch.testing.assert_close(*found)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("packed", [False, True])

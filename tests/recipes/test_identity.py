@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ def with_config(given, section, **changed):
     given[0] = dataclasses.replace(given[0], config=config)
 
 
+class OnGPU:
+    """What `shared.place` asks of the accelerator of one process on a GPU."""
+
+    device, num_processes = torch.device("cuda"), 1
+
+
 def with_another_drafter(given):
     given[3] = copy.deepcopy(given[3])
     with torch.no_grad():
@@ -59,6 +66,9 @@ def with_another_drafter(given):
 
 # what is changed -> (how, whether a run of the same folder is another one too, and named by what)
 CHANGES = {
+    "kind of device": (
+        lambda g, _: g.__setitem__(0, dataclasses.replace(g[0], accelerator=OnGPU())), None,
+    ),
     "settings of the recipe": (lambda g, _: g.__setitem__(1, {"steps": 4}), None),
     "settings of the trainer": (
         lambda g, _: g.__setitem__(2, dataclasses.replace(g[2], lr=0.5)), None,
@@ -83,7 +93,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_shared_stage_is_found_by_all_that_decides_its_weights(given, tiny_folder, name):
+def test_a_shared_stage_is_found_by_all_that_decides_its_weights(
+    given, tiny_folder, name, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr("phases.shared.placement", lambda *_: SimpleNamespace(name="NO"))
     before = shared.place(*given)
     assert shared.place(*given) == before
     CHANGES[name][0](given, tiny_folder)

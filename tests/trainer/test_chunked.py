@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
-from trainer.chunked import OutputHead, ReducedLogits
+from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_elements
 from trainer.config import RunFault, UserError
+from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
 
 N, D, V = 7, 4, 12
@@ -193,6 +194,32 @@ def test_infinite_divergence_is_a_fault_that_names_the_remedy():
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
+def test_where_a_look_costs_a_wait_only_what_is_broken_becomes_nan(name, monkeypatch):
+    """The loop finds it in the loss when a line is due."""
+    states, head, teacher, labels, weights = _problem(weights=True)
+    sound = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    for module in ("chunked", "divergence"):
+        monkeypatch.setattr(f"trainer.{module}.shows_numbers_at_once", lambda device: False)
+    same = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    assert same.values.equal(sound.values)
+    assert same.total.equal(sound.total)
+    teacher[5, 2] = math.nan
+    weights[5] = 0
+    out = chunked_divergence(name, states, head, teacher.__getitem__, labels, weights)
+    assert out.total.isnan()
+    for values in (out.values, out.overlap):
+        assert values.isnan().tolist() == [i == 5 for i in range(N)]
+    teacher[5, 2] = -math.inf
+    values = divergence("rkl", head.logits(states), teacher)
+    assert values.isnan().tolist() == [i == 5 for i in range(N)]
+
+
+def test_a_look_is_free_on_a_cpu_alone():
+    assert shows_numbers_at_once(torch.device("cpu"))
+    assert not shows_numbers_at_once(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_reduced_logits_stand_for_those_of_the_whole_vocabulary(name):
     states, head, teacher, labels, weights = _problem(kept=KEPT, weights=True)
     parts = ReducedLogits.of(teacher[:3], head.kept), ReducedLogits.of(teacher[3:], head.kept)
@@ -236,6 +263,41 @@ def test_logits_live_one_chunk_at_a_time(name, frozen):
         ).total.backward()  # fmt: skip
     assert max(map(math.prod, watch.shapes)) == chunk * vocab < num * width * vocab
     assert (chunk, vocab) in watch.shapes
+
+
+@pytest.mark.parametrize(
+    ("free", "rows"),
+    [(None, 110), (2**30, 110), (20 * 10**9, 1766), (40 * 10**9, 3533), (10**12, 3533)],
+)
+def test_a_chunk_is_as_large_as_the_free_memory_allows(free, rows, monkeypatch):
+    """At a vocabulary of 151,936; memory that nobody knows of gives 64 MiB a tensor."""
+    monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
+    elements = chunk_elements(torch.device("cuda"))
+    assert elements // 151_936 == rows
+    assert free is None or elements == CHUNK_ELEMENTS or 12 * 4 * elements <= 0.75 * free
+
+
+def test_a_loss_reads_the_free_memory_once_for_all_chunks(monkeypatch):
+    asked, spans = [], []
+
+    def free_bytes(device):
+        asked.append(device)
+        return 2**10
+
+    def get(span):
+        spans.append(span)
+        return teacher[span]
+
+    states, head, teacher, labels, _ = _problem()
+    monkeypatch.setattr("trainer.chunked.free_bytes", free_bytes)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 2 * V)
+    chunked_divergence("fkl", states, head, get, labels)
+    assert asked == [states.device]
+    assert len(spans) == 4
+
+
+def test_a_cpu_has_no_free_memory_to_divide():
+    assert free_bytes(torch.device("cpu")) is None
 
 
 def test_frozen_head_gets_no_gradient_and_no_room_for_one():
@@ -295,6 +357,54 @@ def test_bfloat16_projects_in_bfloat16_and_takes_the_softmax_in_float32(autocast
     for mine, plain in pairs:
         assert mine.dtype == plain.dtype
         torch.testing.assert_close(mine, plain, rtol=2e-2, atol=3e-3)  # sums of bfloat16 products
+
+
+class WideProducts(TorchDispatchMode):
+    """A device that adds products of bfloat16 matrices to a float32 sum."""
+
+    def __init__(self, rounded=False):
+        super().__init__()
+        self.rounded, self.shapes = rounded, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.dtype_out:
+            total, left, right, _ = args
+            assert total is kwargs["out"]
+            self.shapes.append(tuple(total.shape))
+            product = left @ right if self.rounded else left.float() @ right.float()
+            return total.add_(product)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_heads_gradient_is_summed_in_float32_where_the_device_can(monkeypatch):
+    states, head, teacher, labels, _ = _problem(torch.float32, padding=2)
+
+    def by_weight():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = chunked_divergence(
+                "jsd", states, head, teacher.__getitem__, labels, chunk_positions=2
+            )
+        return torch.autograd.grad(out.total, head.weight)[0]
+
+    plain = by_weight()
+    monkeypatch.setattr("trainer.chunked.adds_products_in_float32", lambda device: True)
+    with WideProducts() as products:
+        exact = by_weight()
+    assert products.shapes == [(V, D)] * 4  # a chunk each, without the padding
+    torch.testing.assert_close(exact, plain, rtol=2e-2, atol=3e-3)
+    with WideProducts(rounded=True):
+        torch.testing.assert_close(by_weight(), plain, rtol=1e-6, atol=1e-7)
+    assert not exact.equal(plain)
+
+
+def test_whether_products_are_summed_in_float32_is_tried_on_the_device():
+    tried = adds_products_in_float32.__wrapped__
+    cpu = torch.device("cpu")
+    assert not tried(cpu)
+    with WideProducts():
+        assert tried(cpu)
+    with WideProducts(rounded=True):
+        assert not tried(cpu)
 
 
 def test_unusable_inputs_are_refused():

@@ -176,7 +176,7 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("data.engine=openai  data.servers=[http://h:99999]", "data.servers must be http://host:p"),
         ("method.data_mix=0.5", "method.data_mix must be a mapping"),
         ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
-        ("trainer.precision=fp16", "trainer.precision must be one of fp32, bf16"),
+        ("trainer.precision=fp16", "trainer.precision must be one of auto, fp32, bf16"),
         (
             "eval.tree_children=sampled",
             "write eval.tree=<tree>,siblings=without_replacement or siblings=top",
@@ -332,7 +332,7 @@ def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsy
     words = [f"recipe={name}", f"preset={preset}"]
     taken = train.resolve(words)[0]
     assert taken.trainer.max_steps != own.trainer.max_steps
-    assert taken.trainer.precision == ("fp32" if preset == "laptop" else "bf16")
+    assert taken.trainer.precision == ("auto" if preset == "laptop" else "bf16")
     assert train.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
     assert taken.hash() != own.hash()
     assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0

@@ -33,8 +33,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
-from trainer.loop import Fit, fit, learning_rate, make_accelerator
+from trainer.device import computes_in_bfloat16
+from trainer.loop import Fit, fit, learning_rate, make_accelerator, make_optimizer
 from trainer.losses import LossOutput
+from trainer.replicated import Replicated
 from trainer.tracking import Tracker
 
 V, LENGTH = 13, 9
@@ -439,6 +441,57 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path):
     assert drafter.head.weight.dtype == (drafter.head.weight @ drafter.head.weight.T).dtype
 
 
+@pytest.mark.parametrize(
+    ("precision", "cuda", "native", "wanted"),
+    [("auto", True, True, True), ("auto", True, False, False), ("auto", False, True, False),
+     ("fp32", True, True, False), ("bf16", True, False, True), ("bf16", False, True, True)],
+)  # fmt: skip
+def test_auto_is_bfloat16_on_a_gpu_that_has_it_alone(precision, cuda, native, wanted, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    assert computes_in_bfloat16(precision, cuda) == wanted
+
+
+@pytest.mark.parametrize("words", [{"cpu": True}, {"cpu": None, "env": True}])
+def test_auto_is_float32_for_a_run_on_the_cpu_of_a_machine_with_a_gpu(words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    if words.pop("env", False):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert make_accelerator(TrainerConfig(), **words).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(("precision", "rounded"), [("auto", True), ("fp32", False)])
+def test_products_in_float32_are_rounded_in_steps_alone(tmp_path, precision, rounded):
+    """On CUDA; an evaluation compares logits that lie close together."""
+    seen = []
+
+    class Looking(CrossEntropy):
+        def loss(self, *given):
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return super().loss(*given)
+
+    def evaluate(drafter, step):
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        return {"select": 0.0}
+
+    train(tmp_path, Looking(), evaluate=evaluate, precision=precision, max_steps=2, eval_every=2)
+    assert seen == [False, rounded, rounded, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "shares", "fuses"),
+    [("cuda", False, True), ("cpu", False, False), ("cuda", True, False)],
+)
+def test_a_whole_optimiser_on_a_gpu_is_one_kernel(device, shares, fuses, monkeypatch):
+    monkeypatch.setattr(Replicated, "shares", shares)
+    accelerator = SimpleNamespace(device=torch.device(device))
+    placed = Replicated(accelerator, TrainerConfig())
+    assert placed.fuses == fuses
+    optimizer = make_optimizer(TinyLM(), placed.config, fused=placed.fuses)
+    assert optimizer.defaults["fused"] == (fuses or None)
+
+
 def test_bfloat16_weights_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"must be float32, got torch\.bfloat16"):
         train(tmp_path, drafter=PlainLM().bfloat16())
@@ -496,7 +549,9 @@ def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
 # Stopping and going on
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("fuses", [False, True])  # the optimiser as on a GPU
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, fuses, monkeypatch):
+    monkeypatch.setattr(Replicated, "fuses", fuses)
     straight, expected, rows = train(tmp_path / "a", log_every=3)
     for stop_at in (3, 7, 10):  # before the first checkpoint, after it, after the second
         batches = StoppingBatches(2)

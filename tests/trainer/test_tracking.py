@@ -74,10 +74,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         tracker_in(tmp_path).log({"step": 1})
 
 
-def add(window, step, loss, count=2.0):
+def add(window, step, loss, count=2.0, seen=3.0):
     batch = Tokens(torch.tensor([[step]]), torch.ones(1, 1))
     record = StepRecord(step, [batch], [torch.tensor(loss)])
-    output = LossOutput([(torch.tensor(loss), count, 1.0)], {"seen": (torch.tensor(3.0), count)})
+    output = LossOutput([(torch.tensor(loss), count, 1.0)], {"seen": (torch.tensor(seen), count)})
     record.add(output, [2.0])
     window.add(record, torch.tensor(1.0))
 
@@ -102,6 +102,15 @@ def test_a_window_looked_at_late_names_the_first_step_that_broke(tmp_path):
     with pytest.raises(RunFault, match=r"loss inf, gradient norm 1\.0 at step 3"):
         window.settle()
     assert load_file(folder / "nan_batch.safetensors")["input_ids"].item() == 2
+
+
+def test_a_step_that_broke_names_the_metrics_that_broke_with_it(tmp_path):
+    """They say which of its terms did."""
+    window = Window(Accelerator(cpu=True), tmp_path, object)
+    add(window, 0, 1.0)
+    add(window, 1, float("nan"), seen=float("nan"))
+    with pytest.raises(RunFault, match=r"loss nan, gradient norm 1\.0, seen nan at step 2: .*tvd"):
+        window.settle()
 
 
 def test_tokens_per_second_are_those_since_the_last_row_without_pauses(tmp_path, monkeypatch):
