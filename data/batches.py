@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SOURCES = ("fixed", "target", "draft")
+LENGTHS = 8  # of padded rows; each one more is another shape to compile and to choose kernels for
 MOST_TOKENS = 2**14  # of a forward without gradient, padding included
 
 
@@ -39,7 +40,8 @@ class Batch:
     [B, L] bool over tokens. `prompts`, `responses` and `sources` have one entry per text; a text of
     source "draft" has no response until a recipe generates one. A text is a row, unless
     `text_starts` names the row and the column where each begins, and `document_ids` the text of
-    each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`.
+    each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`;
+    `lengths` are those that rows were padded to, see `collate`.
     """
 
     input_ids: torch.Tensor
@@ -53,6 +55,7 @@ class Batch:
     index: int = 0
     teacher: CompressedTeacher | None = None
     text_starts: list[tuple[int, int]] | None = None
+    lengths: Sequence[int] = ()
 
     @property
     def documents(self) -> torch.Tensor | None:
@@ -95,14 +98,17 @@ def collate(
     responses: Sequence[list[int]],
     sources: Sequence[str],
     index: int = 0,
+    lengths: Sequence[int] = (),
 ) -> Batch:
-    """A batch of one text per row, right-padded.
+    """A batch of one text per row, right-padded to the longest, or to the first of the ascending
+    `lengths` that holds it.
 
     The mask comes from the boundary of prompt and response ids, never from text or the pad id.
     """
     starts = [len(p) for p in prompts]
     ends = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    ids, positions = right_padded([[*p, *r] for p, r in zip(prompts, responses, strict=True)])
+    texts = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
+    ids, positions = right_padded(texts, lengths)
     documents = torch.where(positions < torch.tensor(ends).unsqueeze(1), 0, -1)
     mask = response_mask(starts, ends, ids.shape[1])
     mask[:, 0] = False  # nothing precedes the first token: there are no logits for it
@@ -116,6 +122,7 @@ def collate(
         list(sources),
         int(mask.sum()),
         index,
+        lengths=lengths,
     )
 
 
@@ -125,8 +132,9 @@ class Batches:
 
     `mix`: shares of SOURCES, which sum to one; `per`: one source per "batch" or per "example";
     `ramp`: batches over which the share of draft text rises to its value, while the other sources
-    fill in; `teacher`: attach the compressed teacher stored with the traces (target rows only).
-    Raises UserError where the traces lack fixed responses, response tokens or a teacher.
+    fill in; `teacher`: attach the compressed teacher stored with the traces (target rows only);
+    `lengths`: of rows, see `collate`. Raises UserError where the traces lack fixed responses,
+    response tokens or a teacher.
     """
 
     traces: Sequence[Trace]
@@ -138,6 +146,7 @@ class Batches:
     teacher: bool = False
     rank: int = 0
     world: int = 1
+    lengths: Sequence[int] = ()
     _order: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,7 +184,8 @@ class Batches:
         rows = [self._trace(index * everyone + first + i) for i in range(self.batch_size)]
         sources = sources[first : first + self.batch_size]
         responses = [response_of(row, source) for row, source in zip(rows, sources, strict=True)]
-        batch = collate([row.prompt_ids for row in rows], responses, sources, index)
+        prompts = [row.prompt_ids for row in rows]
+        batch = collate(prompts, responses, sources, index, self.lengths)
         if self.teacher:
             batch.teacher = join_teachers(rows)
         return batch
@@ -197,6 +207,23 @@ class Batches:
                 self._order.clear()
             self._order[epoch] = epoch_order(self.seed, epoch, len(self.traces))
         return self.traces[int(self._order[epoch][place])]
+
+
+def few_lengths(
+    traces: Sequence[Trace], mix: Mapping[str, float], max_new_tokens: int
+) -> list[int]:
+    """At most `LENGTHS` lengths of rows, ascending, for all texts of a mix: multiples of 64, whole
+    tiles of a kernel, but for the last one, so that no row is longer than the longest text may
+    be. `max_new_tokens`: of a response that the drafter is to write."""
+    longest = max(
+        len(trace.prompt_ids)
+        + (max_new_tokens if source == "draft" else len(response_of(trace, source)))
+        for trace in traces
+        for source, share in mix.items()
+        if share > 0
+    )
+    step = -(-longest // (64 * LENGTHS)) * 64
+    return [min(length, longest) for length in range(step, longest + step, step)]
 
 
 def by_length(items: Iterable[T], length: Callable[[T], int], most_rows: int) -> Iterator[list[T]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from data.batches import Batch, Batches, preview
+from data.batches import Batch, Batches, few_lengths, preview
 from data.packing import PackedBatches, PackedTraces
 from data.served_states import ServedStates
 from data.teacher import Teacher
@@ -137,11 +137,15 @@ class StageRun:
                 self.train, source, settings.pack_tokens, settings.batch_size, seed, data.teacher,
                 accelerator.process_index, accelerator.num_processes,
             )  # fmt: skip
+        lengths: list[int] = []
+        if accelerator.device.type == "cuda" or settings.compile is not None:
+            lengths = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
         micro_steps = settings.max_steps * settings.gradient_accumulation_steps
         return data, Batches(
             self.train, data.mix, settings.batch_size, seed=seed, per=data.per,
             ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
             rank=accelerator.process_index, world=accelerator.num_processes,
+            lengths=lengths,
         )  # fmt: skip
 
     def _context(

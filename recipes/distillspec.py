@@ -342,14 +342,14 @@ class OnPolicyDistillation(Distillation):
         responses = list(batch.responses)
         for i, response in zip(wanted, drawn, strict=True):
             responses[i] = response
-        fresh = collate(batch.prompts, responses, batch.sources, batch.index)
+        fresh = collate(batch.prompts, responses, batch.sources, batch.index, batch.lengths)
         self._pool = [*self._pool, fresh][-self.config.refresh_every :]
         return fresh
 
     def state_dict(self) -> State:
         """Return the pools of draft text, one for each process, where they outlive a step."""
         pool = self._pool if self.config.refresh_every > 1 else []
-        mine = [[b.prompts, b.responses, b.sources, b.index] for b in pool]
+        mine = [[b.prompts, b.responses, b.sources, b.index, list(b.lengths)] for b in pool]
         return {"pools": gather_object([mine])}
 
     def load_state_dict(self, state: State) -> None:

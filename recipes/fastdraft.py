@@ -148,7 +148,7 @@ class Alignment(distillspec.Distillation):
             return batch
         pairs = zip(batch.prompts, batch.responses, strict=True)
         whole = [prompt + response for prompt, response in pairs]
-        return collate([[] for _ in whole], whole, batch.sources, batch.index)
+        return collate([[] for _ in whole], whole, batch.sources, batch.index, batch.lengths)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
         return super().denominators(batch, step) * (2 if self.ce_share else 1)

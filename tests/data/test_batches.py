@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from data.batches import Batches, collate, preview
+from data.batches import Batches, collate, few_lengths, preview
 from data.traces import Trace
 from tests.tiny import EOS, PAD, tiny_tokenizer
 from trainer.config import UserError
@@ -270,3 +270,36 @@ def test_the_preview_marks_no_token_that_is_not_trained():
 
 def test_the_preview_of_text_that_is_not_there_yet_says_so():
     assert "no response yet" in preview(collate([[5]], [[]], ["draft"]), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("longest", [5, 64, 700, 8192])
+def test_rows_of_few_lengths_have_fewer_than_twelve_shapes_in_an_epoch(longest):
+    """And hold the same texts as others, with the same mask."""
+    drawn = torch.Generator().manual_seed(0)
+    sizes = [longest, *torch.randint(2, longest + 1, (399,), generator=drawn).tolist()]
+    traces = [make(i, prompt_ids=[10], response_ids=[20] * (n - 1)) for i, n in enumerate(sizes)]
+    mix = {"target": 1.0}
+    lengths = few_lengths(traces, mix, 0)
+    few, plain = (batches(traces, mix, 4, lengths=given) for given in (lengths, ()))
+    shapes, others = set(), set()
+    for index in range(100):
+        padded, batch = few.at(index), plain.at(index)
+        size = batch.input_ids.shape[1]
+        shapes.add(padded.input_ids.shape)
+        others.add(batch.input_ids.shape)
+        assert size <= padded.input_ids.shape[1] <= min(longest, size + max(64, longest // 8 + 63))
+        assert padded.input_ids[:, :size].equal(batch.input_ids)
+        assert padded.loss_mask[:, :size].equal(batch.loss_mask)
+        assert not padded.loss_mask[:, size:].any()
+        assert (padded.document_ids[:, size:] == -1).all()
+        assert padded.num_supervised == batch.num_supervised
+    assert len(shapes) <= 8
+    assert len(shapes) < len(others) or len(others) == 1
+
+
+def test_a_mix_of_texts_is_padded_for_the_longest_of_each_source():
+    traces = [make(0, response_ids=[20], fixed_ids=[30] * 80), make(1, response_ids=[20] * 90)]
+    for mix, longest in (
+        ({"fixed": 1.0, "target": 0.0}, 81), ({"fixed": 0.5, "target": 0.5}, 92), ({"draft": 1}, 66)
+    ):  # fmt: skip
+        assert few_lengths(traces, mix, max_new_tokens=64) == [64, longest]

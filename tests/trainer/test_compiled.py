@@ -11,6 +11,7 @@ import train
 from tests.commands import command, read_jsonl
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
+from trainer.loop import Fit
 
 METHOD = {
     "distillspec": ["method.draft_hidden_size=16"],
@@ -41,12 +42,24 @@ def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
     monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     # live at every step, or nothing of the target is compiled
     monkeypatch.setattr("data.cached_logits.CachedLogits.fits", lambda self: False)
+    widths, update = set(), Fit.update
+
+    def watched(self, batches, denominators):
+        found = {batch.input_ids.shape[1] for batch, _ in batches}
+        widths.update((self.config.compile, self.folder.name, width) for width in found)
+        update(self, batches, denominators)
+
+    monkeypatch.setattr(Fit, "update", watched)
     target = tiny_folder("gemma3")
     plain = losses(tmp_path, target, recipe, "null")
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     assert losses(tmp_path, target, recipe, backend) == pytest.approx(plain, rel=1e-5)
     assert counters["stats"]["unique_graphs"] >= before + 2  # of the target and of the drafter
+    # rows are as long as their longest text, or, to be compiled, as few lengths as will do
+    stages = {stage for _, stage, _ in widths}
+    assert sum(made == backend for made, _, _ in widths) == len(stages)
+    assert sum(made is None for made, _, _ in widths) > len(stages) or recipe == "eagle3"
     torch._dynamo.reset()
 
 
