@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from data.trace_rows import lengths
+from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
 from target.padding import right_padded
 from trainer.config import UserError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SOURCES = ("fixed", "target", "draft")
+RESPONSES = {"fixed": "fixed_ids", "target": "response_ids"}  # fields of a trace
 LENGTHS = 8  # of padded rows; each one more is another shape to compile and to choose kernels for
 MOST_TOKENS = 2**14  # of a forward without gradient, padding included
 
@@ -216,9 +217,11 @@ def few_lengths(
     tiles of a kernel, but for the last one, so that no row is longer than the longest text may
     be. `max_new_tokens`: of a response that the drafter is to write."""
     longest = max(
-        len(trace.prompt_ids)
-        + (max_new_tokens if source == "draft" else len(response_of(trace, source)))
-        for trace in traces
+        int(
+            lengths(traces, "prompt_ids").max() + max_new_tokens
+            if source == "draft"
+            else num_tokens(traces, RESPONSES[source]).max()
+        )
         for source, share in mix.items()
         if share > 0
     )
@@ -246,9 +249,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 def response_of(trace: Trace, source: str) -> list[int]:
     """Response ids of a source: "fixed", "target", or "draft", which has none yet."""
-    if source == "draft":
-        return []
-    return trace.fixed_ids if source == "fixed" else trace.response_ids
+    return [] if source == "draft" else getattr(trace, RESPONSES[source])
 
 
 def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:

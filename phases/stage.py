@@ -137,15 +137,15 @@ class StageRun:
                 self.train, source, settings.pack_tokens, settings.batch_size, seed, data.teacher,
                 accelerator.process_index, accelerator.num_processes,
             )  # fmt: skip
-        lengths: list[int] = []
+        of_rows: list[int] = []
         if accelerator.device.type == "cuda" or settings.compile is not None:
-            lengths = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
+            of_rows = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
         micro_steps = settings.max_steps * settings.gradient_accumulation_steps
         return data, Batches(
             self.train, data.mix, settings.batch_size, seed=seed, per=data.per,
             ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
             rank=accelerator.process_index, world=accelerator.num_processes,
-            lengths=lengths,
+            lengths=of_rows,
         )  # fmt: skip
 
     def _context(
