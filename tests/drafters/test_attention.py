@@ -89,7 +89,7 @@ def texts(ends):
 
 def visible_of(case):
     """Rows as training has them: packed or not, with some columns chosen or all."""
-    documents = torch.stack([texts([40, 200, LENGTH]), texts([130, 131, 250])])
+    documents = torch.stack([texts([40, 200, LENGTH]), texts([BLOCK, 2 * BLOCK])])
     every = torch.arange(LENGTH).expand(2, -1)
     chosen = torch.zeros(2, LENGTH, dtype=torch.bool)
     chosen[0, 30:40], chosen[0, 150:260], chosen[1, 200:249] = True, True, True
