@@ -19,6 +19,7 @@ from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
 from target.padding import right_padded
 from trainer.config import UserError
+from trainer.device import sent
 from trainer.losses import CompressedTeacher
 from trainer.shift import response_mask, supervised
 
@@ -87,9 +88,10 @@ class Batch:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if isinstance(value, torch.Tensor):
-                moved[item.name] = value.to(device)
+                moved[item.name] = sent(value, device)
             elif isinstance(value, CompressedTeacher):
-                tensors = {k: t.to(device) for k, t in vars(value).items() if t is not None}
+                own = {k: t for k, t in vars(value).items() if t is not None}
+                tensors = {name: sent(tensor, device) for name, tensor in own.items()}
                 moved[item.name] = dataclasses.replace(value, **tensors)
         return dataclasses.replace(self, **moved)
 

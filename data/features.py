@@ -44,6 +44,7 @@ from data.served_states import ServedStates
 from data.traces import REMEDY, Trace, differences
 from target.model import LayerId, Target, TargetOutputs, check_layers
 from trainer.config import RunFault, UserError
+from trainer.device import sent
 from trainer.files import damaged, read_json, sync, write_json
 from trainer.lock import lock
 from trainer.progress import TokenProgress
@@ -150,9 +151,11 @@ class FeaturesStore:
         shape, places = tuple(batch.input_ids.shape), batch.starts()
         hidden: dict[LayerId, torch.Tensor] = {}
         for layer in self.layers:
-            states = _placed([row[f"hidden.{layer}"] for row in rows], places, shape).to(device)
+            found = _placed([row[f"hidden.{layer}"] for row in rows], places, shape)
+            states = sent(found, device)
             if self.identity["dtype"] == "fp8":
-                scale = _placed([row[f"scale.{layer}"] for row in rows], places, shape).to(device)
+                found = _placed([row[f"scale.{layer}"] for row in rows], places, shape)
+                scale = sent(found, device)
                 # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
                 bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
                 states = bits.view(torch.float16).float().mul_(scale.view(torch.float32) * 256)

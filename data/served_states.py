@@ -14,6 +14,7 @@ from engines.states import TOLERANCE, StatesClient, layer_numbers
 from target.devices import in_place
 from target.model import LayerId, Target, TargetOutputs, final_norm
 from trainer.config import UserError
+from trainer.device import sent
 
 CHECKED_TEXTS, CHECKED_TOKENS = 4, 256
 
@@ -51,7 +52,7 @@ class ServedStates:
         states = some.new_zeros(*batch.input_ids.shape, *some.shape[1:])
         for key, (row, first) in zip(keys, batch.starts(), strict=True):
             states[row, first : first + len(texts[key])] = texts[key]
-        states = states.to(device)
+        states = sent(states, device)
         hidden: dict[LayerId, torch.Tensor] = {}
         for layer in self.layers:
             own = states[:, :, self.client.numbers.index(self._numbers[layer])].contiguous()

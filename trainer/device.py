@@ -19,6 +19,14 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
+def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`tensor` on `device`. A copy to a CUDA device runs beside the host from pinned memory only;
+    from other memory the host would wait for all work before it."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def shows_numbers_at_once(device: torch.device) -> bool:
     """Whether the host can look at a number without a wait for work that runs beside it."""
     return device.type == "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,3 +304,20 @@ def test_a_mix_of_texts_is_padded_for_the_longest_of_each_source():
         ({"fixed": 1.0, "target": 0.0}, 81), ({"fixed": 0.5, "target": 0.5}, 92), ({"draft": 1}, 66)
     ):  # fmt: skip
         assert few_lengths(traces, mix, max_new_tokens=64) == [64, longest]
+
+
+def test_a_batch_is_copied_to_a_gpu_beside_the_host(monkeypatch):
+    """From pinned memory: from other memory the host would wait for all work before it."""
+    copies = []
+
+    def pinned(tensor):
+        return SimpleNamespace(
+            to=lambda device, non_blocking: copies.append((device, non_blocking))
+        )
+
+    traces = [with_teacher(i) for i in range(4)]
+    batch = batches(traces, {"target": 1.0}, teacher=True).at(0)
+    assert batch.to("cpu").input_ids is batch.input_ids
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    batch.to("cuda")
+    assert copies == [("cuda", True)] * (4 + 5)  # those of the batch, and of its teacher

@@ -233,6 +233,8 @@ def test_prompts_are_trained_from_their_second_token_where_asked(target, traces)
     lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     assert whole.num_supervised == sum(length - 1 for length in lengths)
     assert torch.equal(whole.input_ids, batch.input_ids)
+    batch.lengths = [90]
+    assert recipe.refresh(0, context_of(batch)).input_ids.shape[1] == 90
 
 
 # --- size -------------------------------------------------------------------------------------
