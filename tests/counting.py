@@ -101,7 +101,9 @@ class Counting(TorchDispatchMode):
             causal = kwargs.get("is_causal") or (len(args) > 4 and args[4])
             self.attention += sdpa_flop_count(*(x.shape for x in args[:3])) // (2 if causal else 1)
         elif packet in flop_registry:
-            self.products += flop_registry[packet](*args, **kwargs, out_val=result)
+            # addmm's `out_dtype` stands where the formula has the shape of the result
+            given = [one for one in args if not isinstance(one, torch.dtype)]
+            self.products += flop_registry[packet](*given, **kwargs, out_val=result)
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor):
                 self.shapes.add(tuple(one.shape))

@@ -218,8 +218,10 @@ def test_token_level_alignment_is_the_divergence(target, traces):
     ids=str,
 )
 def test_every_option_of_the_alignment_changes_its_loss(common, change, target, traces):
-    for trace in traces:
-        trace.response_ids = trace.response_ids[: 3 + trace.index % 9]
+    traces = [
+        dataclasses.replace(trace, response_ids=trace.response_ids[: 3 + trace.index % 9])
+        for trace in traces
+    ]
     plain, changed = (
         loss_of(make(target, "align", **options), stored(traces))
         for options in (common, common | change)
