@@ -260,16 +260,17 @@ def join_teachers(rows: Sequence[Trace]) -> CompressedTeacher:
     That is row by row, left to right. The tail is left out where a row has none.
     """
 
-    def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([torch.tensor(getattr(row, name), dtype=dtype) for row in rows])
+    def cat(name: str, dtype: type[np.number]) -> torch.Tensor:
+        # numpy reads nested lists five times as fast as torch
+        return torch.cat([torch.from_numpy(np.array(getattr(row, name), dtype)) for row in rows])
 
     tail = all(row.tail_ids is not None for row in rows)
     return CompressedTeacher(
-        cat("teacher_ids", torch.long),
-        cat("teacher_logp", torch.float32),
-        cat("teacher_log_tail", torch.float32),
-        cat("tail_ids", torch.long) if tail else None,
-        cat("tail_logp", torch.float32) if tail else None,
+        cat("teacher_ids", np.int64),
+        cat("teacher_logp", np.float32),
+        cat("teacher_log_tail", np.float32),
+        cat("tail_ids", np.int64) if tail else None,
+        cat("tail_logp", np.float32) if tail else None,
     )
 
 

@@ -355,12 +355,14 @@ class _Teacher:
         assert logits is not None
         for i, trace in enumerate(group):
             first = len(trace.prompt_ids) - 1
-            own = logits[i, slice(first, first + len(trace.response_ids))].float().cpu()
-            # seeded by the row, so that grouping changes nothing
+            own = logits[i, slice(first, first + len(trace.response_ids))].float()
+            # drawn on the CPU and seeded by the row, so that neither device nor grouping matters
             generator = torch.Generator().manual_seed(
                 row_key(self.plan.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)
             )
-            block = compress(own, self.plan.teacher_top_k, self.plan.teacher_samples, generator)
+            shape = len(own), self.plan.teacher_samples
+            uniforms = torch.empty(shape, dtype=torch.float64).uniform_(generator=generator)
+            block = compress(own, self.plan.teacher_top_k, shape[1], uniforms=uniforms.to(own))
             trace.teacher_ids, trace.teacher_logp = block.ids.tolist(), block.logp.tolist()
             trace.teacher_log_tail = block.log_tail.tolist()
             if block.tail_ids is not None and block.tail_logp is not None:

@@ -47,12 +47,11 @@ from recipes.common.online import (
     Served,
     Tally,
     bank_of,
-    check_context,
     online_batch,
     publish,
     target_logits,
 )
-from recipes.common.stream import Stream
+from recipes.common.stream import Stream, check_context
 from target.model import Target, TargetOutputs
 from trainer import fsdp2
 from trainer.chunked import chunked_divergence

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 LEAST = 1e-5  # probability that a token excluded by top-k or top-p is counted with
+# numbers of a chunk in `surprise`: as many as a CPU's cache holds, on a GPU enough to fill it
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,17 @@ def surprise(probs: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, t
     """-log p of each token minus the entropy of its distribution, in nats, and its variance.
 
     probs [n, V], tokens [n] int64 -> [n] float64 each. The mean is 0 for tokens drawn from `probs`.
-    A token of probability 0 counts as LEAST. Rows are computed one by one: there may be thousands,
+    A token of probability 0 counts as LEAST. Rows are computed in chunks: there may be thousands,
     each of a whole vocabulary."""
     beyond, variance = probs.new_zeros(2, len(probs), dtype=torch.float64)
-    for i, row in enumerate(probs):
-        p = row.double()
+    size = max(1, (GPU_CHUNK if probs.is_cuda else CPU_CHUNK) // probs.shape[-1])
+    for first in range(0, len(probs), size):
+        rows = slice(first, first + size)
+        p = probs[rows].double()
         cost = -p.clamp(min=LEAST).log()
-        mean = p @ cost
-        beyond[i] = cost[tokens[i]] - mean
-        variance[i] = (p @ cost.square() - mean.square()).clamp(min=0)
+        mean = torch.linalg.vecdot(p, cost)
+        beyond[rows] = cost.gather(-1, tokens[rows, None])[:, 0] - mean
+        variance[rows] = (torch.linalg.vecdot(p, cost.square()) - mean.square()).clamp(min=0)
     return beyond, variance
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from data.trace_rows import tokens
 from data.traces import Trace
 from target.model import Target
 from trainer.config import UserError, require
@@ -38,11 +39,15 @@ def frequent_tokens(
         return None
     rule = f"lie in 1..{vocab_size}, the target's vocabulary, or be 0 for all of it"
     require(size is None or size <= vocab_size, KEY, rule, size)
-    counts = Counter(token for trace in traces for token in trace.response_ids)
-    if not (total := sum(counts.values())):
+    # an id beyond the vocabulary counts as text that is not covered
+    counts = np.zeros(vocab_size + 1, np.int64)
+    for ids in tokens(traces, "response_ids"):
+        counts += np.bincount(np.minimum(ids, vocab_size), minlength=vocab_size + 1)
+    if not (total := int(counts.sum())):
         raise UserError(f"{KEY}: the traces hold no response token to count")
-    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
-    shares = torch.tensor([counts[token] for token in ranked]).cumsum(0) / total
+    own = torch.from_numpy(counts[:vocab_size])
+    ranked = own.argsort(descending=True, stable=True)  # of equal counts the lower id first
+    shares = own[ranked].cumsum(0) / total
     why = ""
     if size is None:
         enough = int((shares < ENOUGH).sum()) + 1
@@ -55,4 +60,4 @@ def frequent_tokens(
     )
     if covered < LOW:
         print(f"warning: below {LOW:.0%}; raise {KEY}")
-    return torch.tensor(sorted(ranked[:size]))
+    return ranked[:size].sort().values

@@ -22,11 +22,8 @@ import torch
 from safetensors import SafetensorError
 
 from data.batches import Batch, collate
-from data.trace_rows import lengths
-from data.traces import Trace
 from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter, weights_hash
-from drafters.causal_lm import CausalLMDrafter
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
 from eval.walk import rejections
@@ -34,7 +31,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling, row_key, surprise, warp
-from trainer.config import RunFault, UserError
+from trainer.config import RunFault
 from trainer.files import write_json
 
 KEEP_PUBLISHED = 2
@@ -397,14 +394,3 @@ class Clock:
         spent = 0.0 if self.began is None else time.perf_counter() - self.began
         self.began = None
         return spent
-
-
-def check_context(drafter: CausalLMDrafter, traces: Sequence[Trace], room: int) -> None:
-    """Refuse prompts that do not fit into the drafter's positions with `room` more tokens."""
-    context = drafter.context
-    longest = int(lengths(traces, "prompt_ids").max(initial=0))
-    if longest + room > context:
-        raise UserError(
-            f"ContextError: a prompt of {longest} tokens and {room} new ones do not fit into the "
-            f"drafter's context of {context}: lower data.max_prompt_tokens or data.max_new_tokens"
-        )

@@ -14,8 +14,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from data.request_log import LoggedRequest, RequestLog
+from data.trace_rows import lengths
 from data.traces import Trace
 from drafters.base import TrainedDrafter
+from drafters.causal_lm import CausalLMDrafter
 from recipes.common.online import (
     Clock,
     Served,
@@ -207,3 +209,14 @@ def add(sums: Sums, **values: float) -> None:
     """Add `values` to the sums of these names."""
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + float(value)
+
+
+def check_context(drafter: CausalLMDrafter, traces: Sequence[Trace], room: int) -> None:
+    """Refuse prompts that do not fit into the drafter's positions with `room` more tokens."""
+    context = drafter.context
+    longest = int(lengths(traces, "prompt_ids").max(initial=0))
+    if longest + room > context:
+        raise UserError(
+            f"ContextError: a prompt of {longest} tokens and {room} new ones do not fit into the "
+            f"drafter's context of {context}: lower data.max_prompt_tokens or data.max_new_tokens"
+        )

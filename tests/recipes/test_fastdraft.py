@@ -58,7 +58,7 @@ def traces(target, tmp_path_factory):
         "test", tuple(prompts), (1.0,), max_new_tokens=12, teacher_top_k=8, teacher_samples=16
     )
     folder = tmp_path_factory.mktemp("traces")
-    return generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)
+    return list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,20 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from target.sampling import KeyedRandom, Sampling, inverse_cdf, keyed_uniform, row_key, warp
+from target import sampling as sampling_module
+from target.sampling import (
+    LEAST,
+    KeyedRandom,
+    Sampling,
+    inverse_cdf,
+    keyed_uniform,
+    row_key,
+    surprise,
+    warp,
+)
 
 
 def random_logits(ties: bool) -> torch.Tensor:
@@ -207,3 +218,34 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         for p in (0.1, 0.4, 0.7, 0.95)
     ]
     assert all(a < b for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 5])  # a chunk holds two of them
+def test_surprise_is_the_cost_beyond_the_entropy_and_its_variance(rows, monkeypatch):
+    monkeypatch.setattr(sampling_module, "CPU_CHUNK", 80)
+    generator = torch.Generator().manual_seed(rows)
+    probs = torch.randn(rows, 40, generator=generator).mul(4).softmax(-1)
+    probs[:, :3] = 0  # as top-k leaves them
+    probs /= probs.sum(-1, keepdim=True)
+    tokens = torch.randint(0, 40, (rows,), generator=generator)
+    beyond, variance = surprise(probs, tokens)
+    assert beyond.shape == variance.shape == (rows,)
+    for p, token, found, spread in zip(probs.double(), tokens, beyond, variance, strict=True):
+        cost = [-math.log(max(float(one), LEAST)) for one in p]
+        mean = sum(float(one) * c for one, c in zip(p, cost, strict=True))
+        square = sum(float(one) * c * c for one, c in zip(p, cost, strict=True))
+        assert float(found) == pytest.approx(cost[int(token)] - mean, abs=1e-9)
+        assert float(spread) == pytest.approx(square - mean * mean, abs=1e-9)
+
+
+def test_surprise_makes_no_call_for_a_row():
+    calls = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Counted():
+        surprise(torch.full((500, 16), 1 / 16), torch.zeros(500, dtype=torch.long))
+    assert len(calls) < 50
