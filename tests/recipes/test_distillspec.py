@@ -46,7 +46,7 @@ def traces(target, tmp_path_factory):
         "test", tuple(prompts), (1.0,), max_new_tokens=12, teacher_top_k=8, teacher_samples=16
     )
     folder = tmp_path_factory.mktemp("traces")
-    made = list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16))
+    made = [*generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)]
     per_token = [
         "response_ids",
         "teacher_ids",
@@ -95,8 +95,8 @@ def context_of(recipe, batch, seed=0) -> Context:
     return Context(batch, recipe.drafter, generate, lambda: None)
 
 
-def drawn(recipe, traces, index=0, seed=0):
-    batch = Batches(traces, {"draft": 1.0}, 8, seed=0).at(index)
+def drawn(recipe, traces, index=0, seed=0, lengths=()):
+    batch = Batches(traces, {"draft": 1.0}, 8, seed=0, lengths=lengths).at(index)
     return recipe.refresh(0, context_of(recipe, batch, seed))
 
 
@@ -512,14 +512,15 @@ def test_draft_text_is_drawn_anew_every_so_many_batches(target, traces):
 
 def test_the_pool_is_part_of_the_state(target, traces):
     recipe = make(target, refresh_every=3)
-    drawn(recipe, traces, 0)
-    drawn(recipe, traces, 3)
+    for index in (0, 3):
+        assert drawn(recipe, traces, index, lengths=[90]).input_ids.shape == (8, 90)
     state = recipe.state_dict()
     other = make(target, refresh_every=3)
     other.load_state_dict(state)
     for index in (4, 5):
         one, two = drawn(recipe, traces, index), drawn(other, traces, index)
         assert (one.prompts, one.responses, one.index) == (two.prompts, two.responses, two.index)
+        assert one.input_ids.equal(two.input_ids)  # as long as the batch that was asked for
     assert make(target).state_dict() == {"pools": [[]]}
 
 

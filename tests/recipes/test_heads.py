@@ -39,7 +39,7 @@ def traces(target, tmp_path_factory):
     prompts = [Prompt(f"Question {i}: ", None, "yes.", "test", "", f"c{i}") for i in range(16)]
     plan = GenerationPlan("test", tuple(prompts), (1.0,), max_new_tokens=12)
     folder = tmp_path_factory.mktemp("traces")
-    made = list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16))
+    made = [*generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)]
     for trace in made:
         trace.response_ids = trace.response_ids[: 3 + trace.index % 9]
     return made
@@ -124,12 +124,17 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
 
     monkeypatch.setattr(OutputHead, "logits", counted)
     found = []
-    for limit, times in ((heads.KEEP_TEACHER_BYTES, 1), (10, recipe.depth)):
+    usual = heads.KEEP_TEACHER_BYTES
+    for limit, free, times in (
+        (usual, None, 1), (10, None, recipe.depth), (10, 4 * usual, 1), (usual, 40, recipe.depth)
+    ):  # fmt: skip
         monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
+        monkeypatch.setattr(heads, "free_bytes", lambda device, free=free: free)
         made.clear()
         found.append([total for total, _, _ in terms_of(recipe, batch)])
         assert sum(made) == times
-    torch.testing.assert_close(*found)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -48,7 +48,7 @@ def traces(target, tmp_path_factory):
     prompts = [Prompt(f"Question {i}: ", None, "yes.", "test", "", f"c{i}") for i in range(16)]
     plan = GenerationPlan("test", tuple(prompts), (1.0,), max_new_tokens=12)
     folder = tmp_path_factory.mktemp("traces")
-    made = list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16))
+    made = [*generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)]
     for trace in made:
         trace.response_ids = trace.response_ids[: 3 + trace.index % 9]
     return made

@@ -42,7 +42,7 @@ def traces(target, tmp_path_factory):
     prompts = [Prompt(f"Question {i}: ", None, None, "test", "", f"c{i}") for i in range(PROMPTS)]
     plan = GenerationPlan("test", tuple(prompts), (1.0,), max_new_tokens=24)
     folder = tmp_path_factory.mktemp("traces")
-    made = list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16))
+    made = [*generate_traces(target, plan, folder, batch_size=16, rows_per_shard=16)]
     for trace in made:
         trace.response_ids = [*trace.response_ids[: 6 + trace.index % 15], EOS]
     return made
