@@ -125,7 +125,7 @@ def run_cell(table: Cells, cell: Settings, ends: float) -> Json | None:
                 if failed:
                     break
         finally:
-            state["wall_s"] = round(spent + time.monotonic() - began, 1)
+            state["wall_s"] = round(spent + time.monotonic() - began, 3)
             write_json(progress, state)
     outputs: list[Json] = []
     try:
@@ -135,7 +135,7 @@ def run_cell(table: Cells, cell: Settings, ends: float) -> Json | None:
     result = {
         "cell": cell.cell, **asdict(cell), "settings_hash": cell.hash, "failed": failed,
         **provenance(["benchmarks.queue", "run", cell.cell]), "changed_files": changed_files(),
-        "threads": os.environ.get("OMP_NUM_THREADS"), "wall_s": state["wall_s"],
+        "threads": os.environ.get("OMP_NUM_THREADS"), "wall_s": round(state["wall_s"], 1),
         "outputs": outputs,
     }  # fmt: skip
     write_json(table.result(cell), result)
