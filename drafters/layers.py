@@ -119,7 +119,7 @@ def start_from(drafted: DecoderLayer, layer: nn.Module) -> list[str]:
         if weight is not None and is_plain(weight):  # else fused or quantised
             part = own.weight[:, own.weight.shape[1] - weight.shape[-1] :]
             if part.shape == weight.shape:
-                part.copy_(weight)
+                part.copy_(weight.to_dense())  # from the layout that it has on a CPU
                 continue
         missing.append(name)
     # Gemma calls the norm before its feed-forward part so

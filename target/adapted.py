@@ -184,7 +184,7 @@ class AdaptedTarget:
 
         It is made on the CPU, which needs memory for a second target meanwhile. `ours`: see
         `whole_folder`. Raises RunFault where the folder cannot be written."""
-        copied = _copied(self.peft, self.peft, lambda tensor: tensor.detach().to("cpu", copy=True))
+        copied = _copied(self.peft, self.peft, _on_cpu)
         tuner = copied.base_model
         assert isinstance(tuner, LoraModel)
         model = tuner.merge_and_unload()
@@ -222,6 +222,11 @@ class AdaptedTarget:
         made = memo[id(self)] = copy.copy(self)
         made.peft = _copied(self.peft, self.target.model, lambda tensor: tensor, memo)
         return made
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the usual layout, which a weight of `target.layout` has not."""
+    return tensor.detach().to_dense().to("cpu", copy=True)
 
 
 def _copied(

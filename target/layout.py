@@ -1,14 +1,14 @@
 """The frozen weights of a model on a CPU, laid out for products with a few rows.
 
-Speculative decoding multiplies 1 to 60 rows at a time: the tokens of a round, or of a batch. Rows
-that few cost PyTorch's float32 product as much in rearranging a large matrix as in multiplying by
-it. Two remedies, of which each is the faster one where it stands (`benchmarks/layout.py`):
+Speculative decoding multiplies 1 to 60 rows at a time: the tokens of a round, or of a batch. For
+rows that few PyTorch's float32 product rearranges a matrix at every call, which takes as long as
+multiplying by it. oneDNN's blocked layout, the one that torch.compile gives a frozen model, is made
+once (`benchmarks/layout.py`). The operators are PyTorch's, without a promise that they stay; where
+they are missing the weights stay as they are.
 
-- The decoder's matrices are stored by columns instead of rows. No weight exists twice, and whoever
-  reads or saves one sees what it was.
-- The output matrix, which the embedding and the losses read by rows, gets a second copy in
-  oneDNN's blocked layout, the one that torch.compile gives a frozen model. The operators are
-  PyTorch's, without a promise that they stay; where they are missing there is one copy.
+- The decoder's matrices exist in that layout alone. A state dict, and a deep copy, have them in the
+  usual one; other readers ask for `weight.to_dense()`, which is exact.
+- The output matrix, which the embedding and the losses read by rows, has a second copy in it.
 
 Products differ from those of the usual layout by rounding in float32.
 """
@@ -21,13 +21,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from target.devices import decoder_of, device_of
 from trainer.chunked import blocked_linear
 
-BY_COLUMNS = 100_000  # elements; smaller matrices gain nothing
-PACKED = 2**22  # elements; a blocked product takes 20 microseconds longer to call
+BLOCKED = 100_000  # elements of a decoder's matrix; smaller ones gain nothing
+PACKED = 2**22  # elements of an output matrix, which is stored twice
 ROWS = 8  # that the blocked layout is made for; it serves all others
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
@@ -42,14 +43,21 @@ def lay_out(model: PreTrainedModel) -> None:
         # with a mask, transformers repeats the keys and values of grouped heads in every layer;
         # the kernel of the CPU needs no copies, and gives the same numbers
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-    for layer in _plain_layers(decoder_of(model)):
-        if layer.weight.numel() >= BY_COLUMNS:
-            layer.weight.data = layer.weight.data.t().contiguous().t()
     head = model.get_output_embeddings()
-    for layer in [] if head is None else _plain_layers(head):
-        if layer.weight.numel() >= PACKED and can_pack():
-            layer.__class__ = _OutputLayer
-            _BLOCKED[layer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, ROWS)
+    wide = [layer for layer in _plain_layers(decoder_of(model)) if layer.weight.numel() >= BLOCKED]
+    outer = [] if head is None else [n for n in _plain_layers(head) if n.weight.numel() >= PACKED]
+    if not (wide or outer) or not can_pack():
+        return
+    for layer in wide:
+        layer.weight = _Blocked(_blocked(layer.weight), requires_grad=False)
+        layer.__class__ = _BlockedLayer
+    for layer in outer:
+        layer.__class__ = _OutputLayer
+        _BLOCKED[layer] = _blocked(layer.weight)
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.data.contiguous(), ROWS)
 
 
 def can_pack() -> bool:
@@ -77,6 +85,47 @@ def _plain_layers(module: nn.Module) -> Iterator[nn.Linear]:
             plain = type(weight) is nn.Parameter and not weight.requires_grad
             if plain and weight.dtype == torch.float32 and weight.device.type == "cpu":
                 yield layer
+
+
+class _Blocked(nn.Parameter):
+    """A weight [out, in] in the blocked layout; a deep copy of it is in the usual one."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        made = memo[id(self)] = nn.Parameter(self.to_dense(), requires_grad=False)
+        return made
+
+
+class _BlockedLayer(nn.Linear):
+    """A frozen linear layer whose weight lies in the blocked layout, unless it was copied."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.weight.is_mkldnn:
+            return super().forward(input)
+        if torch.is_grad_enabled() and input.requires_grad:
+            return _Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
+        return blocked_linear(input, self.weight, self.bias)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight.is_mkldnn:
+            destination[f"{prefix}weight"] = self.weight.to_dense()
+
+
+class _Product(torch.autograd.Function):
+    """A blocked product with a gradient of its input, for which no weight is kept twice."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.weight = weight  # type: ignore[attr-defined]
+        return blocked_linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0] @ ctx.weight.to_dense(), None, None  # type: ignore[attr-defined]
 
 
 class _OutputLayer(nn.Linear):

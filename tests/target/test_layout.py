@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from target import layout
+from target.adapted import AdaptedTarget, LoraSettings
 from target.layout import can_pack, lay_out
-from target.model import output_head
+from target.model import Target, output_head
 from trainer.chunked import OutputHead
 
 
@@ -19,6 +21,9 @@ def model(tied: bool) -> LlamaForCausalLM:
         num_attention_heads=6, num_key_value_heads=2, head_dim=32, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+packs = pytest.mark.skipif(not can_pack(), reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +43,17 @@ def test_outputs_are_those_of_the_usual_layout(tied: bool, rows: int) -> None:
     assert after.argmax(-1).equal(before.argmax(-1))
 
 
-def test_large_matrices_lie_by_columns_once_and_read_as_before() -> None:
+@packs
+def test_large_matrices_exist_once_and_are_saved_as_they_were() -> None:
     usual, ours = model(True), model(True)
     lay_out(ours)
     layers = ours.model.layers[0]
-    assert layers.mlp.up_proj.weight.stride() == (1, 768)
-    assert layers.mlp.up_proj.weight.untyped_storage().nbytes() == 4 * 192 * 768
-    assert layers.self_attn.k_proj.weight.stride() == (192, 1)  # 12,288 elements gain nothing
-    assert ours.get_input_embeddings().weight.stride() == (192, 1)
+    up = layers.mlp.up_proj.weight
+    assert up.is_mkldnn
+    assert (up.shape, up.numel(), up.dtype) == ((768, 192), 768 * 192, torch.float32)
+    assert not layers.self_attn.k_proj.weight.is_mkldnn  # 12,288 elements gain nothing
+    assert not ours.get_input_embeddings().weight.is_mkldnn
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in usual.parameters())
     for name, tensor in usual.state_dict().items():
         assert ours.state_dict()[name].equal(tensor), name
 
@@ -59,7 +67,7 @@ def test_laid_out_model_is_saved_as_it_was(tmp_path) -> None:
         assert again.state_dict()[name].equal(tensor), name
 
 
-@pytest.mark.skipif(not can_pack(), reason="this PyTorch has no oneDNN")
+@packs
 def test_output_head_shares_the_blocked_copy_and_has_gradients_without_it() -> None:
     ours = model(True)
     plain = output_head(ours, 1000)
@@ -79,15 +87,42 @@ def test_output_head_shares_the_blocked_copy_and_has_gradients_without_it() -> N
     assert logits.requires_grad, "through the layer of the model too"
 
 
-@pytest.mark.skipif(not can_pack(), reason="this PyTorch has no oneDNN")
+@packs
 def test_a_copy_of_the_model_multiplies_by_its_own_weight() -> None:
     ours = model(False)
     lay_out(ours)
     other = copy.deepcopy(ours)
-    other.lm_head.weight.data.zero_()
+    ids = torch.ones(1, 2, dtype=torch.long)
     with torch.inference_mode():
-        assert not other(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.any()
-        assert ours(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.any()
+        expected = ours(input_ids=ids).logits
+        torch.testing.assert_close(other(input_ids=ids).logits, expected, rtol=1e-5, atol=2e-6)
+        other.model.layers[0].mlp.up_proj.weight.data.zero_()
+        assert not other(input_ids=ids).logits.equal(expected)
+        other.lm_head.weight.data.zero_()
+        assert not other(input_ids=ids).logits.any()
+        assert ours(input_ids=ids).logits.equal(expected)
+
+
+@packs
+def test_gradients_pass_through_the_blocked_matrices() -> None:
+    usual, ours = model(True), model(True)
+    lay_out(ours)
+    found = []
+    for one in (usual, ours):
+        torch.manual_seed(1)
+        states = torch.randn(2, 7, 192, requires_grad=True)
+        logits = one(inputs_embeds=states).logits
+        found.append(torch.autograd.grad(logits.square().sum(), states)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@packs
+def test_laid_out_twice_is_laid_out_once() -> None:
+    ours = model(True)
+    lay_out(ours)
+    weight = ours.model.layers[0].mlp.up_proj.weight
+    lay_out(ours)
+    assert ours.model.layers[0].mlp.up_proj.weight is weight
 
 
 def test_without_the_operators_one_line_says_so(
@@ -106,12 +141,41 @@ def test_without_the_operators_one_line_says_so(
 def test_other_types_and_trained_weights_stay(dtype: torch.dtype) -> None:
     ours = model(True).to(dtype)
     lay_out(ours)
-    assert ours.model.layers[0].mlp.up_proj.weight.stride() == (192, 1)
+    assert not ours.model.layers[0].mlp.up_proj.weight.is_mkldnn
     trained = model(True).requires_grad_(True)
     lay_out(trained)
-    assert trained.model.layers[0].mlp.up_proj.weight.stride() == (192, 1)
+    assert not trained.model.layers[0].mlp.up_proj.weight.is_mkldnn
 
 
 def test_head_with_other_weights_has_no_blocked_copy() -> None:
     with pytest.raises(ValueError, match="blocked"):
         OutputHead(torch.zeros(4, 3), blocked=torch.zeros(5, 3))
+
+
+@packs
+def test_what_reads_a_blocked_matrix_gets_it_as_it_was(
+    tiny_folder, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    usual = Target.load(str(tiny_folder("llama", layers=4)))
+    monkeypatch.setattr(layout, "BLOCKED", 1)
+    target = Target.load(str(tiny_folder("llama", layers=4)))
+    matrix = target.model.model.layers[-1].mlp.up_proj.weight
+    assert matrix.is_mkldnn
+    assert target.fingerprint == usual.fingerprint
+    torch.manual_seed(0)
+    drafter = Eagle3Drafter.build(target, Eagle3Settings([2], target.model.config.hidden_size))
+    expected = usual.model.model.layers[-1]
+    assert drafter.layer.mlp.up_proj.weight.equal(expected.mlp.up_proj.weight)
+
+    adapted = AdaptedTarget(target, LoraSettings(dropout=0.0))
+    for parts in adapted.modules().values():
+        torch.nn.init.normal_(parts["B"].weight, std=0.1)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        before = adapted.model(input_ids=ids).logits
+        assert not before.equal(target.model(input_ids=ids).logits)
+        merged = adapted.merged(tmp_path / "merged")
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+        for model in (merged.model, loaded, copy.deepcopy(adapted).model):
+            torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+    assert matrix.is_mkldnn
