@@ -31,6 +31,7 @@ from benchmarks.layout import GROUPED, as_loaded
 from benchmarks.speed import assisted, clock, generate_batches, ours
 from data.prompts import load_prompts, user_turns
 from data.render import render
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
@@ -40,6 +41,7 @@ from eval.policies.table import make_budget
 from phases.run import provenance
 from target.cache import CachedModel
 from target.decode import Request
+from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
 from trainer.config import asks_for_help
@@ -91,13 +93,29 @@ def main(arguments: list[str]) -> int:
         "tokens": "96", "K": "4", "tree": "", "out": OUT,
     } | dict(a.split("=", 1) for a in arguments)  # fmt: skip
     usual, target = as_loaded(given["target"]), Target.load(given["target"])
-    drafter = load_drafter(given["drafter"], target, key="drafter").eval()
+    assistant, drafter = (load_drafter(given["drafter"], target, key="drafter") for _ in range(2))
+    with laid_out(drafter):
+        return measure(given, arguments, usual, target, drafter.eval(), assistant.eval())
+
+
+def measure(
+    given: dict[str, str],
+    arguments: list[str],
+    usual: Target,
+    target: Target,
+    drafter: TrainedDrafter,
+    assistant: TrainedDrafter,
+) -> int:
+    """Run all arms and write their table; `usual` and `assistant`: as transformers loads them."""
     requests = requests_of(target, given["prompts"], int(given["count"]))
     limit = int(given["tokens"])
     budgets = {f"chain of {K}": make_budget("fixed", int(K)) for K in given["K"].split(",")}
     if given["tree"]:
         budgets[given["tree"]] = Budget.of(parse_shape(given["tree"], "tree"))
-    result: dict[str, Any] = {"settings": given, **provenance(arguments)}
+    result: dict[str, Any] = {
+        "settings": given,
+        **provenance(["benchmarks.real_speed", *arguments]),
+    }
     result["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
     for batch in (1, 8):
         last: dict[str, list[Speculated]] = {}
@@ -122,9 +140,11 @@ def main(arguments: list[str]) -> int:
             "plain": plain,
             **{name: lambda name=name: speculated(name) for name in budgets},
         }
-        if batch == 1 and isinstance(drafter, CausalLMDrafter):
+        if batch == 1 and isinstance(assistant, CausalLMDrafter):
             arms |= {
-                f"assisted chain of {K}": partial(assisted, usual, drafter, requests, int(K), limit)
+                f"assisted chain of {K}": partial(
+                    assisted, usual, assistant, requests, int(K), limit
+                )
                 for K in given["K"].split(",")
             }
         table, answers = measured(arms)
@@ -132,27 +152,25 @@ def main(arguments: list[str]) -> int:
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))
             table[name]["answers_as_generate"] = f"{same} of {len(rows)}"
         for name, rows in last.items():
-            table[name]["round"] = where_time_goes(rows, table["plain"]["tokens_per_s"] / batch)
+            table[name]["round"] = where_time_goes(rows, table[name]["over_plain"])
         result[f"batch {batch}"] = table
         print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
     write_json(Path(given["out"]), result)
     return 0
 
 
-def where_time_goes(rows: list[Speculated], plain_rate: float) -> dict[str, float]:
-    """Mean milliseconds of a round by what they are spent on, the tokens it emits, and those that
-    a speed-up of `WANTED` over plain decoding at `plain_rate` tokens/s would need."""
+def where_time_goes(rows: list[Speculated], over_plain: float) -> dict[str, float]:
+    """Median milliseconds of a round by what they are spent on, the tokens that it emits, and
+    those that rounds of this length need for `WANTED` times plain decoding, which `over_plain` is
+    measured against."""
     rounds = [one for row in rows for one in row.rounds]
-    spent = {
-        "draft_ms": 1000 * statistics.mean(one.t_draft for one in rounds),
-        "verify_ms": 1000 * statistics.mean(one.t_verify for one in rounds),
-        "other_ms": 1000 * statistics.mean(one.t_other for one in rounds),
-    }
-    whole = sum(spent.values())
-    return spent | {
-        "plain_step_ms": 1000 / plain_rate,
-        "tokens_per_round": statistics.mean(one.emitted for one in rounds),
-        "tokens_per_round_needed": WANTED * whole * plain_rate / 1000,
+    tokens = statistics.mean(one.emitted for one in rounds)
+    return {
+        "draft_ms": 1000 * statistics.median(one.t_draft for one in rounds),
+        "verify_ms": 1000 * statistics.median(one.t_verify for one in rounds),
+        "other_ms": 1000 * statistics.median(one.t_other for one in rounds),
+        "tokens_per_round": tokens,
+        "tokens_per_round_needed": WANTED / over_plain * tokens,
     }
 
 

@@ -227,7 +227,7 @@ class EagleDrafter(TrainedDrafter):
         embedded = self._embed(state.ids.gather(1, columns + 1))
         used = self._rounded(state.max_length - 1)
         allowed = torch.arange(used, device=columns.device) <= columns.unsqueeze(-1)
-        hidden = self._cached(feature, embedded, columns, columns, allowed, used)[:, -1:]
+        hidden = self._cached(feature, embedded, columns, columns, allowed[:, -1:], used)
         projected, recycled = self.layer_outputs(hidden)
         self._recycled = recycled
         # the first drafted node is the column of the last committed position
@@ -259,10 +259,14 @@ class EagleDrafter(TrainedDrafter):
         allowed: torch.Tensor,
         used: int,
     ) -> torch.Tensor:
+        """Write keys and values of all columns [B, T]; states of the last ones, as many as
+        `allowed` [B, t, S] has."""
         x, residual = self.layer_inputs(feature, embedded)
         self._slots.write(*self.layer.keys_values(x, positions), slots)
-        mixed = attend(self.layer.queries(x, positions), *self._slots.read(used), allowed)
-        return self.layer.finish(residual, mixed)
+        last = slice(-allowed.shape[1], None)
+        queries = self.layer.queries(x[:, last], positions[:, last])
+        mixed = attend(queries, *self._slots.read(used), allowed)
+        return self.layer.finish(residual[:, last], mixed)
 
     # --- own format ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
 from target.devices import decoder_of
+from target.layout import blocked
 from target.model import LayerId, Target, decoder_layers
 from trainer.chunked import OutputHead
 from trainer.config import UserError
@@ -135,8 +136,10 @@ class Eagle3Drafter(EagleDrafter):
         return normed, normed if self.settings.norm_output else hidden
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        head = self._head
+        head, own = self._head, (self.lm_head.weight, self.kept, blocked(self.lm_head))
         # made once: checking `kept` waits for the device
-        if head is None or head.weight is not self.lm_head.weight or head.kept is not self.kept:
-            head = self._head = OutputHead(self.lm_head.weight, kept=self.kept)
+        if head is None or any(
+            a is not b for a, b in zip((head.weight, head.kept, head.blocked), own, strict=True)
+        ):
+            head = self._head = OutputHead(own[0], kept=own[1], blocked=own[2])
         return head

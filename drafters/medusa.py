@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
 from drafters.round import Budget, DraftState
+from target.layout import blocked
 from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
@@ -203,7 +204,9 @@ def head_of(target: Target, heads: nn.ModuleList | None, depth: int) -> OutputHe
         return target.head
     head = heads[depth - 1]
     assert isinstance(head, nn.Linear)
-    return OutputHead(head.weight, head.bias, transform=target.head.transform)
+    return OutputHead(
+        head.weight, head.bias, transform=target.head.transform, blocked=blocked(head)
+    )
 
 
 def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:

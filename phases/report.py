@@ -47,6 +47,7 @@ from phases.policies import measure_policies
 from phases.readings import ReadingCollector
 from phases.run import Run, read_facts
 from phases.serve import check_engine, served_rows
+from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling
 from trainer.config import RunFault, UserError, require
@@ -302,8 +303,9 @@ def finish(
     )  # before anything is measured: nothing may stand between it and its user
     exported = export_run(run, after)
     drafters = {"before": base, **trained, **baselines(run, base)}
-    measured = measure(run, drafters, prompts, "after")
-    policies = measure_policies(run, after, prompts, dev) if after.acceptance else None
+    with laid_out(*drafters.values()):
+        measured = measure(run, drafters, prompts, "after")
+        policies = measure_policies(run, after, prompts, dev) if after.acceptance else None
     chosen_by = "best_dev_tokens_per_round" if after.target_layers else "best_dev_alpha"
     if policies is not None:
         save_drafter(run, after)  # its acceptance head was tuned meanwhile

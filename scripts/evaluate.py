@@ -26,6 +26,7 @@ from eval.report.schema import build_report, write_report
 from phases import generate, report, run
 from recipes import base
 from recipes.common.config import Config, compose
+from target.layout import laid_out
 from target.model import Target
 from trainer.checks import require_folder
 from trainer.config import UserError, asks_for_help, is_address, load_yaml
@@ -94,7 +95,8 @@ def measure(
     if name in ORDER or name in others:  # a folder called like another row
         name = f"./{name}"
     drafters = {name: drafter, **others}
-    measured = report.measure(this, drafters, prompts, name)
+    with laid_out(*drafters.values()):
+        measured = report.measure(this, drafters, prompts, name)
     content = build_report(
         run={"recipe": this.config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
         target={"name": this.target.name, "fingerprint": this.target.fingerprint},

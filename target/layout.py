@@ -8,7 +8,8 @@ they are missing the weights stay as they are.
 
 - The decoder's matrices exist in that layout alone. A state dict, and a deep copy, have them in the
   usual one; other readers ask for `weight.to_dense()`, which is exact.
-- The output matrix, which the embedding and the losses read by rows, has a second copy in it.
+- The output matrix, which the embedding and the losses read by rows, has a second copy in it, and
+  so have the matrices of a drafter while it is measured (`laid_out`): it may train on afterwards.
 
 Products differ from those of the usual layout by rounding in float32.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,11 +30,11 @@ from target.devices import decoder_of, device_of
 from trainer.chunked import blocked_linear
 
 BLOCKED = 100_000  # elements of a decoder's matrix; smaller ones gain nothing
-PACKED = 2**22  # elements of an output matrix, which is stored twice
+PACKED = 2**22  # elements of a target's output matrix, which is stored twice
 ROWS = 8  # that the blocked layout is made for; it serves all others
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
-# by output layer, not in it: a copy of the layer, in which the weight may change, has none
+# by layer, not in it: a copy of the layer, in which the weight may change, has none
 _BLOCKED: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
@@ -46,14 +48,41 @@ def lay_out(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     wide = [layer for layer in _plain_layers(decoder_of(model)) if layer.weight.numel() >= BLOCKED]
     outer = [] if head is None else [n for n in _plain_layers(head) if n.weight.numel() >= PACKED]
-    if not (wide or outer) or not can_pack():
+    if not (wide or outer):
+        return
+    if not can_pack():
+        if torch.backends.mkldnn.is_available():
+            print(f"PyTorch {torch.__version__} lacks mkldnn.{OPERATORS[0]}: verifying a few tokens "
+                  "takes up to twice as long", flush=True)  # fmt: skip
         return
     for layer in wide:
         layer.weight = _Blocked(_blocked(layer.weight), requires_grad=False)
         layer.__class__ = _BlockedLayer
     for layer in outer:
-        layer.__class__ = _OutputLayer
+        layer.__class__ = _TwiceStored
         _BLOCKED[layer] = _blocked(layer.weight)
+
+
+@contextmanager
+def laid_out(*drafters: object) -> Iterator[None]:
+    """Inside the block, drafters in float32 on a CPU multiply by blocked copies of their weights,
+    which must not change meanwhile. Drafters without weights, and others, stay as they are."""
+    layers = {
+        layer
+        for drafter in drafters
+        if isinstance(drafter, nn.Module) and can_pack()
+        for layer in _plain_layers(drafter, trained=True)
+        if layer.weight.numel() >= BLOCKED
+    }
+    try:
+        for layer in layers:
+            layer.__class__ = _TwiceStored
+            _BLOCKED[layer] = _blocked(layer.weight)
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
+            _BLOCKED.pop(layer, None)
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor:
@@ -61,28 +90,23 @@ def _blocked(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_pack() -> bool:
-    """Whether this PyTorch has oneDNN and the operators of its blocked layout; a line says so where
-    it has the former alone."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    missing = [name for name in OPERATORS if not hasattr(torch.ops.mkldnn, name)]
-    if missing:
-        print(f"PyTorch {torch.__version__} lacks mkldnn.{missing[0]}: verifying is slower by "
-              "some per cent", flush=True)  # fmt: skip
-    return not missing
+    """Whether this PyTorch has oneDNN and the operators of its blocked layout."""
+    have = torch.backends.mkldnn.is_available()
+    return have and all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS)
 
 
 def blocked(layer: nn.Module) -> torch.Tensor | None:
-    """The weight of an output layer in the blocked layout, None where it has none."""
+    """The copy of a layer's weight in the blocked layout, None where it has none."""
     return _BLOCKED.get(layer)
 
 
-def _plain_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """The linear layers of a module whose weights lie whole in float32 on the CPU."""
+def _plain_layers(module: nn.Module, trained: bool = False) -> Iterator[nn.Linear]:
+    """The linear layers of a module whose weights lie whole in float32 on the CPU and are frozen,
+    or `trained`."""
     for layer in module.modules():
         if type(layer) is nn.Linear and not hasattr(layer, "_hf_hook"):
             weight = layer.weight
-            plain = type(weight) is nn.Parameter and not weight.requires_grad
+            plain = type(weight) is nn.Parameter and (trained or not weight.requires_grad)
             if plain and weight.dtype == torch.float32 and weight.device.type == "cpu":
                 yield layer
 
@@ -128,11 +152,11 @@ class _Product(torch.autograd.Function):
         return grads[0] @ ctx.weight.to_dense(), None, None  # type: ignore[attr-defined]
 
 
-class _OutputLayer(nn.Linear):
-    """A frozen linear layer that multiplies by its blocked copy; with gradient, by its weight."""
+class _TwiceStored(nn.Linear):
+    """A linear layer that multiplies by its blocked copy; with gradient, by its weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = _BLOCKED.get(self)
-        if weight is None or (torch.is_grad_enabled() and input.requires_grad):
+        if weight is None or torch.is_grad_enabled():
             return super().forward(input)
         return blocked_linear(input, weight, self.bias)

@@ -64,7 +64,7 @@ class OutputHead:
             rule = f"lie in 1..{width} and stand without a reduced vocabulary"
             require(good, "vocab_size", rule, self.vocab_size)
         if self.blocked is not None:
-            good = self.kept is None and self.blocked.shape == self.weight.shape
+            good = self.blocked.shape == self.weight.shape
             rule = f"have the shape of the weight, {tuple(self.weight.shape)}"
             require(good, "blocked", rule, tuple(self.blocked.shape))
         if self.kept is not None:

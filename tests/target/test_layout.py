@@ -1,15 +1,18 @@
 """Weights laid out for a few rows: same values, same text, one copy."""
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.medusa import MedusaDrafter, MedusaSettings
 from target import layout
 from target.adapted import AdaptedTarget, LoraSettings
-from target.layout import can_pack, lay_out
+from target.layout import can_pack, laid_out, lay_out
 from target.model import Target, output_head
 from trainer.chunked import OutputHead
 
@@ -179,3 +182,43 @@ def test_what_reads_a_blocked_matrix_gets_it_as_it_was(
         for model in (merged.model, loaded, copy.deepcopy(adapted).model):
             torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
     assert matrix.is_mkldnn
+
+
+def drafters(target: Target) -> list[TrainedDrafter]:
+    torch.manual_seed(0)
+    width = target.model.config.hidden_size
+    return [
+        Eagle3Drafter.build(target, Eagle3Settings([2], width), kept=torch.arange(3, 20)),
+        MedusaDrafter(MedusaSettings(num_heads=2, num_layers=1, own_head=True), target),
+    ]
+
+
+@packs
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_drafter_is_laid_out_while_it_is_measured(
+    index: int, tiny_folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(str(tiny_folder("llama", layers=4)))
+    drafter = drafters(target)[index]
+    monkeypatch.setattr(layout, "BLOCKED", 1)
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    outputs = target.outputs(ids, layers=drafter.target_layers)
+
+    def logits() -> torch.Tensor:
+        states = list(drafter.states(ids, outputs, 2))
+        return torch.stack([drafter.project(one, depth) for depth, one in enumerate(states, 1)])
+
+    with torch.inference_mode():
+        expected = logits()
+        with suppress(KeyError), laid_out(drafter, "no drafter"), laid_out(drafter):
+            assert drafter.output_head(1).blocked is not None
+            torch.testing.assert_close(logits(), expected, rtol=1e-5, atol=2e-6)
+            raise KeyError
+        assert drafter.output_head(1).blocked is None
+        assert logits().equal(expected)
+    assert not [m for m in drafter.modules() if isinstance(m, layout._TwiceStored)]
+    for name, tensor in drafter.state_dict().items():
+        assert tensor.equal(before[name]), name
+    logits().exp().sum().backward()
+    assert all(p.grad is not None for n, p in drafter.named_parameters() if "lm_head" in n)
