@@ -52,8 +52,8 @@ def lay_out(model: PreTrainedModel) -> None:
         return
     if not can_pack():
         if torch.backends.mkldnn.is_available():
-            print(f"PyTorch {torch.__version__} lacks mkldnn.{OPERATORS[0]}: verifying a few tokens "
-                  "takes up to twice as long", flush=True)  # fmt: skip
+            print(f"PyTorch {torch.__version__} lacks mkldnn.{OPERATORS[0]}: verifying a few "
+                  "tokens takes up to twice as long", flush=True)  # fmt: skip
         return
     for layer in wide:
         layer.weight = _Blocked(_blocked(layer.weight), requires_grad=False)
