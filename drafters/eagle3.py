@@ -136,10 +136,10 @@ class Eagle3Drafter(EagleDrafter):
         return normed, normed if self.settings.norm_output else hidden
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        head, own = self._head, (self.lm_head.weight, self.kept, blocked(self.lm_head))
+        head, copied = self._head, blocked(self.lm_head)
         # made once: checking `kept` waits for the device
-        if head is None or any(
-            a is not b for a, b in zip((head.weight, head.kept, head.blocked), own, strict=True)
-        ):
-            head = self._head = OutputHead(own[0], kept=own[1], blocked=own[2])
+        if head is not None and head.blocked is not copied:
+            head = None
+        if head is None or head.weight is not self.lm_head.weight or head.kept is not self.kept:
+            head = self._head = OutputHead(self.lm_head.weight, kept=self.kept, blocked=copied)
         return head
