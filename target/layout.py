@@ -125,6 +125,7 @@ class _BlockedLayer(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.weight.is_mkldnn:
             return super().forward(input)
+        input = input.to(self.weight.dtype)  # autocast does not know the product
         if torch.is_grad_enabled() and input.requires_grad:
             return _Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
         return blocked_linear(input, self.weight, self.bias)
@@ -159,4 +160,4 @@ class _TwiceStored(nn.Linear):
         weight = _BLOCKED.get(self)
         if weight is None or torch.is_grad_enabled():
             return super().forward(input)
-        return blocked_linear(input, weight, self.bias)
+        return blocked_linear(input.to(weight.dtype), weight, self.bias)

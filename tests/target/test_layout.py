@@ -222,3 +222,24 @@ def test_a_drafter_is_laid_out_while_it_is_measured(
         assert tensor.equal(before[name]), name
     logits().exp().sum().backward()
     assert all(p.grad is not None for n, p in drafter.named_parameters() if "lm_head" in n)
+
+
+@packs
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_computes_a_laid_out_target_in_its_own_type(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "BLOCKED", 1)  # also what reads the values of attention
+    usual, ours = model(True), model(True)
+    lay_out(ours)
+    torch.manual_seed(0)
+    states = torch.randn(2, 6, 192, requires_grad=grad)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        found = ours(inputs_embeds=states).logits
+    expected = usual(inputs_embeds=states).logits
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+    if grad:
+        mine, its = (
+            torch.autograd.grad(one.float().square().sum(), states)[0] for one in (found, expected)
+        )
+        torch.testing.assert_close(mine, its, rtol=0.1, atol=0.02 * float(its.abs().max()))
