@@ -122,7 +122,8 @@ class _Blocked(nn.Parameter):
 class _BlockedLayer(nn.Linear):
     """A frozen linear layer whose weight lies in the blocked layout, unless it was copied."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    @torch.compiler.disable  # a compiler cannot look into the layout
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if not self.weight.is_mkldnn:
             return super().forward(input)
         input = input.to(self.weight.dtype)  # autocast does not know the product
@@ -156,7 +157,8 @@ class _Product(torch.autograd.Function):
 class _TwiceStored(nn.Linear):
     """A linear layer that multiplies by its blocked copy; with gradient, by its weight."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    @torch.compiler.disable  # a compiler cannot look into the layout
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         weight = _BLOCKED.get(self)
         if weight is None or torch.is_grad_enabled():
             return super().forward(input)

@@ -15,6 +15,7 @@ from target.adapted import AdaptedTarget, LoraSettings
 from target.layout import can_pack, laid_out, lay_out
 from target.model import Target, output_head
 from trainer.chunked import OutputHead
+from trainer.compiled import compiled
 
 
 def model(tied: bool) -> LlamaForCausalLM:
@@ -243,3 +244,17 @@ def test_autocast_computes_a_laid_out_target_in_its_own_type(
             torch.autograd.grad(one.float().square().sum(), states)[0] for one in (found, expected)
         )
         torch.testing.assert_close(mine, its, rtol=0.1, atol=0.02 * float(its.abs().max()))
+
+
+@packs
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_leave_the_layout_alone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "BLOCKED", 1)
+    usual, ours = model(True), model(True)
+    lay_out(ours)
+    ids = torch.randint(1024, (1, 7))
+    with torch.no_grad(), compiled(backend, ours.model):
+        found = ours(input_ids=ids).logits
+        torch.testing.assert_close(found, usual(input_ids=ids).logits, rtol=1e-5, atol=2e-6)
