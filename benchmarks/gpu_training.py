@@ -10,12 +10,14 @@ their row and are all answer but for a short prompt; `chat` is ragged, and half 
 
 Utilisation counts useful FLOPs alone: each product once, of real tokens, and of the answer's tokens
 in the output heads; what is computed again, or for padding, does not count. The share of these in
-all FLOPs that torch counts is given beside it. Weights are random (Qwen3 shapes). Goal: 45 %.
+all FLOPs that torch counts is given beside it, but not for a head on a GPU, whose attention is a
+compiled kernel that torch cannot count. Weights are random (Qwen3 shapes). Goal: 45 %.
 An arm that needs more memory than there is says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
@@ -33,6 +35,7 @@ from benchmarks.gpu import SHAPES, random_target, seconds
 from data.batches import Batch, collate
 from drafters.base import TrainedDrafter
 from recipes import distillspec, eagle3
+from target.attention import Capability
 from target.model import Target, TargetOutputs, decoder_layers
 from trainer.compiled import compiled
 from trainer.files import write_json
@@ -155,7 +158,10 @@ def measure(
         optimizer.zero_grad()
 
     step()
-    with FlopCounterMode(display=False) as counter:
+    counter, width = FlopCounterMode(display=False), target.model.config.head_dim
+    flex = Capability.here(target.device, torch.bfloat16, width).flex
+    uncounted = flex and bool(drafter.target_layers)
+    with contextlib.nullcontext() if uncounted else counter:
         step()
     usual = trainer.chunked.CHUNK_ELEMENTS
     if not chunks:
@@ -178,7 +184,7 @@ def measure(
         "tokens_per_s": STEPS * tokens / spent,
         "supervised_tokens_per_s": STEPS * batch.num_supervised / spent,
         "useful_tflops_per_s": rate / 1e12, "utilisation": peak and rate / peak,
-        "useful_share": useful / counter.get_total_flops(),
+        "useful_share": None if uncounted else useful / counter.get_total_flops(),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if kind == "cuda" else None,
     }  # fmt: skip
 

@@ -6,6 +6,7 @@
     python -m benchmarks.heads sweep      # learning rates, chosen on held-out training prompts
     python -m benchmarks.heads run 0 1 2 heads_networks  # why EAGLE-3 stays behind here
     python -m benchmarks.heads run 0 1 2 heads_hass      # each setting of HASS
+    python -m benchmarks.heads run 0 1 2 heads_muon      # Muon for the hidden matrices
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
@@ -96,6 +97,8 @@ HASS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     )
     for noise, steps, top in itertools.product((0.1, 0.01, 0.0), (1, 3), (0.0, 1.0))
 }
+# cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
+MUON = {f"{name}, muon": 0.05 for name in ("medusa", "hydra", "eagle", "eagle-3")}
 STARTS = dict.fromkeys(("hass", "eagle, continued", *HASS), "eagle")  # whose head it trains on
 CONTINUED = STEPS // 4  # steps of these; published: 10 epochs after 40
 # claim -> ((cell, shape), the one it must beat, factor in tokens per round, temperature)
@@ -135,11 +138,17 @@ CLAIMS |= {
     )
     for shape in ("chain", "dynamic")
 }
-ALL = {**CELLS, **NETWORKS, **HASS}
+CLAIMS |= {
+    f"{name}, muon > {name}, {shape}": ((f"{name}, muon", shape), (name, shape), 1.0)
+    for name in ("medusa", "hydra", "eagle", "eagle-3")
+    for shape in (("chain", "dynamic") if "eagle" in name else ("chain", "calibrated"))
+}
+ALL = {**CELLS, **NETWORKS, **HASS, **{name: CELLS[name.removesuffix(", muon")] for name in MUON}}
 GROUPS = {  # word of the command line, and name of the result -> cells
     "heads": [*CELLS],
     "heads_networks": ["eagle", "eagle-3", "eagle-3, one step", *NETWORKS],
     "heads_hass": [*HASS],
+    "heads_muon": ["medusa", "hydra", "eagle", "eagle-3", *MUON],
 }
 WORK = Path("runs/benchmarks/heads")
 LAYERS: tuple[LayerId, ...] = (1, 3, 4, 5, 7, "final_norm")
@@ -169,6 +178,7 @@ class Experiment:
     def fit(
         self, name: str, seed: int, lr: float | None = None, steps: int | None = None
     ) -> TrainedDrafter:
+        """`lr`: of Muon in cells that it trains, else of AdamW."""
         recipe_name, options, own_lr, prompts = ALL[name]
         start = STARTS.get(name)
         steps = steps or (STEPS if start is None else CONTINUED)
@@ -181,6 +191,10 @@ class Experiment:
             max_steps=steps, batch_size=ROWS, lr=lr or own_lr, lr_warmup_steps=20, adam_beta2=0.95,
             log_every=steps, save_every=steps, eval_every=steps,
         )  # fmt: skip
+        rate = settings.lr
+        if name in MUON:
+            rate = lr or MUON[name]
+            settings = dataclasses.replace(settings, optimizer="muon", lr=own_lr, muon_lr=rate)
         traces = self.train[:prompts]
         given = None if start is None else self.fit(start, seed)
         torch.manual_seed(seed)
@@ -188,7 +202,7 @@ class Experiment:
         if given is not None:
             recipe.accept(given)
         (stage,) = recipe.stages()
-        folder = self.work / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}-{steps}"
+        folder = self.work / f"{name.replace(' ', '-')}-{seed}-{rate:g}-{steps}"
         fit(Fit(
             objective=stage.objective, drafter=drafter,
             batches=Batches(traces, {"target": 1.0}, ROWS, seed=seed), evaluate=None,
@@ -246,7 +260,8 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 def sweep() -> None:
     bench = Experiment()
     for name in sys.argv[2:] or CELLS:
-        for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
+        rates = (0.02, 0.05, 0.1, 0.2) if name in MUON else (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+        for lr in rates:
             drafter = bench.fit(name, 100, lr, 100)
             dev = OfflineEvaluator(
                 bench.target, bench.dev, Sampling(1.0), Budget(K), engine_counters=False

@@ -4,20 +4,24 @@
     OMP_NUM_THREADS=1 python -m benchmarks.peers speed
     OMP_NUM_THREADS=1 python -m benchmarks.peers quality
     ... speed --runs 1 --steps 10 --prompts 60 --out /tmp/peers.json    # a look; see also --help
+    ... speed --target runs/smollm2 --traces runs/real/traces --draft-vocab 8192 --tokens 640 \
+        --out benchmarks/results/peers_smollm2.json    # a chat model
 
-The same for all: the toy target, its layers 1, 3 and 4 read, the whole vocabulary, three unrolled
+The same for all: the toy target or `--target`, three of its layers read (those that recipe eagle3
+reads by default), the whole vocabulary or its `--draft-vocab` most frequent tokens, three unrolled
 steps, float32; the target's own answers, the same rows in the same order in every step, about
-`--tokens` of prompt and answer in each (with 512 the peers are faster than with 1024); the same
-positions supervised at the first step of the unroll: those whose token and next token are the
-answer's. AdamW, weight decay 0.01, clipping at 1, a linear schedule. Loss, initialisation and data
-path are each tool's own:
+`--tokens` of prompt and answer in each (of the toy's: with 512 the peers are faster than with
+1024); the same positions supervised at the first step of the unroll: those whose token and next
+token are the answer's. Of `--traces`, a store of answers, the rows of 256 to 512 tokens are
+trained on. AdamW, weight decay 0.01, clipping at 1, a linear schedule. Loss, initialisation and
+data path are each tool's own:
 
 - ours: recipe eagle3 in the loop of `trainer`, states cached in float32, or the target live;
 - speculators (cached): its command line and trainer on its own files, packed to `--tokens`. Its
   output head is the target's, frozen, where ours trains a copy;
 - modelopt (online, target in process): rows padded as ours are. By default it borrows the target's
   head, too; here it trains a copy, which it does better with (`--modelopt-head lent` for its
-  default: a few percent faster).
+  default: a few percent faster). A head over fewer tokens is always its own.
 
 What was patched in them, and why, is said in `peers_worker_<tool>.py`.
 
@@ -32,11 +36,11 @@ The folder that a tool wrote is read by `drafters.load` and measured on held-out
 and `norm_output`, which are on by default in speculators and not to be had in modelopt. (By default
 speculators also norms before fc, which our loader does not know.)
 
-Before a draft is measured, the logits of the tool itself on one row must be those of the drafter
-that was read, at every step of the unroll: conventions that differ would stop here. Modelopt's are
-so only if the feature is normed twice: its layer, which it takes from transformers, applies
-`input_layernorm` before `hidden_norm`, and its export cannot say so. "modelopt" is the draft as it
-was written and as an engine would run it, "modelopt as trained" has both norms.
+Before a draft is measured or a tool timed, the logits of the tool itself on one row must be those
+of the drafter that was read, at every step of the unroll: conventions that differ stop here.
+Modelopt's are so only if the feature is normed twice: its layer, which it takes from transformers,
+applies `input_layernorm` before `hidden_norm`, and its export cannot say so. "modelopt" is the
+draft as it was written and as an engine would run it, "modelopt as trained" has both norms.
 """
 
 from __future__ import annotations
@@ -67,13 +71,15 @@ from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
-from data.traces import Trace
+from data.traces import Trace, TraceStore
 from drafters.base import TrainedDrafter
+from drafters.eagle3 import default_captures
 from drafters.load import load_drafter
 from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
+from recipes.common.draft_vocabulary import frequent_tokens
 from target.model import LayerId, Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
@@ -82,10 +88,12 @@ from trainer.shift import supervised
 from trainer.tracking import Tracker
 
 TARGET = "assets/toy/target"
-LAYERS: list[LayerId] = [1, 3, 4]
 UNROLL = 3
+LENGTHS = 256, 512  # of the rows of stored answers, in tokens
 DEPTHS = (3, 4)
 TEMPERATURES = (0.0, 1.0)
+# the options that decide `Data`
+PREPARED = ("target", "traces", "draft_vocab", "prompts", "development", "held_out")
 FIXED = {"weight_decay": 0.01, "max_grad_norm": 1.0}
 RESULTS = Path("benchmarks/results/peers.json")
 # the settings that are on, and who has them
@@ -173,6 +181,11 @@ class Data:
     states: Path  # the same in the format of speculators, one file a row
     development: dict[float, list[Trace]]
     held_out: dict[float, list[Trace]]
+    kept: torch.Tensor | None  # target ids of a reduced draft vocabulary, ascending
+
+    @property
+    def layers(self) -> list[LayerId]:
+        return default_captures(self.target.num_layers)
 
     @property
     def rows(self) -> Path:
@@ -189,21 +202,51 @@ def answers(
     return sorted(traces, key=lambda t: t.index)
 
 
-def prepare(sizes: argparse.Namespace) -> Data:
-    target, work = Target.load(TARGET, dtype="float32"), sizes.work
+Texts = tuple[list[Trace], dict[float, list[Trace]], dict[float, list[Trace]]]
+
+
+def generated(target: Target, sizes: argparse.Namespace) -> Texts:
+    """What is trained on, development and held-out texts of the toy."""
+    work = sizes.work
     prompts = load_prompts("toy", count=sizes.prompts + sizes.development, seed=3)
     random.Random(0).shuffle(prompts)
     kept_out, trained = prompts[: sizes.development], prompts[sizes.development :]
     unseen = load_prompts("toy", count=sizes.held_out, seed=21, toy_split="eval")
-    traces = answers(target, trained, TEMPERATURES, work)
+    return (
+        answers(target, trained, TEMPERATURES, work),
+        {T: answers(target, kept_out, (T,), work) for T in TEMPERATURES},
+        {T: answers(target, unseen, (T,), work) for T in TEMPERATURES},
+    )
+
+
+def stored(target: Target, sizes: argparse.Namespace) -> Texts:
+    """The same of a store of answers: rows of LENGTHS are trained on, all others are held out."""
+    store = TraceStore.open(sizes.traces, None, create=False)
+    if store.identity["target"] != target.fingerprint:
+        raise SystemExit(f"--traces {sizes.traces} holds the answers of another target")
+    low, high = LENGTHS
+    trained, others = list[Trace](), dict[float, list[Trace]]()
+    for trace in store.load():
+        fits = low <= length(trace) <= high
+        (trained if fits else others.setdefault(trace.temperature, [])).append(trace)
+    first, end = sizes.development, sizes.development + sizes.held_out
+    return (
+        trained[: sizes.prompts],
+        {T: others[T][:first] for T in TEMPERATURES},
+        {T: others[T][first:end] for T in TEMPERATURES},
+    )
+
+
+def prepare(sizes: argparse.Namespace) -> Data:
+    target, work = Target.load(sizes.target, dtype="float32"), sizes.work
+    traces, development, held_out = (stored if sizes.traces else generated)(target, sizes)
     traces = [trace for trace in traces if len(trace.response_ids) > UNROLL]
-    plan = FeaturesPlan((*LAYERS, "final_norm"), "fp32")
+    plan = FeaturesPlan((*default_captures(target.num_layers), "final_norm"), "fp32")
     folder = features_folder(target, traces, plan, work)
     data = Data(
         target, traces, write_features(target, traces, plan, folder, batch_size=16),
-        work / "states" / folder.name,
-        {T: answers(target, kept_out, (T,), work) for T in TEMPERATURES},
-        {T: answers(target, unseen, (T,), work) for T in TEMPERATURES},
+        work / "states" / folder.name, development, held_out,
+        frequent_tokens(traces, sizes.draft_vocab, target),
     )  # fmt: skip
     if not data.rows.exists():
         write_states(data)
@@ -216,7 +259,7 @@ def write_states(data: Data) -> None:
     rows = [(len(t.prompt_ids), t.prompt_ids + t.response_ids) for t in data.traces]
     for i, (_, ids) in enumerate(rows):
         tokens = torch.tensor(ids)
-        hidden = data.target.outputs(tokens[None], layers=[*LAYERS, last], logits=False).hidden
+        hidden = data.target.outputs(tokens[None], layers=[*data.layers, last], logits=False).hidden
         stacked = torch.stack([states[0] for states in hidden.values()], 1)
         path = data.states / f"hs_{i}.safetensors"
         save_file({"hidden_states": stacked, "token_ids": tokens}, path)
@@ -267,9 +310,10 @@ def run(
     """Train in a process of its own; seconds and CPU seconds of each step, [steps, 2]. A draft that
     is there already is not trained again."""
     job: dict[str, Any] = {
-        **FIXED, "target": TARGET, "layers": LAYERS, "unroll": UNROLL, "tokens": sizes.tokens,
+        **FIXED, "target": sizes.target, "layers": data.layers, "unroll": UNROLL,
+        "tokens": sizes.tokens, "kept": None if data.kept is None else data.kept.tolist(),
         "rows": str(data.rows), "states": str(data.states), "out": str(out), "batches": batches,
-        "sizes": {name: getattr(sizes, name) for name in ("prompts", "development", "held_out")},
+        "sizes": {name: getattr(sizes, name) for name in PREPARED},
         "work": str(sizes.work), "check": data.traces.index(max(data.traces, key=length)),
         "own_head": sizes.modelopt_head == "own", "warmup": len(batches) // 20, **settings,
     }  # fmt: skip
@@ -280,8 +324,9 @@ def run(
         path.write_text(text)
         command = [sys.executable, "-m", "benchmarks.peers", "one", str(path)]
         if tool != "ours":
-            worker = f"benchmarks/peers_worker_{tool}.py"
-            command = [str(folder_of(tool) / "bin" / "python"), worker, str(path)]
+            # as a module: as a file, its folder would hide Python's own module `queue`
+            worker = ["-m", f"benchmarks.peers_worker_{tool}"]
+            command = [str(folder_of(tool) / "bin" / "python"), *worker, str(path)]
         quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **quiet, "HF_HUB_OFFLINE": "1"}
         with open(out / "log.txt", "w") as log:
@@ -312,7 +357,9 @@ def train_ours(job: dict[str, Any]) -> None:
     out, sizes = Path(job["out"]), argparse.Namespace(work=Path(job["work"]), **job["sizes"])
     data = prepare(sizes)
     norms: dict[str, Any] = dict.fromkeys(job["norms"], True)
-    method = eagle3.Config(steps=job["unroll"], layers=job["layers"], **norms)
+    method = eagle3.Config(
+        steps=job["unroll"], layers=job["layers"], draft_vocab_size=sizes.draft_vocab, **norms
+    )
     recipe = eagle3.Recipe(method, data.target)
     torch.manual_seed(job["seed"])
     drafter = recipe.build(data.traces)
@@ -328,7 +375,9 @@ def train_ours(job: dict[str, Any]) -> None:
         request = objective.target_request(batch, step)
         assert request is not None
         if job["features"] == "cached":
-            return data.features.outputs(batch)
+            found = data.features.outputs(batch)
+            assert found is not None, "all rows are stored"
+            return found
         return data.target.outputs(
             batch.input_ids, batch.position_ids, layers=request.layers, logits=False
         )
@@ -367,6 +416,12 @@ def faster(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> dict[str
 
 
 def speed(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
+    gaps = {}
+    for tool in ENVIRONMENTS:
+        out, settings = sizes.work / "check" / tool, {"norms": [], "lr": 1e-3, "seed": 0}
+        run(tool, data, schedule(data, sizes.tokens, 2, 0), sizes, out, draft=True, **settings)
+        *_, drafter = variants(tool, out / "draft", data.target).values()
+        gaps[tool] = require_same_logits(tool, disagreement(data, drafter, out))
     # one more, since our loop saves within its last
     batches = schedule(data, sizes.tokens, sizes.warmup + sizes.steps + 1, 0)
     timed = slice(sizes.warmup, sizes.warmup + sizes.steps)
@@ -398,7 +453,10 @@ def speed(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
         }
         for peer, ours in PAIRS.items()
     }
-    return {"supervised_tokens_per_step": float(tokens.mean()), "arms": arms, "ratios": ratios}
+    return {
+        "supervised_tokens_per_step": float(tokens.mean()), "log_probability_gaps": gaps,
+        "arms": arms, "ratios": ratios,
+    }  # fmt: skip
 
 
 def speed_table(result: dict[str, Any]) -> str:
@@ -458,10 +516,16 @@ def disagreement(data: Data, drafter: TrainedDrafter, out: Path) -> list[float]:
     outputs = data.target.outputs(ids, layers=drafter.target_layers, logits=False)
     gaps = []
     for j, states in enumerate(drafter.states(ids, outputs, UNROLL)):
-        own = drafter.project(states[0, j + 1 :], j + 1).log_softmax(-1)
+        own = drafter.output_head(j + 1).logits(states[0, j + 1 :]).log_softmax(-1)
         other = theirs[str(j)].log_softmax(-1)
         likely = torch.maximum(own, other) > math.log(1e-3)
         gaps.append(float((own - other)[likely].abs().max()))
+    return gaps
+
+
+def require_same_logits(tool: str, gaps: list[float]) -> list[float]:
+    if max(gaps) > SAME_LOGITS:
+        raise SystemExit(f"{tool} computes other logits than the drafter read: {gaps}")
     return gaps
 
 
@@ -505,8 +569,8 @@ def quality(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
                     rates[name] = lr
                     if tool != "ours":
                         gaps.setdefault(name, []).append(disagreement(data, drafter, out))
-            if gaps and max(map(max, list(gaps.values())[-1])) > SAME_LOGITS:
-                raise SystemExit(f"{tool} computes other logits than the drafter read: {gaps}")
+            for seed_gaps in list(gaps.values())[-1] if gaps else []:
+                require_same_logits(tool, seed_gaps)
             about = {"network": network, "norms": norms, "tool": tool, "development": chosen}
             trainings.append({**about, "log_probability_gaps": gaps})
         for name, seeds in counters.items():
@@ -557,6 +621,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("command", choices=("setup", "speed", "quality", "one"))
     parser.add_argument("job", nargs="?", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--traces", help="store of the target's answers; default: the toy's")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="tokens; 0: all")
     parser.add_argument("--prompts", type=int, default=1200, help="trained on")
     parser.add_argument("--development", type=int, default=100, help="prompts")
     parser.add_argument("--held-out", type=int, default=300, help="prompts")

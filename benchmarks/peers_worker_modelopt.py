@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head with nvidia-modelopt as `benchmarks.peers` tells it; see there.
 
-    .venv-modelopt/bin/python benchmarks/peers_worker_modelopt.py job.json
+    .venv-modelopt/bin/python -m benchmarks.peers_worker_modelopt job.json
 
 Online: the target runs in the same process. Modelopt leaves the loop to the caller, so it is the
 shortest that trains: AdamW in its fused form (the default of the trainer that modelopt's own
@@ -39,7 +39,7 @@ def build(job: dict[str, Any]) -> torch.nn.Module:
     rope = dict(config.rope_parameters)
     architecture = {name: getattr(config, name) for name in shape} | {
         "eagle_aux_hidden_state_layer_ids": job["layers"],  # outputs, from 0, as ours
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": len(job["kept"] or range(config.vocab_size)),
         "has_lm_head": job["own_head"],
         "rope_scaling": rope,
         "rope_theta": rope["rope_theta"],
@@ -52,9 +52,13 @@ def build(job: dict[str, Any]) -> torch.nn.Module:
         "eagle_export_rope_scaling": {},  # else it writes YaRN, which was not trained
     }
     mtsp.convert(model, [("eagle", options)])
-    if job["own_head"]:  # modelopt starts it at random, where ours and speculators' are copies
+    module = model.eagle_module
+    kept = torch.tensor(job["kept"]) if job["kept"] else torch.arange(config.vocab_size)
+    if job["kept"]:
+        module.d2t.copy_(kept - torch.arange(len(kept)))
+    if hasattr(module, "lm_head"):  # at random, where ours and speculators' are copies
         with torch.no_grad():
-            model.eagle_module.lm_head.weight.copy_(model.lm_head.weight)
+            module.lm_head.weight.copy_(model.lm_head.weight[kept])
     return model.train()
 
 

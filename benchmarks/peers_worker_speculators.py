@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head with speculators as `benchmarks.peers` tells it; see there.
 
-    .venv-speculators/bin/python benchmarks/peers_worker_speculators.py job.json
+    .venv-speculators/bin/python -m benchmarks.peers_worker_speculators job.json
 
 The tool's own command line, model, data set, collation, trainer and checkpoint, on states of the
 target that are stored in its own format. Attention is sdpa and the loss eager, since flex attention
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
@@ -31,6 +32,7 @@ from speculators.train import cli, trainer
 from speculators.train.config import TrainConfig
 from speculators.train.data import ArrowDataset, CollateFn
 from torch.utils.data import DataLoader
+from transformers import AutoConfig
 
 JOB = json.loads(Path(sys.argv[1]).read_text())
 OUT = Path(JOB["out"])
@@ -122,6 +124,19 @@ def write_decoder(path: Path) -> None:
     path.write_text(json.dumps(config | {"num_hidden_layers": 1, "pad_token_id": None}))
 
 
+def write_vocabulary(folder: Path) -> dict[str, Path]:
+    """The flags that name a reduced vocabulary: where its tokens stand, and which they are."""
+    if not JOB["kept"]:
+        return {}
+    kept = np.array(JOB["kept"])
+    known = np.zeros(AutoConfig.from_pretrained(JOB["target"]).vocab_size, bool)
+    known[kept] = True
+    tables = {"d2t": kept - np.arange(len(kept)), "t2d": known}
+    for name, table in tables.items():
+        np.save(folder / f"{name}.npy", table)
+    return {f"{name}-path": folder / f"{name}.npy" for name in tables}
+
+
 def main() -> None:
     states, table, decoder = Path(JOB["states"]), OUT / "table", OUT / "decoder.json"
     write_rows(table)
@@ -154,6 +169,7 @@ def main() -> None:
         "scheduler-total-steps": len(JOB["batches"]),
         "seed": JOB["seed"],
         "mask-token-id": 1,
+        **write_vocabulary(OUT),
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     # it counts the layers that a state has passed

@@ -43,7 +43,8 @@ class Batch:
     source "draft" has no response until a recipe generates one. A text is a row, unless
     `text_starts` names the row and the column where each begins, and `document_ids` the text of
     each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`;
-    `lengths` are those that rows were padded to, see `collate`.
+    `lengths` are those that rows were padded to, see `collate`. `anchors` [B, L] bool: the tokens
+    behind which rounds of a head begin that this process trains, where others train the rest.
     """
 
     input_ids: torch.Tensor
@@ -58,6 +59,7 @@ class Batch:
     teacher: CompressedTeacher | None = None
     text_starts: list[tuple[int, int]] | None = None
     lengths: Sequence[int] = ()
+    anchors: torch.Tensor | None = None
 
     @property
     def documents(self) -> torch.Tensor | None:
@@ -70,7 +72,7 @@ class Batch:
 
     def supervised(self, depth: int = 0) -> torch.Tensor:
         """`trainer.shift.supervised` of these texts, [B, L-1] bool."""
-        return supervised(self.loss_mask, depth, self.documents)
+        return supervised(self.loss_mask, depth, self.documents, self.anchors)
 
     def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Number of the text, from 0, whose token each of these logits scores, [N] int64."""

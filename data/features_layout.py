@@ -23,6 +23,9 @@ from data.traces import Trace
 from target.model import LayerId, Target
 from trainer.config import UserError, require
 
+MANIFEST = "manifest.json"
+HEADER = "draftsmith.features"  # the one entry in the metadata of a shard, as JSON
+Bytes = dict[str, np.ndarray]  # tensors as uint8 [tokens or rows, bytes of one]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -52,6 +55,13 @@ class ShardEntry(TypedDict):
     rows: int
     tokens: int
     sha256: str  # of the tensor "sha256"
+
+
+class Header(TypedDict):
+    """What a shard says of itself."""
+
+    identity: Identity
+    shard: ShardEntry
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,33 @@ class Shard(NamedTuple):
             if identity["dtype"] == "fp8":
                 tensors[f"scale.{layer}"] = torch.float32, (self.num_tokens, 1)
         return tensors
+
+
+class Row(NamedTuple):
+    """Where the states of a text are stored."""
+
+    shard: Shard
+    number: int  # of the row in its shard
+    tokens: slice  # of the row among those of the shard
+
+
+def header_of(shard: Shard, identity: Identity, sums: np.ndarray) -> Header:
+    """The header of a shard whose tensor "sha256" is `sums`."""
+    entry: ShardEntry = {
+        "file": shard.file,
+        "rows": len(shard.keys),
+        "tokens": shard.num_tokens,
+        "sha256": hashlib.sha256(sums.data).hexdigest(),
+    }
+    return {"identity": identity, "shard": entry}
+
+
+def row_sha256(tensors: Bytes) -> bytes:
+    """SHA-256 of the bytes of a row, by the names of its tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].data)
+    return digest.digest()
 
 
 def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[Shard]:

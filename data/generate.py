@@ -57,7 +57,8 @@ class GenerationPlan:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     long_prompts: str = "refuse"
-    served: bool = False  # by a serving engine, which draws its own random numbers
+    # by a serving engine, which draws its own random numbers; of the report's text: its name
+    served: bool | str = False
 
     @classmethod
     def from_config(
@@ -207,7 +208,7 @@ def generate_traces(
     something to generate; each gets `batch_size` rows at a time. Raises UserError where a prompt or
     the store does not fit the plan, RunFault where the disk cannot be written.
     """
-    assert plan.served == (servers is not None)
+    assert bool(plan.served) == (servers is not None)
     store = TraceStore.open(folder, plan.identity(target))
     if not store.is_complete(()):
         with store.exclusive() if rank == 0 else contextlib.nullcontext():
@@ -292,9 +293,10 @@ def _continuations(
     if plan.served:
         for row in complete(
             target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
-            stop_strings=plan.stop_strings,
+            stop_strings=plan.stop_strings, lookahead=plan.lookahead,
         ):  # fmt: skip
-            progress.advance(len(row.response_ids))  # a server returns whole answers
+            # a server returns whole answers
+            progress.advance(len(row.response_ids) + len(row.lookahead_ids))
             yield row
         return
     yield from decode(

@@ -7,14 +7,16 @@ distribution.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.prompts import Prompt, Rendered
+import numpy as np
+
+from data.prompts import Prompt, Rendered, shown_hash
 from data.request_log import LoggedRequest, RequestLog
 from data.tables import shorten
+from data.trace_rows import Traces, chosen, column
 from data.traces import ImportedIdentity, Trace, TraceStore
 from engines.distribution_check import judged, measured
 from target.decode import Continuation, Request
@@ -29,47 +31,44 @@ SAMPLE = 16  # greedy rows, and as many drawn ones, that the target reads again
 LEAST_GREEDY = 0.99  # share of the greedy tokens that must be the target's own
 
 
-def import_log(target: Target, path: Path, folder: Path, domains: Sequence[str]) -> Sequence[Trace]:
+def import_log(target: Target, path: Path, folder: Path, domains: Sequence[str]) -> Traces:
     """Write the rows of the log `path` that have one of `domains` (all where there are none) to the
     store `folder`, and return them.
 
-    Raises UserError, before anything is written, where the rows are not of this target, too many of
-    them cannot be used, or `folder` holds another store.
+    One row is in memory at a time, so the rows are written before they are all known, and the store
+    is complete once they are checked. Raises UserError where the rows are not of this target or too
+    many of them cannot be used, which removes them again, or where `folder` holds another store.
     """
     log = RequestLog(path, target, target.context, KEY)
     identity = ImportedIdentity(
         path.name, fingerprint(path)["sha256"], sorted(domains), target.fingerprint
     )
-    if (folder / "manifest.json").exists():
-        store = TraceStore.open(folder, identity)
-        if store.is_complete(()):
-            print(f"{folder} holds these rows already")
-            return store.load()
-    traces = traces_of(log, log.read_all(), domains)
-    check_text(target, traces)
     store = TraceStore.open(folder, identity)
+    if store.is_complete(()):
+        print(f"{folder} holds these rows already")
+        return store.load()
     with store.exclusive():
-        with store.writer() as writer:
-            for trace in traces:
-                writer.add(trace)
-        store.finish()
-    return traces
+        try:
+            with store.writer() as writer:
+                for trace in traces_of(log, domains):
+                    writer.add(trace)
+            store.finish(lambda traces: check_text(target, traces))
+        except UserError:
+            store.remove()
+            raise
+    return store.load()
 
 
-def traces_of(
-    log: RequestLog, rows: Sequence[LoggedRequest], domains: Sequence[str]
-) -> list[Trace]:
-    """The traces of these rows of `log`. Of greedy answers to one prompt the first is taken. Raises
-    UserError where no row is left, or the ends of too many answers contradict their finish_reason.
+def traces_of(log: RequestLog, domains: Sequence[str]) -> Iterator[Trace]:
+    """Yield the traces of the rows of `log`. Of greedy answers to one prompt the first is taken.
+    Raises UserError where there is no row, or the ends of too many answers contradict their
+    finish_reason.
     """
-    known = sorted({row.domain for row in rows})
-    if unknown := [name for name in domains if name not in known]:
-        raise UserError(
-            f"{KEY}={log.path} has no row of the domain {unknown[0]!r}; it has {', '.join(known)}"
-        )
-    target, traces = log.target, list[Trace]()
+    target, known, num_traces, retokenised = log.target, set[str](), 0, 0
     draws: Counter[tuple[object, ...]] = Counter()
-    for row in rows:
+    for row in log.read_all():
+        known.add(row.domain)
+        retokenised += row.retokenised
         if domains and row.domain not in domains:
             continue
         try:
@@ -77,33 +76,35 @@ def traces_of(
         except ValueError as error:
             log.skip(str(error), row.line)
             continue
-        sampling, ids = row.sampling, Rendered(row.prompt_ids)
-        draw = (ids, sampling, row.seed)
+        sampling, identity = row.sampling, shown_hash(Rendered(row.prompt_ids))
+        draw = (identity, sampling, row.seed)
         draws[draw] += 1
         if sampling.temperature == 0 and draws[draw] > 1:
             continue
-        identity = _prompt(ids, row.domain, "").hash
-        traces.append(
-            Trace(
-                prompt_ids=row.prompt_ids, response_ids=row.response_ids, source="target",
-                domain=row.domain, conversation_id=identity, turn=0,
-                sample_index=draws[draw] - 1, temperature=sampling.temperature,
-                top_k=sampling.top_k, top_p=sampling.top_p, seed=row.seed, finish_reason=reason,
-                model_hash=target.fingerprint["weights"],
-                tokenizer_hash=target.fingerprint["tokenizer"],
-                prompt_hash=identity, index=row.line - 1,
-            )
+        num_traces += 1
+        yield Trace(
+            prompt_ids=row.prompt_ids, response_ids=row.response_ids, source="target",
+            domain=row.domain, conversation_id=identity, turn=0,
+            sample_index=draws[draw] - 1, temperature=sampling.temperature,
+            top_k=sampling.top_k, top_p=sampling.top_p, seed=row.seed, finish_reason=reason,
+            model_hash=target.fingerprint["weights"],
+            tokenizer_hash=target.fingerprint["tokenizer"],
+            prompt_hash=identity, index=row.line - 1,
         )  # fmt: skip
+    if unknown := [name for name in domains if name not in known]:
+        raise UserError(
+            f"{KEY}={log.path} has no row of the domain {unknown[0]!r}; it has "
+            f"{', '.join(sorted(known))}"
+        )
     log.check()
     if log.num_bad:
         print(log.summary())
-    if repeated := sum(draws.values()) - len(traces):
+    if repeated := sum(draws.values()) - num_traces:
         print(f"{repeated} greedy answers to a prompt that has one already were left out")
-    if retokenised := sum(row.retokenised for row in rows):
+    if retokenised:
         print(f"{retokenised} rows hold text, tokenised here: the server's tokens may differ")
-    if not traces:
+    if not num_traces:
         raise UserError(f"{KEY}={log.path} holds no row that can be used")
-    return traces
 
 
 def finish_reason(row: LoggedRequest, eos_ids: Sequence[int]) -> str:
@@ -127,10 +128,10 @@ def check_text(target: Target, traces: Sequence[Trace]) -> None:
     decode = target.tokenizer.decode
     print(f"first prompt: {shorten(str(decode(first.prompt_ids)), 200)!r}")
     print(f"its answer: {shorten(str(decode(first.response_ids)), 200)!r}")
-    sample = []
+    sample, is_greedy = list[Trace](), np.array(column(traces, "temperature")) == 0
     for greedy in (True, False):
-        rows = [trace for trace in traces if (trace.temperature == 0) == greedy]
-        sample += rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
+        rows = np.flatnonzero(is_greedy == greedy)
+        sample += chosen(traces, rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
     evidence = measured(target, [_continuation(trace) for trace in sample])
     said = judged(evidence)
     for greedy in (True, False):
@@ -176,15 +177,14 @@ def open_imported(folder: str | None) -> TraceStore | None:
 
 def prompts_of(store: TraceStore) -> list[Prompt]:
     """The distinct prompts of an imported store, in the order of the log."""
-    found: dict[str, Prompt] = {}
-    for trace in store.load():
-        where = f"{store.folder} row {trace.index + 1}"
-        found.setdefault(
-            trace.prompt_hash, _prompt(Rendered(trace.prompt_ids), trace.domain, where)
+    traces, found = store.load(), dict[str, int]()
+    for i, name in enumerate(traces.column("prompt_hash")):
+        found.setdefault(name, i)
+    domains, lines = traces.column("domain"), traces.column("index")
+    return [
+        Prompt(
+            None, None, None, domains[i], f"{store.folder} row {lines[i] + 1}",
+            conversation_id=name, stored=(traces, i),
         )
-    return list(found.values())
-
-
-def _prompt(ids: Rendered, domain: str, source: str) -> Prompt:
-    prompt = Prompt(None, None, None, domain, source, conversation_id="", ids=ids)
-    return dataclasses.replace(prompt, conversation_id=prompt.hash)
+        for name, i in found.items()
+    ]  # fmt: skip

@@ -13,13 +13,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
 from data import questions, toy
 from data.tables import kind_of, listed, read_table, shorten
+from data.trace_rows import Trace
 from trainer.checks import excerpt
 from trainer.config import UserError, suggest
 
@@ -50,7 +51,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a source: `text` (used as it is), `messages` (a conversation) or rendered `ids`.
+    """One row of a source: `text` (used as it is), `messages` (a conversation) or rendered `ids`,
+    which the trace of this index in `stored` holds and which are read there at each use.
 
     `response` is the source's own answer ("human" text); of a conversation its last assistant
     message, the earlier ones stay in `messages`. `source` says where the row stands.
@@ -62,15 +64,23 @@ class Prompt:
     domain: str
     source: str
     conversation_id: str
-    ids: Rendered | None = None
+    stored: tuple[Sequence[Trace], int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def ids(self) -> Rendered | None:
+        if self.stored is None:
+            return None
+        traces, index = self.stored
+        return Rendered(traces[index].prompt_ids)
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 of what the target is shown: system and user messages, never an answer."""
-        return _shown_hash(self.ids or self.messages or self.text or "")
+        return shown_hash(self.ids or self.messages or self.text or "")
 
 
-def _shown_hash(content: str | Sequence[Message] | Rendered) -> str:
+def shown_hash(content: str | Sequence[Message] | Rendered) -> str:
+    """`Prompt.hash` of a text, a conversation or token ids."""
     if isinstance(content, Rendered):
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
     # plain text hashes as one user message, so that both forms of a prompt have the same hash
@@ -154,7 +164,7 @@ def _toy_prompts(source: str, count: int, seed: int, split: str) -> list[Prompt]
             response=document.response or None,
             domain=document.domain,
             source=f"{kind}:{document.domain} {split} row {number}",
-            conversation_id=_shown_hash(document.prompt),
+            conversation_id=shown_hash(document.prompt),
         )
         for number, document in enumerate(documents, 1)
     ]
@@ -195,7 +205,7 @@ def _row_prompts(
             _text(where, repr(name), row[name])
             for name in _DOMAIN_COLUMNS if isinstance(row.get(name), str)
         ]  # fmt: skip
-        conversation_id = _shown_hash(content)
+        conversation_id = shown_hash(content)
         if row.get("conversation_id") is not None:
             conversation_id = _text(where, "'conversation_id'", str(row["conversation_id"]))
         prompts.append(
@@ -322,11 +332,11 @@ def split_by_hash(
 def refuse_overlap(train: Iterable[Prompt], evaluation: Iterable[Prompt]) -> None:
     """Raise UserError if an evaluation prompt, in whatever form, is also a training prompt."""
     # every turn is a context of its own: a conversation may begin with another's whole prompt
-    trained = {_shown_hash(turn): prompt for prompt in train for turn in user_turns(prompt)}
+    trained = {shown_hash(turn): prompt for prompt in train for turn in user_turns(prompt)}
     shared = {
         identity: prompt
         for prompt in evaluation
-        for identity in map(_shown_hash, user_turns(prompt))
+        for identity in map(shown_hash, user_turns(prompt))
         if identity in trained
     }
     if shared:

@@ -24,7 +24,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -134,24 +134,22 @@ class RequestLog:
             ) from error
         return found
 
-    def read_all(self) -> list[LoggedRequest]:
-        """Read a finished log, which may be gzipped, from its beginning. UserError where its end is
-        cut off."""
-        found: list[LoggedRequest] = []
+    def read_all(self) -> Iterator[LoggedRequest]:
+        """Yield the requests of a finished log, which may be gzipped, from its beginning. UserError
+        where its end is cut off."""
         try:
             with (gzip.open if self.path.suffix == ".gz" else open)(self.path, "rb") as file:
                 for line in file:
                     if not line.endswith(b"\n") and not _is_json(line):
                         raise EOFError(f"line {self.lines + 1} is cut")
                     if line.strip():
-                        found += self._take(line)
+                        yield from self._take(line)
         except (OSError, EOFError, zlib.error) as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"{self.key}={self.path} cannot be read to its end ({reason}): copy it again"
             ) from error
         self.check()
-        return found
 
     def _seek(self, file: BinaryIO) -> None:
         """Go to where reading stopped.

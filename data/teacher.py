@@ -40,6 +40,8 @@ class Teacher:
         found = None
         if self.stored is not None:
             found = self.stored.outputs(batch, self.device)
+            if found is not None and request.logits:
+                found = self.target.projected(found)
         elif self.cached is not None and request.logits and not request.layers:
             found = self.cached.outputs(batch)
         return found or self.target.outputs(

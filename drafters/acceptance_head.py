@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafters.base import TrainedDrafter
+from drafters.base import TrainedDrafter, add_to_hash
 from drafters.medusa import ResidualLayers
 from trainer.config import UserError
 
@@ -139,7 +139,7 @@ def weights_hash(drafter: TrainedDrafter) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.draft_weights().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
+        add_to_hash(digest, tensor)
     return digest.hexdigest()[:16]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from target.attention import Capability, Visible, flex
+from target.attention import Capability, Pair, Visible, flex
 from trainer.losses import wide
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 def attend(

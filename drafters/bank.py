@@ -141,9 +141,9 @@ class DrafterBank(TrainedDrafter):
         for _ in range(depth):
             yield hidden
 
-    def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
-        """Project states [B, ..., d], one row for each that was routed."""
-        return self._joined(lambda m, rows: self.members[m].project(states[rows], depth))
+    def own_logits(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits of states [B, ..., d], one row for each that was routed."""
+        return self._joined(lambda m, rows: self.members[m].own_logits(states[rows], depth))
 
     def _joined(self, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Call read(member, its rows) for every member with rows; results in the order of rows."""

@@ -112,14 +112,17 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """The matrix that makes logits of the states of this depth."""
         raise NotImplementedError
 
+    def own_logits(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [..., W] float of states [..., d], over the tokens that it can draft."""
+        return self.output_head(depth).logits(states)
+
     def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
         """Project [..., d] to float logits [..., vocab_size], -inf outside a reduced vocabulary."""
-        head = self.output_head(depth)
-        logits = head.logits(states)
-        if head.kept is None:
+        logits, kept = self.own_logits(states, depth), self.output_head(depth).kept
+        if kept is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        full[..., head.kept] = logits
+        full[..., kept] = logits
         return full
 
     def draft_logits(
@@ -245,6 +248,7 @@ def acceptance_of(drafter: TrainedDrafter) -> AcceptanceHead:
     return drafter.acceptance
 
 
+HASHED_TOGETHER = 1 << 20  # numbers, 8 MiB
 FINGERPRINT_MUST_AGREE = ("tokenizer", "weights", "vocab_size")
 
 
@@ -267,5 +271,12 @@ def weights_hash(drafter: torch.nn.Module) -> str:
     """Hash of a drafter's weights as float64, the same for every dtype that holds them exactly."""
     weights = hashlib.sha256()
     for tensor in drafter.state_dict().values():
-        weights.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
+        add_to_hash(weights, tensor)
     return weights.hexdigest()[:16]
+
+
+def add_to_hash(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
+    """Add the numbers of a tensor to a hash, as float64 on the CPU: not all devices have it. They
+    are copied in parts, as a large embedding would take gigabytes."""
+    for part in tensor.detach().flatten().split(HASHED_TOGETHER):
+        digest.update(part.cpu().double().numpy().data)

@@ -14,16 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
 from target.attention import packed
-from target.cache import CachedModel, TreeSlots
+from target.cache import CachedModel
 from target.devices import decoder_of
 from target.model import (
     LayerId,
     Target,
     TargetOutputs,
-    captured,
     load_causal_lm,
     output_head,
 )
+from target.nodes import TreeSlots
 from target.vocabulary import check_same_vocabulary
 from trainer.chunked import OutputHead
 from trainer.config import UserError
@@ -223,9 +223,11 @@ class CausalLMDrafter(TrainedDrafter):
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, used: int) -> torch.Tensor:
         first = used - ids.shape[1] if len(ids) == 1 and used >= ids.shape[1] else None
-        cached, found = self.cached(), dict[LayerId, torch.Tensor]()
-        with captured(self.model, ("final_norm",) if self._judged else (), found):
-            logits = cached.forward(ids, positions, used=used, first=first, logits_to_keep=1)
+        found: dict[LayerId, torch.Tensor] = {}
+        logits = self.cached().forward(
+            ids, positions, used=used, first=first, logits_to_keep=1,
+            layers=("final_norm",) if self._judged else (), found=found,
+        )  # fmt: skip
         if self._judged:
             self.hidden = found["final_norm"][:, -1]
         return logits[..., : self.vocab_size]

@@ -24,10 +24,10 @@ from transformers import LlamaConfig
 from drafters.attention import Pair, attend, attend_unrolled
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import DecoderLayer, Shared, SlotKeys
-from drafters.round import Budget, DraftState
-from target.attention import Visible
-from target.cache import TreeSlots
+from drafters.round import Budget, DraftState, Steps
+from target.attention import Branches, Visible, branched
 from target.model import LayerId, Target, TargetOutputs, check_layers
+from target.nodes import TreeSlots
 from trainer.config import UserError
 from trainer.shift import at_index
 
@@ -247,6 +247,10 @@ class EagleDrafter(TrainedDrafter):
         self.hidden = projected[:, -1]
         return self.project(projected, depth + 1)
 
+    def branches(self, ids: torch.Tensor, outputs: TargetOutputs) -> EagleBranches:
+        """See `drafters.round.Branching`."""
+        return EagleBranches(self, ids, outputs)
+
     def _rounded(self, used: int) -> int:
         return min(self._slots.capacity, -(-used // 16) * 16)
 
@@ -299,6 +303,46 @@ class EagleDrafter(TrainedDrafter):
         drafter.load_state_dict(tensors)
         drafter.rank_accuracy = about.get("rank_accuracy")
         return drafter.eval()
+
+
+class EagleBranches(Steps):
+    """Rounds of a head at prefixes of one text, which share its columns."""
+
+    start_width = 1
+
+    def __init__(self, head: EagleDrafter, ids: torch.Tensor, outputs: TargetOutputs):
+        """ids [1, S] int64; outputs.hidden[layer] [1, S, H]."""
+        self.head, self.size = head, ids.shape[1] - 1
+        feature = head.fuse(outputs.hidden, slice(None), slice(0, self.size))
+        self._inputs = head.layer_inputs(feature, head._embed(ids[:, 1:]))
+        columns = torch.arange(self.size, device=ids.device).unsqueeze(0)
+        self._text = head.layer.keys_values(self._inputs[0], columns)
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Logits [R, vocab_size] behind the prefixes of `state.lengths` [R] tokens, in one row."""
+        layer, columns = self.head.layer, state.lengths.unsqueeze(0) - 2
+        x, residual = (one[:, columns[0]] for one in self._inputs)
+        visible = Visible(self.size, columns)
+        mixed = attend_unrolled(layer.queries(x, columns), *self._text, [], visible)
+        projected, recycled = self.head.layer_outputs(layer.finish(residual, mixed))
+        self._recycled = recycled.transpose(0, 1)
+        self._nodes, self._own = TreeSlots(state.lengths - 1), None
+        return self.head.project(projected[0], 1)
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        placed, layer = self._nodes.add(parents, depth), self.head.layer
+        rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        feature = self._recycled[rows, parents + 1]
+        x, residual = self.head.layer_inputs(feature, self.head._embed(tokens))
+        keys, values = layer.keys_values(x, placed.positions)
+        if self._own is not None:
+            keys, values = torch.cat([self._own[0], keys], 2), torch.cat([self._own[1], values], 2)
+        self._own = keys, values
+        branches = Branches(placed.first, self.size, placed.ancestors)
+        mixed = branched(layer.queries(x, placed.positions), self._text, self._own, branches)
+        projected, recycled = self.head.layer_outputs(layer.finish(residual, mixed))
+        self._recycled = torch.cat([self._recycled, recycled], 1)
+        return self.head.project(projected, depth + 1)
 
 
 def _compact(

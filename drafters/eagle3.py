@@ -14,8 +14,8 @@ from torch import nn
 
 from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
+from drafters.output_head import copy_rows, head_over
 from target.devices import decoder_of
-from target.layout import blocked
 from target.model import LayerId, Target, decoder_layers
 from trainer.chunked import OutputHead
 from trainer.config import UserError
@@ -76,9 +76,7 @@ class Eagle3Drafter(EagleDrafter):
         """
         drafter = cls(settings, layer_config(target.model.config), target, kept)
         if head_from_target:
-            rows = torch.arange(target.vocab_size) if kept is None else kept
-            with torch.no_grad():
-                drafter.lm_head.weight.copy_(target.head.weight[rows.to(target.device)])
+            copy_rows(target, drafter.lm_head, kept)
         if layer_from_target:
             drafter._start_from_target()
         return drafter
@@ -96,7 +94,6 @@ class Eagle3Drafter(EagleDrafter):
         self.layer = DecoderLayer(config, 2 * width)
         self.norm = RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, self.vocab_size if kept is None else len(kept), bias=False)
-        self._head: OutputHead | None = None
 
     @torch.no_grad()
     def _start_from_target(self) -> None:
@@ -136,10 +133,4 @@ class Eagle3Drafter(EagleDrafter):
         return normed, normed if self.settings.norm_output else hidden
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        head, copied = self._head, blocked(self.lm_head)
-        # made once: checking `kept` waits for the device
-        if head is not None and head.blocked is not copied:
-            head = None
-        if head is None or head.weight is not self.lm_head.weight or head.kept is not self.kept:
-            head = self._head = OutputHead(self.lm_head.weight, kept=self.kept, blocked=copied)
-        return head
+        return head_over(self.lm_head, self.kept)

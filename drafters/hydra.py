@@ -28,7 +28,7 @@ from drafters.medusa import (
     copy_head,
     head_of,
     own_heads,
-    read_about,
+    read_stored,
     restore,
     save_tensors,
     zero_linear,
@@ -72,7 +72,8 @@ class HydraDrafter(TrainedDrafter):
     kind = "hydra"
     target_layers = ("final_norm",)
 
-    def __init__(self, settings: HydraSettings, target: Target):
+    def __init__(self, settings: HydraSettings, target: Target, kept: torch.Tensor | None = None):
+        """`kept` [Vd] int64: target ids that the own matrices score, ascending; None: all."""
         super().__init__()
         self.settings, self.max_depth = settings, settings.num_heads
         self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
@@ -90,19 +91,23 @@ class HydraDrafter(TrainedDrafter):
         if settings.prefix_layer:
             self.prefix = PrefixLayer(prefix_config(target))
         if not settings.shared_lm_head:
-            self.lm_heads = own_heads(target, settings.num_heads, bias=True)
+            self.lm_heads = own_heads(target, settings.num_heads, True, kept)
+        self.register_buffer("kept", kept)
+        self.kept: torch.Tensor | None
         self.to(target.device)
 
     @classmethod
-    def build(cls, target: Target, settings: HydraSettings) -> HydraDrafter:
+    def build(
+        cls, target: Target, settings: HydraSettings, kept: torch.Tensor | None = None
+    ) -> HydraDrafter:
         """Fresh heads for this target."""
-        drafter = cls(settings, target)
+        drafter = cls(settings, target, kept)
         if not settings.shared_lm_head:
-            copy_head(target, drafter.lm_heads)
+            copy_head(target, drafter.lm_heads, kept)
         return drafter
 
     def fresh(self) -> HydraDrafter:
-        return HydraDrafter.build(self.shared.target, self.settings).eval()
+        return HydraDrafter.build(self.shared.target, self.settings, self.kept).eval()
 
     # --- the network -----------------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class HydraDrafter(TrainedDrafter):
 
     def output_head(self, depth: int = 1) -> OutputHead:
         heads = None if self.settings.shared_lm_head else self.lm_heads
-        return head_of(self.shared.target, heads, depth)
+        return head_of(self.shared.target, heads, depth, self.kept)
 
     # --- proposing -------------------------------------------------------------------------------
 
@@ -215,9 +220,9 @@ class HydraDrafter(TrainedDrafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> HydraDrafter:
         """Load a folder of this project; UserError where the heads do not fit the target."""
-        about = read_about(Path(folder), target)
-        drafter = cls(HydraSettings(**about["settings"]), target)
-        restore(drafter, Path(folder), about)
+        about, tensors = read_stored(Path(folder), target)
+        drafter = cls(HydraSettings(**about["settings"]), target, tensors.get("kept"))
+        restore(drafter, Path(folder), about, tensors)
         return drafter.eval()
 
 

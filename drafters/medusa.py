@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
+from drafters.output_head import copy_rows, head_over
 from drafters.round import Budget, DraftState
-from target.layout import blocked
 from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
 from trainer.config import UserError, require
@@ -60,7 +60,8 @@ class MedusaDrafter(TrainedDrafter):
     kind = "medusa"
     target_layers = ("final_norm",)
 
-    def __init__(self, settings: MedusaSettings, target: Target):
+    def __init__(self, settings: MedusaSettings, target: Target, kept: torch.Tensor | None = None):
+        """`kept` [Vd] int64: target ids that the own matrices score, ascending; None: all."""
         super().__init__()
         self.settings, self.max_depth = settings, settings.num_heads
         self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
@@ -70,19 +71,23 @@ class MedusaDrafter(TrainedDrafter):
         self.blocks = nn.ModuleList(ResidualLayers(*shape) for _ in range(settings.num_heads))
         if settings.own_head:
             biased = target.head.bias is not None
-            self.lm_heads = own_heads(target, settings.num_heads, biased)
+            self.lm_heads = own_heads(target, settings.num_heads, biased, kept)
+        self.register_buffer("kept", kept)
+        self.kept: torch.Tensor | None
         self.to(target.device)
 
     @classmethod
-    def build(cls, target: Target, settings: MedusaSettings) -> MedusaDrafter:
+    def build(
+        cls, target: Target, settings: MedusaSettings, kept: torch.Tensor | None = None
+    ) -> MedusaDrafter:
         """Fresh heads: every head is the target's predictor of the next token."""
-        drafter = cls(settings, target)
+        drafter = cls(settings, target, kept)
         if settings.own_head:
-            copy_head(target, drafter.lm_heads)
+            copy_head(target, drafter.lm_heads, kept)
         return drafter
 
     def fresh(self) -> MedusaDrafter:
-        return MedusaDrafter.build(self.shared.target, self.settings).eval()
+        return MedusaDrafter.build(self.shared.target, self.settings, self.kept).eval()
 
     # --- the network -----------------------------------------------------------------------------
 
@@ -102,7 +107,8 @@ class MedusaDrafter(TrainedDrafter):
             yield at_index(self.blocks[number - 1](hidden), number, length)
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        return head_of(self.shared.target, self.lm_heads if self.settings.own_head else None, depth)
+        heads = self.lm_heads if self.settings.own_head else None
+        return head_of(self.shared.target, heads, depth, self.kept)
 
     # --- proposing -------------------------------------------------------------------------------
 
@@ -132,9 +138,9 @@ class MedusaDrafter(TrainedDrafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> MedusaDrafter:
         """Load a folder of this project; UserError where the heads do not fit the target."""
-        about = read_about(Path(folder), target)
-        drafter = cls(MedusaSettings(**about["settings"]), target)
-        restore(drafter, Path(folder), about)
+        about, tensors = read_stored(Path(folder), target)
+        drafter = cls(MedusaSettings(**about["settings"]), target, tensors.get("kept"))
+        restore(drafter, Path(folder), about, tensors)
         return drafter.eval()
 
 
@@ -171,8 +177,8 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-def own_heads(target: Target, count: int, bias: bool) -> nn.ModuleList:
-    """Output matrices in the shape of the target's, over its true vocabulary.
+def own_heads(target: Target, count: int, bias: bool, kept: torch.Tensor | None) -> nn.ModuleList:
+    """Output matrices in the shape of the target's, over its true vocabulary or the ids `kept`.
 
     Raises UserError where the target's head does not read its last layer's width.
     """
@@ -182,31 +188,26 @@ def own_heads(target: Target, count: int, bias: bool) -> nn.ModuleList:
             f"the target's head reads states {width} wide, its last layer gives "
             f"{target.hidden_size}: heads on its states cannot start from it"
         )
-    return nn.ModuleList(nn.Linear(width, target.vocab_size, bias=bias) for _ in range(count))
+    rows = target.vocab_size if kept is None else len(kept)
+    return nn.ModuleList(nn.Linear(width, rows, bias=bias) for _ in range(count))
 
 
-@torch.no_grad()
-def copy_head(target: Target, heads: nn.ModuleList) -> None:
+def copy_head(target: Target, heads: nn.ModuleList, kept: torch.Tensor | None) -> None:
     """Copy the target's head into `heads`, also where it is one tensor with the embedding."""
-    source = target.head
     for head in heads:
         assert isinstance(head, nn.Linear)
-        head.weight.copy_(source.weight[: target.vocab_size])
-        if head.bias is not None:
-            nn.init.zeros_(head.bias)
-        if source.bias is not None:
-            head.bias.copy_(source.bias[: target.vocab_size])
+        copy_rows(target, head, kept)
 
 
-def head_of(target: Target, heads: nn.ModuleList | None, depth: int) -> OutputHead:
+def head_of(
+    target: Target, heads: nn.ModuleList | None, depth: int, kept: torch.Tensor | None
+) -> OutputHead:
     """The output head of a depth; the target's where `heads` is None."""
     if heads is None:
         return target.head
     head = heads[depth - 1]
     assert isinstance(head, nn.Linear)
-    return OutputHead(
-        head.weight, head.bias, transform=target.head.transform, blocked=blocked(head)
-    )
+    return head_over(head, kept, target.head.transform)
 
 
 def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
@@ -219,20 +220,25 @@ def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def read_about(folder: Path, target: Target) -> DrafterJson:
-    """Read drafter.json; UserError where the drafter was made for another target."""
+def read_stored(folder: Path, target: Target) -> tuple[DrafterJson, dict[str, torch.Tensor]]:
+    """Read drafter.json and the tensors that `save_tensors` wrote.
+
+    Raises UserError where the drafter was made for another target.
+    """
     about: DrafterJson = json.loads((folder / "drafter.json").read_text())
     check_fingerprint(about["target"], target.fingerprint, str(folder))
-    return about
+    return about, load_file(folder / "model.safetensors")
 
 
-def restore(drafter: TrainedDrafter, folder: Path, about: DrafterJson) -> None:
-    """Load the weights that `save_tensors` wrote, and the accuracies of drafter.json.
+def restore(
+    drafter: TrainedDrafter, folder: Path, about: DrafterJson, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Load what `read_stored` read: the weights, and the accuracies of drafter.json.
 
     Raises UserError where weights and settings disagree.
     """
     try:
-        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+        drafter.load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder}: weights and drafter.json disagree ({reason})") from error

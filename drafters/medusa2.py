@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from drafters.medusa import MedusaDrafter, MedusaSettings, read_about
+from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target, TargetOutputs
 from trainer.chunked import OutputHead
@@ -31,8 +31,14 @@ class Medusa2Drafter(MedusaDrafter):
 
     kind = "medusa2"
 
-    def __init__(self, settings: MedusaSettings, lora: LoraSettings, target: Target):
-        super().__init__(settings, target)
+    def __init__(
+        self,
+        settings: MedusaSettings,
+        lora: LoraSettings,
+        target: Target,
+        kept: torch.Tensor | None = None,
+    ):
+        super().__init__(settings, target, kept)
         self.lora = lora
         self.adapted = AdaptedTarget(target, lora)
         self.adapter = nn.ModuleDict(self.adapted.modules())
@@ -40,7 +46,7 @@ class Medusa2Drafter(MedusaDrafter):
     @classmethod
     def adapt(cls, heads: MedusaDrafter, lora: LoraSettings) -> Medusa2Drafter:
         """These heads with a fresh adapter, which leaves their target unchanged."""
-        drafter = cls(heads.settings, lora, heads.shared.target)
+        drafter = cls(heads.settings, lora, heads.shared.target, heads.kept)
         drafter.load_state_dict(drafter.state_dict() | heads.state_dict())
         return drafter
 
@@ -84,7 +90,7 @@ class Medusa2Drafter(MedusaDrafter):
     def servable(self, folder: Path, ours: bool = False) -> tuple[MedusaDrafter, Target]:
         """The heads as plain Medusa heads, and the target with its adapter merged."""
         target = self.adapted.merged(folder, ours)
-        drafter = MedusaDrafter(self.settings, target)
+        drafter = MedusaDrafter(self.settings, target, self.kept)
         drafter.load_state_dict(self._heads())
         drafter.rank_accuracy = self.rank_accuracy
         return drafter.eval(), target
@@ -101,9 +107,9 @@ class Medusa2Drafter(MedusaDrafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Target) -> Medusa2Drafter:
         folder = Path(folder)
-        about = read_about(folder, target)
-        drafter = cls(MedusaSettings(**about["settings"]), LoraSettings(**about["lora"]), target)
-        heads = load_file(folder / "model.safetensors")
+        about, heads = read_stored(folder, target)
+        settings, lora = MedusaSettings(**about["settings"]), LoraSettings(**about["lora"])
+        drafter = cls(settings, lora, target, heads.get("kept"))
         if heads.keys() != drafter._heads().keys():
             raise UserError(f"{folder}: weights and drafter.json disagree")
         drafter.load_state_dict(drafter.state_dict() | heads)

@@ -218,4 +218,19 @@ class Steps(Protocol):
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor: ...
 
+
+class ChainSteps(Steps, Protocol):
+    """The steps of a drafter whose chains an acceptance head may end."""
+
     def acceptance_score(self) -> torch.Tensor: ...
+
+
+class Branching(Protocol):
+    """A drafter that drafts at many prefixes of one text, which it reads once."""
+
+    target_layers: tuple[LayerId, ...]
+
+    def branches(self, ids: torch.Tensor, outputs: TargetOutputs) -> Steps:
+        """Read the text, ids [1, S] int64 with the target's states of it; what is returned drafts
+        at prefixes of it, a row for each."""
+        ...

@@ -9,6 +9,7 @@ generation_config.json: a repetition penalty there would change the distribution
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import itertools
 import json
@@ -105,17 +106,61 @@ def continuation(
 ) -> Continuation:
     """The server's answer: 1 to `max_new_tokens` token ids below `vocab_size`, the EOS included.
     Raises ServerError, also for any other answer."""
+    ends_it: dict[str, object] = {"stop_token_ids": list(eos_ids)}
+    if stop_strings:
+        ends_it["stop"] = list(stop_strings)
+    tokens, reason = _generated(root, model, request, max_new_tokens, vocab_size, ends_it)
+    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
+    if ends:
+        return Continuation(request, tokens[: ends[0] + 1], "eos")
+    if len(tokens) == max_new_tokens:
+        return Continuation(request, tokens, "length")
+    if stop_strings and reason != "length":
+        return Continuation(request, tokens, "stop")
+    raise ServerError(root, _too_short(tokens, max_new_tokens), False)
+
+
+def looked_ahead(
+    root: str, model: str, row: Continuation, *, lookahead: int, vocab_size: int
+) -> Continuation:
+    """`row` with the `lookahead` tokens that the server writes behind its end, whatever they are.
+    Raises ServerError."""
+    before = row.request
+    # another stream of random numbers than the answer's, which would begin again
+    ids = [*before.prompt_ids, *row.response_ids]
+    request = dataclasses.replace(before, prompt_ids=ids, key=before.key + 1)
+    tokens, _ = _generated(root, model, request, lookahead, vocab_size, {})
+    if len(tokens) < lookahead:
+        raise ServerError(root, _too_short(tokens, lookahead), False)
+    return dataclasses.replace(row, lookahead_ids=tokens)
+
+
+def _too_short(tokens: Sequence[int], requested: int) -> str:
+    return (
+        f"an answer of {len(tokens)} tokens without EOS, {requested} were requested: allow the "
+        "server longer texts (--max-model-len)"
+    )
+
+
+def _generated(
+    root: str,
+    model: str,
+    request: Request,
+    max_new_tokens: int,
+    vocab_size: int,
+    ends_it: Mapping[str, object],
+) -> tuple[list[int], object]:
+    """Token ids that the server generates, and why it stopped. `ends_it`: what ends the text before
+    `max_new_tokens`, in the server's words; an EOS does not. Raises ServerError."""
     sampling = request.sampling
     content: dict[str, object] = {
         "model": model, "prompt": request.prompt_ids, "max_tokens": max_new_tokens,
         "temperature": sampling.temperature, "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": request.key & 0x7FFFFFFF,
-        "stop_token_ids": list(eos_ids), "ignore_eos": True, "add_special_tokens": False,
-        "skip_special_tokens": False, "return_token_ids": True,
+        "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False,
+        "return_token_ids": True, **ends_it,
     }  # fmt: skip
-    if stop_strings:
-        content["stop"] = list(stop_strings)
     answer = ask(f"{root}/v1/completions", content)
     try:
         choice = dict(answer["choices"][0])
@@ -140,18 +185,7 @@ def continuation(
     if reason not in (None, "stop", "length"):
         said = f"an answer whose finish_reason is {str(reason)[:40]!r}, neither stop nor length"
         raise ServerError(root, said, False)
-    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
-    if ends:
-        return Continuation(request, tokens[: ends[0] + 1], "eos")
-    if len(tokens) == max_new_tokens:
-        return Continuation(request, tokens, "length")
-    if stop_strings and reason != "length":
-        return Continuation(request, tokens, "stop")
-    said = (
-        f"an answer of {len(tokens)} tokens without EOS, {max_new_tokens} were requested: allow "
-        "the server longer texts (--max-model-len)"
-    )
-    raise ServerError(root, said, False)
+    return tokens, reason
 
 
 def complete(
@@ -162,9 +196,11 @@ def complete(
     max_new_tokens: int,
     concurrency: int,
     stop_strings: Sequence[str] = (),
+    lookahead: int = 0,
 ) -> Iterator[Continuation]:
     """Yield continuations, not in order, once they are validated as the target's
     (`engines.distribution_check`). `requests` is emptied; the caller may append to it meanwhile.
+    `lookahead`: tokens to generate past the end of each answer, by a request of their own.
 
     Each server has `concurrency` requests under way. A request that fails is sent again to any free
     server. A server that gives an invalid answer, or those of another model, is named and not used
@@ -196,6 +232,10 @@ def complete(
                     root, names[root], request, max_new_tokens=max_new_tokens,
                     eos_ids=target.eos_ids, vocab_size=target.vocab_size, stop_strings=stop_strings,
                 )  # fmt: skip
+                if lookahead:
+                    row = looked_ahead(
+                        root, names[root], row, lookahead=lookahead, vocab_size=target.vocab_size
+                    )
                 answered[0] = time.monotonic()
                 return _Answered(root, request, number, row)
             except ServerError as error:

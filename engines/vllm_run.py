@@ -18,6 +18,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from engines.vllm_server import engine_python, environment, memory_options, model_options
 from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
@@ -27,20 +30,25 @@ from target.sampling import Sampling
 from trainer.config import RunFault, UserError, is_address
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-ENGINE = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
+ENGINE = {"enable_prefix_caching": False, "disable_log_stats": False}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors surface in the worker, not in a child
+DECODED = re.compile(r"(?m)^vllm:request_decode_time_seconds_(count|sum)\{.*\} (\S+)")
 METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d+)")?.*\} (\S+)')
 
 
 @dataclass(frozen=True)
 class EngineCounters:
     """vLLM's counters, which include tokens past the end of answers: rounds that drafted, their
-    drafted and accepted tokens, and for each position the rounds that accepted up to it."""
+    drafted and accepted tokens, and for each position the rounds that accepted up to it. Of a
+    server also the answers that it has finished, and the seconds from their first token to their
+    last."""
 
     drafts: int
     drafted: int
     accepted: int
     accepted_per_position: list[int]
+    answers: int = 0
+    decode_s: float = 0.0
 
     @classmethod
     def named(cls, values: CounterValues) -> EngineCounters:
@@ -58,7 +66,8 @@ class EngineCounters:
         pairs = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
         by_position = [now - then for now, then in pairs]
         drafts, drafted = self.drafts - earlier.drafts, self.drafted - earlier.drafted
-        return EngineCounters(drafts, drafted, sum(by_position), by_position)
+        answers, decode_s = self.answers - earlier.answers, self.decode_s - earlier.decode_s
+        return EngineCounters(drafts, drafted, sum(by_position), by_position, answers, decode_s)
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -93,6 +102,15 @@ class Speculation:
         return config
 
 
+class Timing(NamedTuple):
+    """The decoding of one answer at batch 1, its first token left out, which the prompt's own
+    forward gives. Plain decoding has a round for each token."""
+
+    seconds: float
+    rounds: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class EngineRun:
     """The result of a job. tokens: by prompt, the ending EOS included; rounds: by prompt, [drafted,
@@ -104,6 +122,8 @@ class EngineRun:
     counters: EngineCounters | None
     engine: str  # name and version
     seconds: float
+    machine: str  # what it ran on and how
+    alone: dict[int, Timing]  # by prompt, of those that were answered once more one by one
 
 
 def serve(
@@ -115,8 +135,11 @@ def serve(
     sampling: Sampling,
     batch_size: int,
     seed: int,
+    alone: Sequence[int] = (),
 ) -> dict[str, EngineRun]:
     """vLLM's answers to the same prompts with each drafter; None is plain decoding.
+
+    `alone`: prompts that are answered once more, one by one, and timed.
 
     vLLM loads the target by its name in its own dtype; only its `eos_ids` end an answer. Raises
     UserError without an environment for vLLM, RunFault where it fails or miscounts."""
@@ -127,21 +150,34 @@ def serve(
         "max_tokens": max_new_tokens, "stop_token_ids": list(target.eos_ids), "ignore_eos": True,
         "detokenize": False,
     }  # fmt: skip
+    eager = not torch.cuda.is_available()  # compiling takes longer than it saves there
     request: WorkerRequest = {
         "engine": {
             **model_options(target),
             **memory_options(),
             "max_model_len": min(target.context, longest),
             "max_num_seqs": min(batch_size, len(prompts)),
+            "enforce_eager": eager,
             **ENGINE,
         },
         "prompts": list(prompts),
         "sampling": [own | {"seed": seed + index} for index in range(len(prompts))],
+        "alone": list(alone),
         "jobs": {name: job.config(sampling) if job else None for name, job in jobs.items()},
     }
     answer = _run(python, request)
-    engine = f"vllm {answer['version']}"
-    return {name: _checked(name, job, answer["jobs"][name], engine) for name, job in jobs.items()}
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    how = "in eager mode" if eager else "with captured graphs"
+    machine = f"{dtype} on {answer['device']}, {how}"
+    found = dict[str, EngineRun]()
+    for name, job in jobs.items():
+        its = answer["jobs"][name]
+        found[name] = EngineRun(
+            its["tokens"], job, its["rounds"], _checked(name, job, its) if job else None,
+            f"vllm {answer['version']}", its["seconds"], machine,
+            {i: Timing(*one) for i, one in zip(alone, its["alone"], strict=True)},
+        )  # fmt: skip
+    return found
 
 
 def _run(python: Path, request: WorkerRequest) -> WorkerAnswer:
@@ -160,10 +196,8 @@ def _run(python: Path, request: WorkerRequest) -> WorkerAnswer:
         return json.loads(answered.read_text())
 
 
-def _checked(name: str, job: Speculation | None, answer: JobAnswer, engine: str) -> EngineRun:
-    """The result of a job; RunFault where vLLM's rounds and counters differ."""
-    if job is None:
-        return EngineRun(answer["tokens"], None, [], None, engine, answer["seconds"])
+def _checked(name: str, job: Speculation, answer: JobAnswer) -> EngineCounters:
+    """The counters of a job; RunFault where vLLM's rounds differ from them."""
     counters = EngineCounters.named(answer["counters"])
     rounds = [one for own in answer["rounds"] for one in own]
     reached = [sum(accepted > i for _, accepted in rounds) for i in range(job.K)]
@@ -172,7 +206,7 @@ def _checked(name: str, job: Speculation | None, answer: JobAnswer, engine: str)
     )
     if summed != counters:
         raise RunFault(f"{name}: vLLM's rounds add up to {summed}, its counters say {counters}")
-    return EngineRun(answer["tokens"], job, answer["rounds"], counters, engine, answer["seconds"])
+    return counters
 
 
 def from_metrics(text: str) -> EngineCounters:
@@ -184,10 +218,13 @@ def from_metrics(text: str) -> EngineCounters:
         remedy = "start vLLM with --speculative-config and without --disable-log-stats"
         raise UserError(f"the metrics hold no counters of speculative decoding: {remedy}")
     positions = [totals[place] for place in sorted(filter(str.isdigit, totals), key=int)]
-    whole = dict(totals)
+    decoded = dict.fromkeys(("count", "sum"), 0.0)
+    for name, value in DECODED.findall(text):
+        decoded[name] += float(value)
     return EngineCounters(
-        whole["drafts"], whole["draft_tokens"], whole["accepted_tokens"], positions
-    )
+        totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], positions,
+        int(decoded["count"]), decoded["sum"],
+    )  # fmt: skip
 
 
 def scrape(url: str) -> EngineCounters:

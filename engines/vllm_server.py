@@ -66,6 +66,7 @@ def memory_options(num_devices: int = 1) -> dict[str, object]:
     """The share of a GPU that vLLM may take, where the target lies on the first ones, too."""
     if not torch.cuda.is_available():
         return {}
+    torch.cuda.empty_cache()  # what a training or a report has used is held, but not in use
     pairs = [torch.cuda.mem_get_info(device) for device in range(num_devices)]
     share = MEMORY_SHARE * min(free / total for free, total in pairs)
     return {"gpu_memory_utilization": math.floor(100 * share) / 100}

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ class WorkerRequest(TypedDict):
     engine: dict[str, object]  # arguments of vllm.LLM
     prompts: list[list[int]]  # token ids
     sampling: list[dict[str, object]]  # arguments of vllm.SamplingParams, one for each prompt
+    alone: list[int]  # prompts that are answered once more, one by one, for their times
     jobs: dict[str, dict[str, object] | None]  # speculative_config; None for plain decoding
 
 
@@ -47,12 +48,14 @@ class JobAnswer(TypedDict):
     rounds: list[list[list[int]]]  # [drafted, accepted] of each round
     counters: CounterValues  # empty for plain decoding
     seconds: float  # for all prompts, the engine being loaded
+    alone: list[tuple[float, int, int]]  # `timing` of each prompt of the request's `alone`
 
 
 class WorkerAnswer(TypedDict):
     """The results of all jobs."""
 
     version: str  # of vLLM
+    device: str
     jobs: dict[str, JobAnswer]
 
 
@@ -62,9 +65,10 @@ class _Metric(Protocol):
 
 
 class _Engine(Protocol):
-    """What `counters` uses of vllm.LLM, which is not installed where types are checked."""
+    """What is used here of vllm.LLM, which is not installed where types are checked."""
 
     def get_metrics(self) -> Iterable[_Metric]: ...
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]: ...
 
 
 def counters(llm: _Engine) -> dict[str, int | list[int]]:
@@ -77,6 +81,17 @@ def counters(llm: _Engine) -> dict[str, int | list[int]]:
     return found
 
 
+def timing(llm: _Engine, prompt: object, params: object) -> tuple[float, int, int]:
+    """(seconds, rounds, tokens) of decoding one prompt at batch 1: what follows the first token,
+    which the prompt's own forward gives. Plain decoding has a round for each token. Every interval
+    between two outputs of vLLM holds one forward of the target and the drafting of one round."""
+    (output,) = llm.generate([prompt], [params], use_tqdm=False)
+    answer, times = output.outputs[0], output.metrics
+    tokens, own = len(answer.token_ids) - 1, answer.spec_decode_metrics
+    rounds = tokens if own is None else len(own.per_step_drafted)
+    return times.last_token_ts - times.first_token_ts, rounds, tokens
+
+
 def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> dict[str, object]:
     """Run one job with an engine of its own; the `JobAnswer`."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
@@ -87,23 +102,25 @@ def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> d
         options["per_request_spec_decode_metrics"] = "detailed"
     llm = LLM(**options)
     try:
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        params = [SamplingParams(**one) for one in request["sampling"]]
         began = time.perf_counter()
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in request["prompts"]],
-            [SamplingParams(**one) for one in request["sampling"]],
-            use_tqdm=False,
-        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         answers = [output.outputs[0] for output in outputs]
         rounds = []
         for answer in answers if speculative else ():
             own = answer.spec_decode_metrics
             rounds.append(list(zip(own.per_step_drafted, own.per_step_accepted, strict=True)))
+        counted = counters(llm)  # before prompts are answered again
+        alone = request["alone"]
+        times = [timing(llm, prompts[i], params[i]) for i in [*alone[:1], *alone]]
         return {
             "tokens": [list(answer.token_ids) for answer in answers],
             "rounds": rounds,
-            "counters": counters(llm),
+            "counters": counted,
             "seconds": seconds,
+            "alone": times[1:],  # the first one was a warm-up
         }
     finally:  # an engine holds its memory until it is shut down
         llm.llm_engine.engine_core.shutdown()
@@ -134,6 +151,16 @@ def repair() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
+def device() -> str:
+    """What vLLM runs on."""
+    import torch
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if current_platform.is_cpu():
+        return f"{torch.get_num_threads()} threads of a CPU"
+    return current_platform.get_device_name()
+
+
 def main(request_file: str, answer_file: str) -> None:
     """Run all jobs of a request file."""
     import vllm  # pyright: ignore[reportMissingImports]
@@ -145,7 +172,7 @@ def main(request_file: str, answer_file: str) -> None:
         repair()
         version += " (CPU build, its sampling repaired)"
     jobs = {name: serve(request, config) for name, config in request["jobs"].items()}
-    answer = {"version": version, "jobs": jobs}
+    answer = {"version": version, "device": device(), "jobs": jobs}
     Path(answer_file).write_text(json.dumps(answer))
 
 

@@ -19,9 +19,10 @@ from drafters.trees.tree import TokenTree
 from eval.rounds import Round, RoundIds
 from eval.verifiers.base import Verdict, Verifier
 from eval.verifiers.token import Token
-from target.cache import CachedModel, place_tree
+from target.cache import CachedModel
 from target.decode import Request
-from target.model import LayerId, TargetOutputs, captured
+from target.model import LayerId, TargetOutputs
+from target.nodes import place_tree
 from target.sampling import KeyedRandom, Sampling, warp
 from trainer.config import RunFault
 
@@ -109,7 +110,7 @@ class SpeculativeDecoder:
             free = self.rows.count(None)
             if self.waiting and free >= max(1, size // 8):
                 yield from self._fill()
-            elif not self.waiting and len(self.rows) > 1 and free >= len(self.rows) / 2:
+            elif not self.waiting and free:
                 self._compact()
 
     def _fill(self) -> Iterator[Speculated]:
@@ -126,15 +127,16 @@ class SpeculativeDecoder:
         ends = torch.tensor(lengths, device=device)
         kept = sorted(set(lengths))
         found: dict[LayerId, torch.Tensor] = {}
-        with captured(self.target.model, self.drafter.target_layers, found):
-            logits = self.target.forward(
-                ids,
-                torch.arange(ids.shape[1], device=device).expand_as(ids),
-                used=ids.shape[1],
-                rows=None if len(taken) == len(self.rows) else rows,
-                first=0,
-                logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
-            )
+        logits = self.target.forward(
+            ids,
+            torch.arange(ids.shape[1], device=device).expand_as(ids),
+            used=ids.shape[1],
+            rows=None if len(taken) == len(self.rows) else rows,
+            first=0,
+            logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
+            layers=self.drafter.target_layers,
+            found=found,
+        )
         last = logits[torch.arange(len(taken)), torch.tensor([kept.index(n) for n in lengths])]
         last = last[:, : self.vocab_size]
         for layer, states in found.items():
@@ -171,8 +173,7 @@ class SpeculativeDecoder:
         )
         drafted = self._clock()
         found: dict[LayerId, torch.Tensor] = {}
-        with captured(self.target.model, self.drafter.target_layers, found):
-            verdict = self._verify(tree, longest, random, active)
+        verdict = self._verify(tree, longest, random, active, found)
         verified = self._clock()
         accepted_tokens = self._commit(tree, verdict, found)
         if self.budget.stop is not None:
@@ -226,9 +227,15 @@ class SpeculativeDecoder:
                 yield self._finish(index)
 
     def _verify(
-        self, tree: TokenTree, longest: int, random: KeyedRandom, active: torch.Tensor
+        self,
+        tree: TokenTree,
+        longest: int,
+        random: KeyedRandom,
+        active: torch.Tensor,
+        found: dict[LayerId, torch.Tensor],
     ) -> Verdict:
-        """One target forward on the last committed token and what was drafted behind it."""
+        """One target forward on the last committed token and what was drafted behind it; `found`
+        receives the states that the drafter reads."""
         nodes = tree.tokens.shape[1]
         first = self.lengths.unsqueeze(1)
         feed = torch.cat([self.ids.gather(1, first - 1), tree.tokens], 1)
@@ -243,6 +250,8 @@ class SpeculativeDecoder:
             used=longest + nodes,
             first=longest - 1 if len(self.rows) == 1 and place is None else None,
             tree=place,
+            layers=self.drafter.target_layers,
+            found=found,
         )[..., : self.vocab_size]
         if self.sampling.temperature > 0 and tree.form not in self.verifier.judges:
             raise RunFault(

@@ -110,8 +110,9 @@ class Bench:
         """Acceptance of deterministic trees without decoding."""
         self._replays(f"{name}, tree")
         replay = TreeReplay(
-            self.target, self.traces, self.sampling, budget, on_tokens=self.progress.advance
-        )
+            self.target, self.traces, self.sampling, budget, self.offline.texts,
+            on_tokens=self.progress.advance,
+        )  # fmt: skip
         counters = replay(drafter)
         return Measurement(self.row(name, counters, cost, "offline", budget), counters)
 
@@ -235,6 +236,10 @@ class Bench:
         own = budget.form in asked.judges and (measured_by == "decoding" or replayed)
         return asked if own else exact_verifier(budget.form, self.sampling)
 
+    def timed_prompts(self) -> list[int]:
+        """Indices of the prompts that are also decoded one by one, for their times."""
+        return spread([t.domain for t in self.traces], self.config.timing_prompts)
+
     def _time(
         self,
         cached: CachedModel,
@@ -244,7 +249,7 @@ class Bench:
         label: str,
     ) -> list[DifferingPrompt]:
         """Alternate plain and speculative decoding prompt by prompt, after one warm-up of each."""
-        chosen = spread([t.domain for t in self.traces], self.config.timing_prompts)
+        chosen = self.timed_prompts()
         decoder = self._decoder(cached, drafter, 1, budget, timed=False)
         requests = self.requests()
         differing: list[DifferingPrompt] = []

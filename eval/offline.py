@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget
@@ -26,14 +25,12 @@ from eval.calibration import Calibration, calibration
 from eval.counters import NUM_RANGES, PromptCounters, range_of
 from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
 from eval.stops import SignalsByDepth, lengths_by_start
+from eval.texts import Texts
 from eval.walk import replay
 from target.model import Target, TargetOutputs
-from target.padding import right_padded
 from target.sampling import Sampling, warp
-from trainer.chunked import CHUNK_ELEMENTS
+from trainer.chunked import chunk_rows, places
 from trainer.config import UserError
-
-CACHED_TARGET_BYTES = 1 << 30  # most memory for states of the target between evaluations
 
 
 def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:
@@ -62,8 +59,8 @@ class OfflineResult:
 class OfflineEvaluator:
     """Replays traces of one sampling against any drafter.
 
-    The target runs once per trace (T>0 only), and its last states are cached where they fit in
-    memory; distributions are computed from states for a chunk of positions at a time. Without
+    The target reads each trace once for all drafters, as far as `Texts` hold its states;
+    distributions are computed from states for a chunk of positions at a time. Without
     `engine_counters` the traces need no look-ahead, and those counters are zero.
     Raises UserError where the traces do not fit the sampling or K.
     """
@@ -90,10 +87,8 @@ class OfflineEvaluator:
                 )
         self.target, self.sampling, self.budget, self.K = target, sampling, budget, K
         self.engine_counters = engine_counters
-        self.groups = list(by_length(traces, lambda t: t.num_tokens, batch_size))
-        positions = sum(len(g) * max(len(t.response_ids) + K for t in g) for g in self.groups)
-        self.caches = positions * target.head.weight.shape[1] * 4 <= CACHED_TARGET_BYTES
-        self._final: dict[int, torch.Tensor] = {}
+        self.texts = Texts(target, traces, K, batch_size)
+        self.head = target.head  # refused here where it cannot be used, before anything is measured
 
     @torch.inference_mode()
     def __call__(
@@ -102,11 +97,13 @@ class OfflineEvaluator:
         draft_sampling: Sampling | None = None,
         budget: Budget | None = None,
         on_tokens: Callable[[int], None] = lambda _: None,
+        groups: Sequence[int] | None = None,
     ) -> OfflineResult:
         """Counters of each trace.
 
         `budget`: another stop rule than the evaluator's own; `on_tokens` is called after each batch
-        with its number of response tokens. Raises UserError for a rule that cannot be replayed.
+        with its number of response tokens; `groups`: numbers of the batches of `texts` to replay,
+        None for all. Raises UserError for a rule that cannot be replayed.
         """
         draft_sampling = draft_sampling or self.sampling
         rule = (budget or self.budget).stop
@@ -121,7 +118,8 @@ class OfflineEvaluator:
         agreement: list[np.ndarray] = []
         depth_sums = np.zeros((2, self.K))  # overlap and positions at each depth
         lost = VocabularyCost()
-        for index, group in enumerate(self.groups):
+        for index in range(len(self.texts.groups)) if groups is None else groups:
+            group = self.texts.groups[index]
             lengths = np.array([len(t.response_ids) for t in group])
             width = int(lengths.max())
             accept = np.zeros((len(group), width, self.K))
@@ -185,26 +183,24 @@ class OfflineEvaluator:
         self, drafter: TrainedDrafter, draft_sampling: Sampling, uses_head: bool
     ) -> Iterator[Along]:
         """Yield what decides about the rounds that start at each token, group by group."""
-        for index, group in enumerate(self.groups):
+        for index, group in enumerate(self.texts.groups):
             drafter.routed([trace.prompt_ids for trace in group])
             width = max(len(trace.response_ids) for trace in group)
             accept, signals = np.zeros((len(group), width, self.K)), SignalsByDepth(uses_head)
             self._parallel(drafter, draft_sampling, signals, index, group, accept)
             yield Along(group, accept, *signals.by_start(width, self.K))
 
-    def _rows(self, group: Sequence[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and indices of a batch.
 
         These are ids [B, L] of prompt, response and look-ahead, right-padded; the logit index
         [B, N+K] that scores each response index; and the ids [B, N+K] there.
         """
-        rows = [t.prompt_ids + t.response_ids + t.lookahead_ids[: self.K] for t in group]
-        ids, _ = right_padded(rows)
+        group, ids = self.texts.groups[index], self.texts.ids(index)
         width = max(len(t.response_ids) for t in group) + self.K
         starts = torch.tensor([len(t.prompt_ids) for t in group]).unsqueeze(1)
-        where = (starts + torch.arange(width)).clamp(max=ids.shape[1] - 1)
-        device = self.target.device
-        return ids.to(device), (where - 1).to(device), ids.gather(1, where).to(device)
+        where = (starts + torch.arange(width)).clamp(max=ids.shape[1] - 1).to(ids.device)
+        return ids, where - 1, ids.gather(1, where)
 
     def _parallel(
         self,
@@ -220,26 +216,26 @@ class OfflineEvaluator:
         Returns the overlap at each depth, and at the first depth the greedy match and the drafter's
         confidence, each [B, N]; and what lies outside of a reduced draft vocabulary.
         """
-        ids, where, tokens = self._rows(group)
+        ids, where, tokens = self._rows(index)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
-        final, outputs = self._states(index, drafter, ids, batch, where)
+        final, outputs = self._states(index, drafter, batch, where)
         drafts = list(drafter.states(ids, outputs, self.K))
         found = Found(tokens.shape, len(drafts), tokens.device)
         kept = drafter.output_head(1).kept if drafter.target_layers else None  # else all of them
         outside = None if kept is None else Outside.of(kept, tokens, self.target.vocab_size)
-        step = max(1, CHUNK_ELEMENTS // (len(group) * self.target.vocab_size))
+        step = max(1, chunk_rows(ids.device, self.target.vocab_size) // len(group))
         for at in range(0, tokens.shape[1], step):
             span = slice(at, at + step)
             p = None
             if final is not None:
-                p = warp(self.target.head.logits(final[:, span]), self.sampling)
+                p = warp(self.head.logits(final[:, span]), self.sampling)
                 if outside is not None:
                     outside.add_mass(span, p)
             scored: _Scored | None = None
             for j, states in enumerate(drafts):
                 if scored is None or states is not drafts[j - 1]:  # else as at the depth before
-                    logits = drafter.project(states[batch, where[:, span]], j + 1).float()
-                    scored = _scored(logits, tokens[:, span], p, draft_sampling)
+                    logits = drafter.own_logits(states[batch, where[:, span]], j + 1).float()
+                    scored = _scored(logits, kept, tokens[:, span], p, draft_sampling)
                 found.add(j, span, scored)
         width = accept.shape[1]
         positions = np.arange(width)
@@ -257,27 +253,15 @@ class OfflineEvaluator:
         return overlaps, greedy, found.confidence[0, :, :width].double().cpu().numpy(), outside
 
     def _states(
-        self,
-        index: int,
-        drafter: TrainedDrafter,
-        ids: torch.Tensor,
-        batch: torch.Tensor,
-        where: torch.Tensor,
+        self, index: int, drafter: TrainedDrafter, batch: torch.Tensor, where: torch.Tensor
     ) -> tuple[torch.Tensor | None, TargetOutputs | None]:
-        """The target's final states [B, N+K, H] at the scored positions of a group, cached where
-        they fit, None at T=0; and what the drafter reads of it."""
-        drawn, final = self.sampling.temperature > 0, self._final.get(index)
-        needed = dict.fromkeys(drafter.target_layers)
-        if not needed and (final is not None or not drawn):
-            return final, None
-        if drawn:
-            needed["final_norm"] = None
-        outputs = self.target.outputs(ids, layers=tuple(needed), logits=False)
-        if drawn and final is None:
-            final = outputs.hidden["final_norm"][batch, where]
-            if self.caches:
-                self._final[index] = final
-        return final, outputs
+        """The target's final states [B, N+K, H] at the scored positions of a group, None at T=0;
+        and what the drafter reads of it."""
+        drawn = self.sampling.temperature > 0
+        layers = dict.fromkeys((*drafter.target_layers, *["final_norm"] * drawn))
+        hidden = self.texts.states(index, tuple(layers))
+        final = hidden["final_norm"][batch, where] if drawn else None
+        return final, TargetOutputs(hidden) if drafter.target_layers else None
 
     def _by_start(
         self,
@@ -327,13 +311,25 @@ class Found:
 
 
 def _scored(
-    logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor | None, sampling: Sampling
+    logits: torch.Tensor,
+    kept: torch.Tensor | None,
+    tokens: torch.Tensor,
+    p: torch.Tensor | None,
+    sampling: Sampling,
 ) -> _Scored:
-    """Acceptance of the trace's tokens [B, n] under draft logits [B, n, V].
+    """Acceptance of the trace's tokens [B, n] under draft logits [B, n, W] of the ids `kept` [W],
+    None: of all.
 
-    `p`: the target's distributions, None at T=0, where they are the traces' own tokens.
+    `p`: the target's distributions [B, n, V], None at T=0, where they are the traces' own tokens.
     """
-    drawn, best = tokens.unsqueeze(-1), logits.argmax(-1)
+    best, place, known = logits.argmax(-1), tokens, None
+    if kept is not None:
+        best, (place, known) = kept[best], places(kept, tokens)
+
+    def of_token(q: torch.Tensor) -> torch.Tensor:
+        own = q.gather(-1, place.unsqueeze(-1))[..., 0]
+        return own if known is None else own * known
+
     match = best == (tokens if p is None else p.argmax(-1))
     if sampling.temperature == 0:
         plain = logits.softmax(-1)
@@ -341,18 +337,15 @@ def _scored(
     else:
         plain = q = warp(logits, sampling)
     if p is None:
-        weight = match if q is None else q.gather(-1, drawn)[..., 0]
+        weight = match if q is None else of_token(q)
         common = weight
     else:
         assert q is not None
-        p_drawn = p.gather(-1, drawn)[..., 0].double()
+        p_drawn = p.gather(-1, tokens.unsqueeze(-1))[..., 0].double()
         # 0/0 only where the row holds no text of the target (padding)
-        weight = (q.gather(-1, drawn)[..., 0].double() / p_drawn).clamp(max=1.0).nan_to_num(0.0)
-        common = torch.minimum(p, torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1]))).sum(
-            -1
-        )
-    own = plain.gather(-1, drawn)[..., 0]
-    return _Scored(weight.double(), common.double(), plain.amax(-1), own, match)
+        weight = (of_token(q).double() / p_drawn).clamp(max=1.0).nan_to_num(0.0)
+        common = torch.minimum(p[..., : q.shape[-1]] if kept is None else p[..., kept], q).sum(-1)
+    return _Scored(weight.double(), common.double(), plain.amax(-1), of_token(plain), match)
 
 
 @dataclass(frozen=True)

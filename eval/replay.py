@@ -23,18 +23,20 @@ from drafters.trees.tree import TOP, TokenTree
 from eval.counters import PromptCounters, counters_from_rounds
 from eval.offline import check_sampling
 from eval.rounds import Round
+from eval.texts import Texts
 from target.model import Target, TargetOutputs
 from target.padding import right_padded
 from target.sampling import KeyedRandom, Sampling, warp
-from trainer.chunked import CHUNK_ELEMENTS
+from trainer.chunked import chunk_rows
 from trainer.config import UserError
 
 
 class TreeReplay:
     """Replays traces of one sampling with trees of `budget.tree`; counters equal those of decoding.
 
-    `on_tokens` is called with the response tokens of each round. Raises UserError where such trees
-    cannot be replayed, or the traces are of another sampling or have too few look-ahead tokens.
+    `texts`: of these traces, with the states that other replays have read; `on_tokens` is called
+    with the response tokens of each round. Raises UserError where such trees cannot be replayed, or
+    the traces are of another sampling or have too few look-ahead tokens.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class TreeReplay:
         traces: Sequence[Trace],
         sampling: Sampling,
         budget: Budget,
-        batch_size: int = 16,
+        texts: Texts | None = None,
         on_tokens: Callable[[int], None] = lambda _: None,
     ):
         self.on_tokens = on_tokens
@@ -60,65 +62,66 @@ class TreeReplay:
                     f"{budget.max_tokens} needs as many: generate them with a larger eval.K"
                 )
         self.target, self.sampling, self.budget = target, sampling, budget
-        self.groups = list(by_length(traces, lambda t: t.num_tokens, batch_size))
+        self.texts = texts or Texts(target, traces, 0)
 
     @torch.inference_mode()
     def __call__(self, drafter: Drafter) -> list[PromptCounters]:
         """Counters of each trace."""
         counters = []
-        for group in self.groups:
-            rounds = self._group(drafter, group)
+        for index, group in enumerate(self.texts.groups):
+            rounds = self._group(drafter, index, group)
             counters += [
                 counters_from_rounds(rows, trace.prompt_hash, trace.domain, self.budget.max_tokens)
                 for rows, trace in zip(rounds, group, strict=True)
             ]
         return counters
 
-    def _group(self, drafter: Drafter, group: Sequence[Trace]) -> list[list[Round]]:
+    def _group(self, drafter: Drafter, index: int, group: Sequence[Trace]) -> list[list[Round]]:
         device, depth = self.target.device, self.budget.max_tokens
-        texts = [t.prompt_ids + t.response_ids + t.lookahead_ids for t in group]
-        capacity = max(map(len, texts)) + depth + self.budget.max_slots + 2
-        ids = torch.zeros(len(group), capacity, dtype=torch.long)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.tensor(text)
-        ids = ids.to(device)
-        longest = max(map(len, texts))
-        outputs = self.target.outputs(ids[:, :longest], layers=drafter.target_layers, logits=False)
-        for layer, states in outputs.hidden.items():
-            padding = (0, 0, 0, capacity - longest)
-            outputs.hidden[layer] = torch.nn.functional.pad(states, padding)
+        ids = self.texts.ids(index)
+        capacity = ids.shape[1] + depth + self.budget.max_slots + 2
+        padding = (0, capacity - ids.shape[1])
+        ids = torch.nn.functional.pad(ids, padding)
+        read = self.texts.states(index, drafter.target_layers)
+        hidden = {i: torch.nn.functional.pad(s, (0, 0, *padding)) for i, s in read.items()}
         starts = torch.tensor([len(t.prompt_ids) for t in group], device=device)
         widest = int(starts.max())
         drafter.begin(len(group), capacity)
-        prompts = {layer: states[:, :widest] for layer, states in outputs.hidden.items()}
+        prompts = {layer: states[:, :widest] for layer, states in hidden.items()}
         rows = torch.arange(len(group), device=device)
         drafter.prefill(rows, ids[:, :widest], starts, TargetOutputs(prompts))
         lengths = starts + 1
-        keys = torch.zeros(len(group), dtype=torch.long, device=device)
         found: list[list[Round]] = [[] for _ in group]
         self.on_tokens(len(group))  # the first of each response is the prefill's
-        live = [len(t.response_ids) > 1 for t in group]
-        while any(live):
+        live = [row for row, trace in enumerate(group) if len(trace.response_ids) > 1]
+        at = torch.tensor(live, dtype=torch.long, device=device)
+        while live:
+            if len(at) < len(lengths):  # some have ended
+                drafter.keep(at)
+                ids, lengths = ids[at], lengths[at]
+                hidden = {layer: states[at] for layer, states in hidden.items()}
             state = DraftState(
-                ids, lengths, int(lengths.max()), self.sampling, KeyedRandom(keys), outputs
-            )
+                ids, lengths, int(lengths.max()), self.sampling,
+                KeyedRandom(torch.zeros_like(lengths)), TargetOutputs(hidden),
+            )  # fmt: skip
             tree = drafter.propose(state, self.budget)
             tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-            steps = []
-            for row, trace in enumerate(group):
-                if not live[row]:
-                    steps.append(0)
-                    continue
-                done = int(lengths[row]) - len(trace.prompt_ids)
+            steps, going = [], []
+            for place, (row, length) in enumerate(zip(live, lengths.tolist(), strict=True)):
+                trace = group[row]
+                done = length - len(trace.prompt_ids)
                 ahead = (trace.response_ids + trace.lookahead_ids)[done:]
-                node, accepted = longest_path(tokens[row], parents[row], ahead)
+                node, accepted = longest_path(tokens[place], parents[place], ahead)
                 room = len(trace.response_ids) - done
-                rejected = node in parents[row]
+                rejected = node in parents[place]
                 found[row].append(_round(trace, tree, accepted, rejected, room, done))
                 self.on_tokens(found[row][-1].emitted)
-                live[row] = accepted + 1 < room
-                steps.append(accepted + 1 if live[row] else 0)
+                steps.append(accepted + 1)
+                if accepted + 1 < room:
+                    going.append(place)
             lengths = lengths + torch.tensor(steps, device=device)
+            live = [live[place] for place in going]
+            at = torch.tensor(going, dtype=torch.long, device=device)
         return found
 
 
@@ -180,24 +183,25 @@ def rank_accuracy(
     """
     hits = np.zeros((depth, MAX_RANKS))
     tried = np.zeros(depth)
-    chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
     for group in by_length(traces, lambda t: t.num_tokens, batch_size):
         rows = [t.prompt_ids + t.response_ids for t in group]
         ids = right_padded(rows)[0].to(target.device)
         outputs = target.outputs(ids, layers=drafter.target_layers, project_later=True)
         assert outputs.logits is not None
-        for j, states in enumerate(drafter.states(ids, outputs, depth)):
-            for row, trace in enumerate(group):
-                # the first token of an answer is the prefill's, the anchor of the first round
-                first = len(trace.prompt_ids) + j + 1
-                last = len(rows[row])
-                if first >= last:
-                    continue
-                for at in range(first - 1, last - 1, chunk):
-                    span = slice(at, min(at + chunk, last - 1))
-                    best = drafter.project(states[row, span], j + 1).topk(MAX_RANKS, -1).indices
-                    mass = warp(outputs.logits[row, span], sampling).gather(-1, best)
-                    hits[j] += mass.double().sum(0).cpu().numpy()
-                tried[j] += last - first
+        chunk = chunk_rows(target.device, target.vocab_size)
+        drafts = list(drafter.states(ids, outputs, depth))
+        for row, trace in enumerate(group):
+            # the first token of an answer is the prefill's, the anchor of the first round
+            first, last = len(trace.prompt_ids), len(rows[row]) - 1
+            for at in range(first, last, chunk):
+                span = slice(at, min(at + chunk, last))
+                mass = warp(outputs.logits[row, span], sampling)
+                for j, states in enumerate(drafts):
+                    skipped = max(0, first + j - at)  # too early for a token of this depth
+                    own = states[row, span][skipped:]
+                    best = drafter.project(own, j + 1).topk(MAX_RANKS, -1).indices
+                    found = mass[skipped:].gather(-1, best)
+                    hits[j] += found.double().sum(0).cpu().numpy()
+            tried += np.maximum(0, last - first - np.arange(depth))
         on_tokens(sum(len(trace.response_ids) for trace in group))
     return (hits / np.maximum(tried, 1)[:, None]).tolist()

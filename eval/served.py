@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from data.traces import Trace
 from drafters.round import Budget
 from engines.distribution_check import CHECKED, unlike
-from engines.vllm_run import EngineRun
+from engines.vllm_run import EngineRun, Timing
 from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated
 from eval.measure import Bench, DifferingPrompt, Measurement
+from eval.metrics import Row
 from eval.plain import difference
 from eval.rounds import Round
 from target.decode import Continuation
@@ -41,6 +44,29 @@ def prompt_counters(served: EngineRun, index: int, trace: Trace, K: int) -> Prom
     return counters_from_rounds(rounds, trace.prompt_hash, trace.domain, K)
 
 
+def engine_costs(plain: Iterable[Timing], drafted: Iterable[Timing], source: str) -> Row:
+    """What decoding costs in the engine at batch 1: [lower quartile, median, upper quartile] over
+    answers, of the seconds per token without a drafter (`token_s`) and per round with it
+    (`round_s`), and the ratio of the medians (`round_cost`); null where nothing was timed.
+
+    A round holds the drafting, the target's forward on all drafts and the engine's own work. They
+    are not told apart: one K gives one number, and the speed-up at that K needs no more.
+    """
+    token_s, round_s = _quartiles(plain), _quartiles(drafted)
+    return {
+        "token_s": token_s,
+        "round_s": round_s,
+        "round_cost": round_s[1] / token_s[1] if token_s and round_s else None,
+        "cost_source": f"{source}, batch 1",
+    }
+
+
+def _quartiles(timings: Iterable[Timing]) -> list[float] | None:
+    """Of the seconds of a round; None without an answer of two tokens."""
+    found = [one.seconds / one.rounds for one in timings if one.rounds]
+    return np.quantile(found, [0.25, 0.5, 0.75]).tolist() if found else None
+
+
 def served_row(
     bench: Bench, name: str, served: EngineRun, plain: EngineRun, cost: Cost
 ) -> Measurement:
@@ -51,7 +77,13 @@ def served_row(
     assert served.drafter is not None, "plain decoding is no row of a drafter"
     K = served.drafter.K
     counters = [prompt_counters(served, i, trace, K) for i, trace in enumerate(bench.traces)]
-    about = {"engine": served.engine, "draft_sampled": served.drafter.sampled}
+    for index, ours in served.alone.items():
+        one, other = counters[index], plain.alone[index]
+        one.plain_s, one.plain_tokens = other.seconds, other.tokens
+        one.speculative_s, one.speculative_tokens = ours.seconds, ours.tokens
+    about = {"engine": served.engine, "draft_sampled": served.drafter.sampled} | engine_costs(
+        plain.alone.values(), served.alone.values(), f"{served.engine} in {served.machine}"
+    )
     return engine_row(bench, name, counters, served.tokens, plain.tokens, cost, about)
 
 
@@ -67,7 +99,9 @@ def engine_row(
     """A row of the report from counters and answers of an engine.
 
     Greedy answers are compared with `plain`, the first sampled ones with the target's distribution.
-    Metrics that need the drafter's distribution (alpha) or a clock stay null.
+    `about`: entries of the row, `engine_costs` among them, from which the speed-up is modelled.
+    `cost` gives the bytes read alone: its times are of this project's decoding. Metrics that need
+    the drafter's distribution (alpha) or such times stay null.
     """
     differing, strange = list[DifferingPrompt](), None
     greedy = bench.sampling.temperature == 0
@@ -84,7 +118,9 @@ def engine_row(
             if gap is not None:
                 differing.append({**gap, "prompt_hash": one.prompt_hash})
     row = bench.row(name, counters, cost, "vllm", Budget(counters[0].K))
-    row |= {"policy": "fixed", **about}
+    row |= {"policy": "fixed", "cost_ratio": None, "verify_cost": None, **about}
+    tokens, ratio = row["tokens_per_round"], row["round_cost"]
+    row["modelled_speedup"] = tokens / ratio if tokens and ratio else None
     if greedy:
         row |= {"num_compared": len(counters), "differing_prompts": differing}
         row["lossless"] = all(one["near_tie"] for one in differing)

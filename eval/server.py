@@ -4,7 +4,9 @@
     python -m scripts.evaluate eval.drafter=<drafter> eval.engine=http://127.0.0.1:8000
 
 Prompts go one by one, as token ids, and `/metrics` is read after each: that gives the counters by
-prompt, from which intervals over prompts are formed. No other client may use the server meanwhile.
+prompt, from which intervals over prompts are formed, and the seconds of decoding. The server drafts
+in every round, so its times hold none of plain decoding, and no speed-up is modelled from them. No
+other client may use the server meanwhile.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import time
 
 from data.traces import Trace
 from engines.completions import ask, continuation, served_model
-from engines.vllm_run import EngineCounters, scrape
+from engines.vllm_run import EngineCounters, Timing, scrape
 from eval.costs import Cost
 from eval.counters import PromptCounters
 from eval.measure import Bench, Measurement
-from eval.served import engine_row
+from eval.served import engine_costs, engine_row
 from target.decode import Request
 from trainer.config import RunFault, UserError
 
@@ -37,7 +39,7 @@ def check_server(url: str, K: int) -> None:
 def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     """A row of the report. At temperature 0 the answers must be those of the traces."""
     root, config = url.rstrip("/"), bench.config
-    answers, counters = [], []
+    answers, counters, timings = [], [], list[Timing]()
     before = scrape(url)
     model, version = served_model(root), ask(f"{root}/version")["version"]
     for index, trace in enumerate(bench.traces):
@@ -48,10 +50,12 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
         ).response_ids  # fmt: skip
         now = _settled(url, before, len(tokens) - 1)
         counters.append(_counted(now - before, tokens, trace))
+        timings.append(Timing((now - before).decode_s, (now - before).drafts, len(tokens) - 1))
         answers.append(tokens)
         before = now
     plain = [trace.response_ids for trace in bench.traces]
-    about = {"engine": f"vllm {version} server", "draft_sampled": None}
+    engine = f"vllm {version} server"
+    about = {"engine": engine, "draft_sampled": None} | engine_costs([], timings, engine)
     measured = engine_row(bench, name, counters, answers, plain, cost, about)
     # alpha_hat needs each round, which the server does not report
     row, domains = measured.row, measured.row["by_domain"]
@@ -68,7 +72,7 @@ def _settled(url: str, before: EngineCounters, emitted: int) -> EngineCounters:
     while True:
         now = scrape(url)
         new = now - before
-        if new.drafts + new.accepted >= emitted:
+        if new.answers and new.drafts + new.accepted >= emitted:
             return now
         if time.monotonic() > deadline:
             raise RunFault(
@@ -87,14 +91,15 @@ def _counted(new: EngineCounters, tokens: list[int], trace: Trace) -> PromptCoun
     """
     emitted, K = len(tokens) - 1, len(new.accepted_per_position)
     cut = new.drafts + new.accepted - emitted
-    if cut > K:
+    if cut > K or new.answers > 1:
         raise RunFault(
-            f"the server counted {new.drafts + new.accepted} tokens for an answer of {emitted}: "
-            "another client uses it; measure on a server of your own"
+            f"the server counted {new.answers} answers and {new.drafts + new.accepted} tokens for "
+            f"one answer of {emitted}: another client uses it; measure on a server of your own"
         )
     return PromptCounters(
         trace.prompt_hash, trace.domain, K, rounds=new.drafts, truncated_rounds=float(cut > 0),
         emitted=emitted, submitted=new.drafted, accepted=emitted - new.drafts + (cut > 0),
         engine_drafts=new.drafts, engine_drafted=new.drafted, engine_accepted=new.accepted,
         engine_accepted_per_position=[float(n) for n in new.accepted_per_position],
+        speculative_s=new.decode_s, speculative_tokens=emitted,
     )  # fmt: skip

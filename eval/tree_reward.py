@@ -2,7 +2,7 @@
 
 Every node has the probability that the target would follow the path to it; from these come the
 expected accepted lengths of all branches, and of the tree (GTO, arXiv:2509.22134). Trees are grown
-as in decoding, and scored in one target forward after the cached text, with a row for each prefix.
+as in decoding, and scored in few target forwards behind the text, which all prefixes share.
 A prefix of n tokens is those at 0..n-1; its tree competes with the tokens from n on. No gradient
 anywhere.
 """
@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.nn import functional as F
 
-from drafters.round import Budget, Drafter, DraftState, Shape
+from drafters.round import Branching, DraftState, Shape, Steps
 from drafters.trees.tree import TokenTree
-from target.cache import CachedModel, place_tree
+from target.branches import TextBranches
+from target.cache import CachedModel
 from target.model import LayerId, Target, TargetOutputs, captured
 from target.sampling import KeyedRandom, Sampling
-from trainer.chunked import CHUNK_ELEMENTS
+from trainer.chunked import chunk_rows
 
 AGGREGATIONS = ("lse", "lse_mean", "max", "mean", "node_sum")
 ACCEPTANCES = ("greedy", "branch")
-CHUNK_SLOTS = 1 << 14  # cache slots over all prefixes that are scored at once
+CHUNK_TOKENS = 1 << 12  # nodes over all prefixes that are scored at once
 
 
 @dataclass
@@ -53,11 +55,10 @@ class ScoredTrees:
         """Expected accepted tokens, [P, N] float32, if only the path to a node is drafted."""
         return torch.where(self.tree.ancestors, self.reached.unsqueeze(1), 0.0).sum(-1)
 
-    @cached_property
+    @property
     def leaves(self) -> torch.Tensor:
         """Whether a node has no children, [P, N] bool."""
-        nodes = torch.arange(self.log_p.shape[1], device=self.log_p.device)
-        return ~(self.tree.parents.unsqueeze(1) == nodes.unsqueeze(1)).any(-1)
+        return self.tree.leaves
 
     def node_sum(self) -> torch.Tensor:
         """Expected accepted tokens, [P] float32, under lossless verification.
@@ -125,8 +126,8 @@ class ScoredTrees:
 class TreeScorer:
     """Drafts and scores trees of `shape`.
 
-    `temperature`: the target's, 0: its first choice has probability 1; `chunk_slots`: bounds the
-    memory and changes nothing else.
+    `temperature`: the target's, 0: its first choice has probability 1; `chunk_tokens`: nodes that
+    are scored at once, which bounds the memory and changes nothing else.
     """
 
     def __init__(
@@ -134,105 +135,99 @@ class TreeScorer:
         target: Target,
         shape: Shape,
         temperature: float = 1.0,
-        chunk_slots: int = CHUNK_SLOTS,
+        chunk_tokens: int = CHUNK_TOKENS,
     ):
-        self.target, self.budget = target, Budget.of(shape)
-        self.temperature, self.chunk_slots = temperature, chunk_slots
-        self.model = CachedModel(target.model)
+        self.target, self.shape = target, shape
+        self.temperature, self.chunk_tokens = temperature, chunk_tokens
+        self.text = TextBranches(CachedModel(target.model))
+
+    @cached_property
+    def chunk(self) -> int:
+        """Positions whose distributions are computed at once. It is chosen once: chunks of another
+        size differ in the last bits, which rewards that are standardised blow up."""
+        return chunk_rows(self.target.device, self.target.vocab_size)
 
     @torch.no_grad()
     def __call__(
-        self, ids: Sequence[int], lengths: Sequence[int], drafters: Sequence[Drafter]
+        self, ids: Sequence[int], lengths: Sequence[int], drafters: Sequence[Branching]
     ) -> list[ScoredTrees]:
         """Scored trees of each drafter at the prefixes of `ids` with these lengths, each at least
         2.
 
         The text is read once, whole and alone, so that results do not depend on a batch.
         """
-        device, size = self.target.device, max(lengths)
-        capacity = size + self.budget.max_slots + self.budget.max_tokens + 2
-        text = torch.tensor([list(ids[:size])], device=device)
-        layers = list(dict.fromkeys(layer for one in drafters for layer in one.target_layers))
+        text = torch.tensor([list(ids[: max(lengths)])], device=self.target.device)
+        layers = [*(layer for one in drafters for layer in one.target_layers), "final_norm"]
         hidden: dict[LayerId, torch.Tensor] = {}
-        number = max(1, self.chunk_slots // capacity)
-        chunks = [
-            torch.tensor(lengths[i : i + number], device=device)
-            for i in range(0, len(lengths), number)
-        ]
+        number = max(
+            1, min(self.chunk_tokens // self.shape.num_nodes, self.chunk // self.shape.width)
+        )
+        chunks = torch.tensor(lengths, device=text.device).split(number)
         # drafted as in decoding, whatever precision the training around it has
-        with torch.autocast(device.type, enabled=False):
-            self.model.begin(1, capacity)
-            with captured(self.target.model, layers, hidden):
-                positions = torch.arange(size, device=device).unsqueeze(0)
-                self.model.forward(text, positions, used=size, first=0, logits_to_keep=1)
-            return [
-                _joined([self._chunk(text, hidden, chunk, drafter) for chunk in chunks])
-                for drafter in drafters
-            ]
+        with torch.autocast(text.device.type, enabled=False):
+            with captured(self.target.model, list(dict.fromkeys(layers)), hidden):
+                self.text.read(text)
+            found = []
+            for drafter in drafters:
+                seen = {layer: hidden[layer] for layer in drafter.target_layers}
+                steps = drafter.branches(text, TargetOutputs(seen))
+                trees = [self._grown(steps, text, chunk) for chunk in chunks]
+                final = hidden["final_norm"][0]
+                pairs = zip(trees, chunks, strict=True)
+                found.append(_joined([self._scored(tree, at, final) for tree, at in pairs]))
+            return found
 
-    def _chunk(
-        self,
-        text: torch.Tensor,
-        hidden: dict[LayerId, torch.Tensor],
-        lengths: torch.Tensor,
-        drafter: Drafter,
-    ) -> ScoredTrees:
-        """Scored trees at R prefixes: lengths [R], text [1, S], hidden[layer] [1, S, H]."""
-        tree = self._draft(text, hidden, lengths, drafter)
-        nodes = place_tree(lengths, tree.ancestors, tree.depths)
-        feed = torch.cat([text[0, lengths - 1].unsqueeze(1), tree.tokens], 1)
-        used = int(lengths.max()) + tree.tokens.shape[1]
-        found: dict[LayerId, torch.Tensor] = {}
-        with captured(self.target.model, ("final_norm",), found):
-            self.model.repeated(torch.zeros_like(lengths)).forward(
-                feed, nodes.positions, used=used, tree=nodes, logits_to_keep=1
-            )
-        final = found["final_norm"]
-        above = (tree.parents + 1).unsqueeze(-1).expand(-1, -1, final.shape[-1])
-        return ScoredTrees(tree, *self._scores(final.gather(1, above), tree.tokens))
-
-    def _draft(
-        self,
-        text: torch.Tensor,
-        hidden: dict[LayerId, torch.Tensor],
-        lengths: torch.Tensor,
-        drafter: Drafter,
-    ) -> TokenTree:
-        """Draft a tree at each length; tokens after a row's length are masked."""
-        number, size = len(lengths), text.shape[1]
-        one = torch.zeros(1, dtype=torch.long, device=text.device)
-        drafter.begin(1, self.model.capacity)
-        seen = {layer: hidden[layer] for layer in drafter.target_layers}
-        drafter.prefill(one, text, one + size, TargetOutputs(seen))
-        drafter.keep(torch.zeros_like(lengths))
-        shared = {layer: states.expand(number, -1, -1) for layer, states in seen.items()}
+    def _grown(self, steps: Steps, text: torch.Tensor, lengths: torch.Tensor) -> TokenTree:
+        """The trees that are drafted at prefixes of text [1, S] with these lengths [R]."""
         state = DraftState(
-            text.expand(number, -1), lengths, int(lengths.max()), Sampling(0.0),
-            KeyedRandom(torch.zeros_like(lengths)), TargetOutputs(shared),
+            text.expand(len(lengths), -1), lengths, text.shape[1], Sampling(0.0),
+            KeyedRandom(torch.zeros_like(lengths)),
         )  # fmt: skip
-        return drafter.propose(state, self.budget)
+        return self.shape.grow(steps, state)
+
+    def _scored(self, tree: TokenTree, lengths: torch.Tensor, text: torch.Tensor) -> ScoredTrees:
+        """Score trees at R prefixes: lengths [R]; text [S, H], its final states.
+
+        The target reads the nodes with children alone: a leaf is scored by the state above it.
+        """
+        inner = ~tree.leaves
+        most = int(inner.sum(1).max())
+        read = inner.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        ancestors = tree.ancestors.gather(1, read.unsqueeze(2).expand(-1, -1, inner.shape[1]))
+        ancestors = ancestors.gather(2, read.unsqueeze(1).expand(-1, most, -1))
+        tokens, depths = tree.tokens.gather(1, read), tree.depths.gather(1, read)
+        final = text[lengths - 1].unsqueeze(1)
+        if most:
+            found: dict[LayerId, torch.Tensor] = {}
+            with captured(self.target.model, ("final_norm",), found):
+                self.text.score(tokens, lengths, ancestors, depths)
+            final = torch.cat([final, found["final_norm"]], 1)
+        # 0 for children of the prefix, whose state comes first
+        above = F.pad(inner.cumsum(1), (1, 0)).gather(1, tree.parents + 1)
+        return ScoredTrees(tree, *self._scores(final, above, tree.tokens))
 
     def _scores(
-        self, states: torch.Tensor, tokens: torch.Tensor
+        self, states: torch.Tensor, above: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log_p and best [R, N] of tokens [R, N] under the target's final states [R, N, H].
+        """log_p and best [R, N] of tokens [R, N] under the target's final states [R, n, H]; `above`
+        [R, N]: the state of each token.
 
-        A few nodes at a time: the logits of all nodes would need most of the memory.
+        Some trees at a time: the logits of all would need most of the memory.
         """
-        flat, wanted = states.flatten(0, 1), tokens.flatten()
-        step = max(1, CHUNK_ELEMENTS // self.target.vocab_size)
         log_p, best = [], []
-        for i in range(0, len(flat), step):
-            logits = self.target.head.logits(flat[i : i + step]).float()
-            token = wanted[i : i + step]
-            best.append(logits.argmax(-1) == token)
+        number = max(1, self.chunk // states.shape[1])
+        for part, up, wanted in zip(
+            *(x.split(number) for x in (states, above, tokens)), strict=True
+        ):
+            rows = torch.arange(len(part), device=part.device).unsqueeze(1)
+            logits = self.target.head.logits(part).float()
+            best.append(logits.argmax(-1)[rows, up] == wanted)
             if self.temperature == 0:
                 log_p.append(torch.where(best[-1], 0.0, -torch.inf))
             else:
                 logits = logits / self.temperature
-                chosen = logits.gather(1, token.unsqueeze(1)).squeeze(1)
-                log_p.append(chosen - logits.logsumexp(-1))
-        return torch.cat(log_p).view_as(tokens), torch.cat(best).view_as(tokens)
+                log_p.append(logits[rows, up, wanted] - logits.logsumexp(-1)[rows, up])
+        return torch.cat(log_p), torch.cat(best)
 
 
 def _joined(parts: list[ScoredTrees]) -> ScoredTrees:

@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from accelerate.utils import gather_object
 from torch import nn
 
 from data.trace_rows import chosen, column
 from data.traces import Trace
 from drafters.base import TrainedDrafter
+from eval.counters import PromptCounters
 from eval.metrics import per_domain
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
@@ -18,6 +20,7 @@ from phases.run import Run
 from recipes.base import Evaluate, unwrapped
 from target.model import Target
 from target.sampling import Sampling
+from trainer import zero
 
 DEV_PROMPTS = 48
 DEV_SHARE = 0.125
@@ -38,14 +41,30 @@ def split_dev(traces: Sequence[Trace], seed: int) -> tuple[Sequence[Trace], list
     return train, list(dev)
 
 
+def shared_out(sizes: Sequence[int], num_processes: int) -> list[int]:
+    """The process that computes each of some batches of these sizes, the same on all processes. The
+    largest go first, each to the process with the least so far."""
+    owners, loads = [0] * len(sizes), [0] * num_processes
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
+
+
 def dev_evaluation(
     run: Run, dev: list[Trace], drafter: TrainedDrafter, chooses: bool = True
 ) -> Evaluate | None:
     """Return an evaluation of acceptance on held-out training traces, without decoding; every
-    sampling in them counts. None without traces. With `chooses=False` it does not choose the
-    checkpoint: raw text need not resemble what the target writes, so acceptance on the target's
-    text must not decide how long to train on it."""
-    if not dev:
+    sampling in them counts. None without a token that could be drafted. With `chooses=False` it
+    does not choose the checkpoint: raw text need not resemble what the target writes, so acceptance
+    on the target's text must not decide how long to train on it.
+
+    Processes share the batches of these texts where they may compute unevenly: whole batches, whose
+    counters are added in the order of one process, so that the numbers do not depend on how many
+    processes there are. FSDP2's processes may, since its layers are gathered before an evaluation
+    and stay so (`trainer.fsdp2`)."""
+    first = 1 if drafter.target_layers else 0  # a head's first draft is an answer's second token
+    if not any(len(trace.response_ids) > first for trace in dev):
         return None
     depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
     groups: dict[Sampling, list[Trace]] = {}
@@ -60,13 +79,31 @@ def dev_evaluation(
         ]
 
     frozen = prepared(run.target)
+    accelerator = run.accelerator
+    sharers = 1 if zero.compares_calls(accelerator) else accelerator.num_processes
+    sizes = {
+        (number, index): len(group) * max(trace.num_tokens for trace in group)
+        for number, evaluator in enumerate(frozen)
+        for index, group in enumerate(evaluator.texts.groups)
+    }
+    owners = shared_out(list(sizes.values()), sharers)
+    rank = accelerator.process_index % sharers
+    mine = [batch for batch, owner in zip(sizes, owners, strict=True) if owner == rank]
 
     def evaluate(drafter: nn.Module, step: int) -> dict[str, object]:
         network = unwrapped(drafter)
         # a target that trains too is used with its present weights, on the text of the frozen one
         served = network.served_target()
         evaluators = frozen if served is None else prepared(served)
-        counters = [one for evaluator in evaluators for one in evaluator(network).counters]
+        own = {
+            (number, index): evaluators[number](network, groups=[index]).counters
+            for number, index in mine
+        }
+        run.target.sync()
+        found: dict[tuple[int, int], list[PromptCounters]] = {}
+        for part in gather_object([own]):
+            found |= part
+        counters = [one for batch in sizes for one in found[batch]]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         # a drafter that reads the target's states has another distribution at each depth
         where = "_at_depth_1" if network.target_layers else ""

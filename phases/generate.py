@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,8 @@ from recipes.common.config import Config
 from target.model import Target
 from trainer.checks import require
 from trainer.config import UserError
+
+Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives servers' addresses
 
 
 def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
@@ -83,16 +86,22 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _generate(
-    run: Run, plan: GenerationPlan, folder: Path, label: str, served: Target | None = None
+    run: Run,
+    plan: GenerationPlan,
+    folder: Path,
+    label: str,
+    engine: Servers | None = None,
+    served: Target | None = None,
 ) -> Traces:
-    """Generate the traces of `plan`. `served`: another target than the run's, whose text this
-    process generates alone. UserError if every prompt is too long."""
+    """Generate the traces of `plan`. `engine`: of `shared_engine`, None: the run's own for this
+    text alone; `served`: another target than the run's, whose text this process generates alone.
+    UserError if every prompt is too long."""
     data, accelerator = run.config.data, run.accelerator
     alone = served is not None
     traces = generate_traces(
         served or run.target, plan, folder, batch_size=data.batch_size,
         rows_per_shard=data.rows_per_shard, label=label,
-        servers=(lambda: _servers(run)) if plan.served else None,
+        servers=(engine or (lambda: _servers(run))) if plan.served else None,
         rank=0 if alone else accelerator.process_index,
         world=1 if alone else accelerator.num_processes,
         barrier=(lambda: None) if alone else run.barrier,
@@ -116,6 +125,20 @@ def _servers(run: Run) -> Iterator[Sequence[str]]:
         yield [server.url]
 
 
+@contextlib.contextmanager
+def shared_engine(run: Run) -> Iterator[Servers]:
+    """Yield what starts the engine of the text: once, for all texts, and where one is missing."""
+    with contextlib.ExitStack() as stack:
+        started: list[Sequence[str]] = []
+
+        def servers() -> AbstractContextManager[Sequence[str]]:
+            if not started:
+                started.append(stack.enter_context(_servers(run)))
+            return contextlib.nullcontext(started[0])
+
+        yield servers
+
+
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:
     """The folder of these prompts' traces: data.traces, else by their identity in the cache."""
     if run.config.data.traces:
@@ -129,13 +152,19 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> Traces:
     all processes, so that errors in its prompts show before the training."""
     if run.config.run.stage is None:
         check_room(run.config.eval, run.target.context)
-    traces = training_traces(run, train)
-    if train[0].ids is not None:
-        refuse_trained(run, traces, held_out)
-    if run.config.run.stage is None:
-        for temperature in run.config.eval.temperatures:
-            evaluation_traces(run, held_out, temperature)
+    with shared_engine(run) as engine:
+        traces = training_traces(run, train, engine)
+        if train[0].ids is not None:
+            refuse_trained(run, traces, held_out)
+        if run.config.run.stage is None:
+            report_traces(run, held_out, engine)
     return traces
+
+
+def report_traces(run: Run, held_out: list[Prompt], engine: Servers) -> None:
+    """Generate the traces of the report at all of its temperatures."""
+    for temperature in run.config.eval.temperatures:
+        evaluation_traces(run, held_out, temperature, engine=engine)
 
 
 def contents(
@@ -158,12 +187,12 @@ def contents(
     }
 
 
-def training_traces(run: Run, prompts: list[Prompt]) -> Traces:
+def training_traces(run: Run, prompts: list[Prompt], engine: Servers | None = None) -> Traces:
     """Generate the target's traces of the training prompts, or read them where they are stored."""
     if (imported := open_imported(run.config.data.traces)) is not None:
         return imported_traces(run, imported, prompts)
     plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
-    return _generate(run, plan, training_folder(run, prompts), "training traces")
+    return _generate(run, plan, training_folder(run, prompts), "training traces", engine)
 
 
 def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Traces:
@@ -207,10 +236,15 @@ def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) ->
 
 
 def evaluation_traces(
-    run: Run, prompts: list[Prompt], temperature: float, served: Target | None = None
+    run: Run,
+    prompts: list[Prompt],
+    temperature: float,
+    served: Target | None = None,
+    engine: Servers | None = None,
 ) -> tuple[list[Trace], GenerationPlan]:
     """Generate traces of the held-out prompts at one temperature, with look-ahead for the engine's
-    counters; by the target `served` where it is given, else by the run's own."""
+    counters; by the target `served`, in this process, where it is given, else by the run's own, in
+    data.engine."""
     evaluation = run.config.eval
     if not prompts:
         raise UserError(
@@ -218,10 +252,12 @@ def evaluation_traces(
             "give another share, or a set of its own as eval.prompts"
         )
     check_room(evaluation, (served or run.target).context)
+    engine_name = run.config.data.engine
     held_out_from = run.config.data.prompts if prompts[0].ids is None else run.config.data.traces
     plan = dataclasses.replace(
         GenerationPlan.from_config(run.config.data, prompts, evaluation.seed),
-        source=evaluation.prompts or f"held out from {held_out_from}", served=False,
+        source=evaluation.prompts or f"held out from {held_out_from}",
+        served=engine_name if served is None and engine_name != "hf" else False,
         temperatures=(temperature,), top_k=evaluation.top_k, top_p=evaluation.top_p,
         max_new_tokens=evaluation.max_new_tokens, samples_per_prompt=1, stop_strings=(),
         lookahead=max(evaluation.K, tree_depth(evaluation)), teacher_top_k=0, teacher_samples=0,
@@ -229,7 +265,7 @@ def evaluation_traces(
     folder = traces_folder(plan, served or run.target, run.config.data.cache_dir)
     label = f"evaluation traces T={temperature:g}" + ", trained target" * (served is not None)
     # few rows, which are read many times
-    return list(_generate(run, plan, folder, label, served)), plan
+    return list(_generate(run, plan, folder, label, engine, served)), plan
 
 
 def check_room(config: EvalConfig, context: int) -> None:

@@ -68,7 +68,8 @@ def measure_policies(
             "matching_confidence": matching(banks[0], chosen["head"]),
         }
         name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
-        bench = Bench(run.target, traces, sampling, config, name_and_hash, progress=progress)
+        by = {"text_by": plan.served or "hf"}
+        bench = Bench(run.target, traces, sampling, config, name_and_hash, by, progress)
         decoded = {}
         for family, budget in chosen.items():
             real = bench.decoded("after", drafter, cost_of(drafter, run.target, budget), budget)

@@ -19,6 +19,7 @@ from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import CausalLMDrafter
 from drafters.kinds import kind_of
 from drafters.round import Budget, Shape
+from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
@@ -190,7 +191,8 @@ def measure(
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
-        frozen = Bench(run.target, traces, sampling, config, name_and_hash, progress=progress)
+        by = {"text_by": plan.served or "hf"}
+        frozen = Bench(run.target, traces, sampling, config, name_and_hash, by, progress)
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
@@ -235,10 +237,11 @@ def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prom
     served = drafter.served_target()
     if served is None:
         return frozen
-    traces, _ = evaluation_traces(run, prompts, frozen.sampling.temperature, served)
+    traces, plan = evaluation_traces(run, prompts, frozen.sampling.temperature, served)
     before, now = (next_token_loss(target, frozen.traces) for target in (run.target, served))
     change = 100 * (now / before - 1)
     about = {
+        "text_by": plan.served or "hf",
         "target_changed": True,
         "next_token_loss": {"original": before, "served": now, "change_percent": change},
         "note": "the target was trained too, and lossless means: equal to that one. Its next-token "
@@ -303,7 +306,7 @@ def finish(
     )  # before anything is measured: nothing may stand between it and its user
     exported = export_run(run, after)
     drafters = {"before": base, **trained, **baselines(run, base)}
-    with laid_out(*drafters.values()):
+    with in_served_dtype(drafters.values(), run.target), laid_out(*drafters.values()):
         measured = measure(run, drafters, prompts, "after")
         policies = measure_policies(run, after, prompts, dev) if after.acceptance else None
     chosen_by = "best_dev_tokens_per_round" if after.target_layers else "best_dev_alpha"

@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from data.features_remote import check_storage
 from engines.vllm_server import engine_python
 from recipes.common.config import Config
 from target.gguf import is_gguf
@@ -150,10 +151,15 @@ def check_words(arguments: list[str], reads: Collection[str], command: str, **in
 
 
 def check_places(config: Config) -> None:
-    """Refuse folders that text cannot be written to, before anything is loaded."""
+    """Refuse folders that cannot be written to and storage that cannot be reached, before anything
+    is loaded."""
     require_folder("data.cache_dir", config.data.cache_dir)
     if config.data.traces:
         require_folder("data.traces", config.data.traces)
+    if config.data.features_cache_dir:
+        require_folder("data.features_cache_dir", config.data.features_cache_dir)
+    if config.data.features_url:
+        check_storage(config.data.features_url)
 
 
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:

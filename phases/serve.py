@@ -60,7 +60,7 @@ def served_rows(bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost) ->
         served = serve(
             target, jobs, [trace.prompt_ids for trace in bench.traces],
             max_new_tokens=config.max_new_tokens, sampling=bench.sampling,
-            batch_size=config.batch_size, seed=config.seed,
+            batch_size=config.batch_size, seed=config.seed, alone=bench.timed_prompts(),
         )  # fmt: skip
     return [
         served_row(bench, job, served[job], served["plain"], cost).row

@@ -10,8 +10,10 @@ from pathlib import Path
 from torch import nn
 
 from data.batches import Batch, Batches, few_lengths, preview
+from data.features import FeaturesStore
 from data.packing import PackedBatches, PackedTraces
 from data.served_states import ServedStates
+from data.shares import TextShares
 from data.teacher import Teacher
 from data.trace_rows import lengths
 from data.traces import Trace
@@ -27,15 +29,22 @@ from target.decode import Request, decode
 from target.model import Target, TargetOutputs
 from target.sampling import Sampling, row_key
 from trainer.compiled import compiled
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig, UserError, require
 from trainer.loop import Fit, FitResult, fit
+from trainer.objective import BatchSource
 from trainer.redaction import redacted
 from trainer.tracking import Tracker
 
 
 def settings_of(run: Run, stage: Stage) -> TrainerConfig:
     """The settings trainer.* of a stage."""
+    key, size = "trainer.context_parallel_size", run.config.trainer.context_parallel_size
+    processes = run.accelerator.num_processes
     try:
+        rule = f"divide the number of processes, {processes}"
+        require(processes % size == 0, key, rule, size)
+        rule = "be 1 for a stage that does not share texts (docs/devices.md says which do)"
+        require(size == 1 or stage.shares_texts, key, rule, size)
         return dataclasses.replace(run.config.trainer, **stage.overrides)
     except UserError as error:  # a stage may be shorter than the recipe's last one
         raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
@@ -43,13 +52,14 @@ def settings_of(run: Run, stage: Stage) -> TrainerConfig:
 
 @dataclasses.dataclass
 class StageRun:
-    """One training of a stage. `number`: its place among the recipe's stages; `train`, `dev`: the
-    traces that are trained on and those held out; `texts`: raw text by stage."""
+    """One training of a stage. `number`: its place among the recipe's stages; `traces`: all;
+    `train`, `dev`: those that are trained on and those held out; `texts`: raw text by stage."""
 
     run: Run
     stage: Stage
     number: int
     drafter: TrainedDrafter
+    traces: Sequence[Trace]
     train: Sequence[Trace]
     dev: list[Trace]
     texts: Mapping[str, PackedBatches]
@@ -81,7 +91,7 @@ class StageRun:
 
         def outputs(batch: Batch, step: int) -> TargetOutputs | None:
             found = teacher.outputs(batch, objective.target_request(batch, step))
-            if isinstance(states, ServedStates):
+            if states is not None:
                 self._announce(states, batches, step + 1)
             return found
 
@@ -92,7 +102,8 @@ class StageRun:
 
         try:
             with (
-                target_states(run, request, self.train) as states,
+                # of all, so that a run with another seed, which holds out others, finds them
+                target_states(run, request, self.traces) as states,
                 compiled(self.settings.compile, target.model),
             ):
                 teacher = Teacher(target, self.train, data.mix, states, accelerator.device)
@@ -110,20 +121,27 @@ class StageRun:
         return result
 
     def _announce(
-        self, states: ServedStates, batches: Batches | PackedBatches | PackedTraces, step: int
+        self,
+        states: FeaturesStore | ServedStates,
+        batches: BatchSource[Batch],
+        step: int,
     ) -> None:
-        """Ask for the states of that step's batches, once."""
+        """Ask for the states of that step's batches, once, while the step before is computed."""
         if step <= self._announced or step >= self.settings.max_steps:
             return
         self._announced = step
         number = self.settings.gradient_accumulation_steps
         for index in range(step * number, (step + 1) * number):
-            states.ahead(batches.at(index))
+            batch = batches.at(index)
+            if batch.num_supervised:  # nobody asks for the states of others
+                states.ahead(batch)
 
-    def _batches(self) -> tuple[Needs, Batches | PackedBatches | PackedTraces]:
+    def _batches(self) -> tuple[Needs, BatchSource[Batch]]:
         """Make the batches of the stage. Returns them behind the text that they come from."""
         data, settings, accelerator = self.stage.data, self.settings, self.run.accelerator
-        seed = self.run.config.run.seed
+        seed, parts = self.run.config.run.seed, settings.context_parallel_size
+        rank, part = divmod(accelerator.process_index, parts)
+        world = accelerator.num_processes // parts
         if self.stage.row == "control" and not lengths(self.train, "fixed_ids").all():
             data = dataclasses.replace(data, mix={"target": 1.0})
             if accelerator.is_main_process:
@@ -131,22 +149,24 @@ class StageRun:
                       "responses")  # fmt: skip
         if self.stage.name in self.texts:
             return data, self.texts[self.stage.name]
+        batches: BatchSource[Batch]
         if settings.pack_tokens:
             (source,) = (name for name, share in data.mix.items() if share)
-            return data, PackedTraces(
+            batches = PackedTraces(
                 self.train, source, settings.pack_tokens, settings.batch_size, seed, data.teacher,
-                accelerator.process_index, accelerator.num_processes,
+                rank, world,
             )  # fmt: skip
-        of_rows: list[int] = []
-        if accelerator.device.type == "cuda" or settings.compile is not None:
-            of_rows = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
-        micro_steps = settings.max_steps * settings.gradient_accumulation_steps
-        return data, Batches(
-            self.train, data.mix, settings.batch_size, seed=seed, per=data.per,
-            ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
-            rank=accelerator.process_index, world=accelerator.num_processes,
-            lengths=of_rows,
-        )  # fmt: skip
+        else:
+            of_rows: list[int] = []
+            if accelerator.device.type == "cuda" or settings.compile is not None:
+                of_rows = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
+            micro_steps = settings.max_steps * settings.gradient_accumulation_steps
+            batches = Batches(
+                self.train, data.mix, settings.batch_size, seed=seed, per=data.per,
+                ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
+                rank=rank, world=world, lengths=of_rows,
+            )  # fmt: skip
+        return data, batches if parts == 1 else TextShares(batches, part, parts)
 
     def _context(
         self,

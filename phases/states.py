@@ -9,8 +9,11 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from data.features import FeaturesStore, write_features
+from data.features import FeaturesStore, Folder, write_features
 from data.features_layout import FeaturesPlan, features_folder
+from data.features_local import LocalFolder
+from data.features_remote import RemoteFolder
+from data.file_cache import FileCache
 from data.served_states import ServedStates
 from data.traces import Trace
 from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
@@ -18,35 +21,32 @@ from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
 from target.model import LayerId, TargetRequest
-from trainer.config import UserError, is_address
+from trainer.config import is_address
 
 
 @contextlib.contextmanager
 def target_states(
     run: Run, request: TargetRequest | None, traces: Sequence[Trace]
 ) -> Iterator[FeaturesStore | ServedStates | None]:
-    """Yield the source of the target's states; None where the target itself reads each batch."""
+    """Yield the source of the target's states; None where the target itself reads each batch, or
+    nothing asks for it."""
     data, accelerator = run.config.data, run.accelerator
     cached, served = data.features == "cached", data.features_engine != "hf"
-    if not (cached or served):
+    if request is None or not (cached or served):
+        if (cached or served) and accelerator.is_main_process:
+            key = "features=cached" if cached else f"features_engine={data.features_engine}"
+            print(f"data.{key}: this stage asks the target for nothing")
         yield None
         return
-    if request is None or request.logits or not request.layers:
-        key = "data.features=cached" if cached else f"data.features_engine={data.features_engine}"
-        default = "live" if cached else "hf"
-        raise UserError(
-            f"{key} is for hidden states, recipe={run.config.recipe} asks for none: leave it at "
-            f"{default}"
-        )
-    plan = FeaturesPlan(request.layers, data.features_dtype, engine="vllm" if served else "hf")
+    plan = FeaturesPlan(request.states, data.features_dtype, engine="vllm" if served else "hf")
     if not cached:
         with served_states(run, plan.layers, traces) as states:
             yield states
         return
-    folder = features_folder(run.target, traces, plan, data.cache_dir)
+    folder = _folder(run, features_folder(run.target, traces, plan, data.cache_dir))
     found = None
-    if not folder.exists():
-        found = FeaturesStore.with_further_layers(run.target, traces, plan, data.cache_dir)
+    if folder.manifest() is None:
+        found = FeaturesStore.with_further_layers(run.target, traces, plan, folder)
     everywhere = all(gather_object([found is not None]))  # another command may just complete it
     if found is not None and everywhere:
         if accelerator.is_main_process:
@@ -59,6 +59,18 @@ def target_states(
         world=accelerator.num_processes, barrier=run.barrier,
         served=(lambda: served_states(run, plan.layers, traces)) if served else None,
     )  # fmt: skip
+
+
+def _folder(run: Run, local: Path) -> Folder:
+    """The place of the store that is named `local` where it is not on object storage."""
+    data = run.config.data
+    if data.features_url is None:
+        return LocalFolder(local)
+    cache = FileCache(
+        Path(data.features_cache_dir or Path(data.cache_dir) / "features_cache"),
+        data.features_cache_gb * 1e9,
+    )
+    return RemoteFolder(data.features_url, local, cache)
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ def _search_size(
         prepared = stage.prepare(
             Start(drafter, train, {}, settings.max_steps, run.config.data.max_new_tokens)
         )
-        last = StageRun(there, stage, number, prepared, train, dev, found).fit().series[-1]
+        last = StageRun(there, stage, number, prepared, traces, train, dev, found).fit().series[-1]
         alpha, tokens_per_round = last["alpha"], last["tokens_per_round"]
         assert isinstance(alpha, float) and isinstance(tokens_per_round, float)  # noqa: PT018
         return TrialResult(alpha, tokens_per_round)
@@ -274,7 +274,9 @@ def train_stages(
         )  # fmt: skip
         current = stage.prepare(start)
         number = names.index(stage.name)
-        results[stage.name] = StageRun(run, stage, number, current, train, dev, texts or {}).fit()
+        results[stage.name] = StageRun(
+            run, stage, number, current, traces, train, dev, texts or {}
+        ).fit()
         if stage.row:
             rows[stage.row] = current
     return rows, results

@@ -96,7 +96,11 @@ class Context:
 class Objective:
     """The loss of a stage, and what it needs of the target. An objective that runs the target by
     itself calls `target.sync()` before processes wait for each other: before it gathers, and in
-    `loss` before its drafter computes."""
+    `loss` before its drafter computes. `computes_batches`: `refresh` runs drafter or target; where
+    it does not, several processes make the batches and denominators of a step during the step
+    before it."""
+
+    computes_batches: bool = False
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
         """Name the outputs of the frozen target that `loss` needs; None for none."""
@@ -141,7 +145,8 @@ class Stage:
     `start`: "previous" to start with the drafter of the stage before, "base" with the one that the
     run started with; `prepare`: makes the module to train out of that drafter; `row`: name of the
     stage's drafter in the report, None for intermediate stages; `packs`: whether several texts may
-    share a row; `lr_multiplier`: factor on trainer.lr, by name of the parameter; `shared`: the
+    share a row; `shares_texts`: whether each round of a text trains by itself, so that processes
+    may share a text; `lr_multiplier`: factor on trainer.lr, by name of the parameter; `shared`: the
     settings that decide the stage's weights, where other runs may take them from the cache."""
 
     name: str
@@ -152,6 +157,7 @@ class Stage:
     start: str = "previous"
     row: str | None = None
     packs: bool = False
+    shares_texts: bool = False
     lr_multiplier: Callable[[str], float] = lambda name: 1.0
     shared: Mapping[str, object] | None = None
 

@@ -302,6 +302,10 @@ class OnPolicyDistillation(Distillation):
 
     max_new_tokens: int
 
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config, target)
+        self.computes_batches = bool(config.data_mix.get("draft"))
+
     def begin(self, max_new_tokens: int) -> None:
         """Get ready for the first step. `max_new_tokens`: longest sampled response."""
         self.max_new_tokens = max_new_tokens

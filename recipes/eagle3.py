@@ -15,21 +15,17 @@ from dataclasses import dataclass, field
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
-from recipes.common.draft_vocabulary import frequent_tokens, is_reduced
-from recipes.common.heads import HeadConfig, HeadRecipe
+from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 from target.model import LayerId, Target, check_layers
 from trainer.config import UserError, require
 
 
 @dataclass
-class Config(HeadConfig):
+class Config(VocabularyConfig):
     # drafting steps that training unrolls, as many as are drafted at least; published: 7
     steps: int = 5
     # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
     layers: list[int] = field(default_factory=list)
-    # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
-    # else as many thousands as cover 99.5 % of the traces
-    draft_vocab_size: int | None = None
     head_from_target: bool = True  # the output matrix starts as rows of the target's
     layer_from_target: bool = True  # the layer starts as the target's last one
     norm_before_residual: bool = False  # the residual stream starts at the normed state
@@ -39,11 +35,9 @@ class Config(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
-        size = self.draft_vocab_size
-        require(size is None or size >= 0, "method.draft_vocab_size", "be >= 0", size)
 
 
-class Recipe(HeadRecipe[Config]):
+class Recipe(VocabularyRecipe[Config]):
     drafter_type = Eagle3Drafter
 
     def __init__(self, config: Config, target: Target):
@@ -61,10 +55,6 @@ class Recipe(HeadRecipe[Config]):
         self.objective.captures = self._captures = drafter.target_layers
 
     @property
-    def builds_from_traces(self) -> bool:
-        return is_reduced(self.config.draft_vocab_size, self.target)
-
-    @property
     def depth(self) -> int:
         return self.config.steps
 
@@ -78,7 +68,6 @@ class Recipe(HeadRecipe[Config]):
 
     def build(self, traces: Sequence[Trace]) -> Eagle3Drafter:
         config = self.config
-        kept = frequent_tokens(traces, config.draft_vocab_size, self.target)
         settings = Eagle3Settings(
             list(self.captures), self.target.hidden_size,
             norm_before_residual=config.norm_before_residual, fc_norm=config.fc_norm,
@@ -87,7 +76,7 @@ class Recipe(HeadRecipe[Config]):
         return Eagle3Drafter.build(
             self.target,
             settings,
-            kept=kept,
+            kept=self.kept(traces),
             head_from_target=config.head_from_target,
             layer_from_target=config.layer_from_target,
         )

@@ -37,6 +37,7 @@ from torch import nn
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter, weights_hash
+from drafters.eagle import EagleDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.load import load_drafter
 from drafters.round import Shape
@@ -58,6 +59,7 @@ from recipes.common.reference_rewards import (
     ReferenceRewards,
     check_rewards,
     check_same_network,
+    gain,
 )
 from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target, TargetOutputs, TargetRequest
@@ -213,13 +215,7 @@ class Recipe(base.Recipe):
             **dataclasses.asdict(heads.config),
         }
         first = Stage(
-            "base",
-            heads.objective,
-            text,
-            overrides,
-            start="base",
-            row="before",
-            shared=shared,
+            "base", heads.objective, text, overrides, start="base", row="before", shared=shared
         )
         tuned = Stage("gto", self.objective, text, row="after", prepare=self._freeze_reference)
         return [tuned] if self._trained else [first, tuned]
@@ -240,7 +236,7 @@ class TreeObjective(Objective):
     """The head's own token loss, and the policy-gradient loss of its trees against a frozen
     reference. `tokens`: the objective of the token loss."""
 
-    reference: TrainedDrafter
+    reference: EagleDrafter
     rewards: ReferenceRewards
 
     def __init__(self, config: Config, target: Target, tokens: HeadObjective):
@@ -251,7 +247,7 @@ class TreeObjective(Objective):
 
     def compare_with(self, reference: TrainedDrafter) -> None:
         """Freeze the drafter that rewards are measured against."""
-        self.reference = reference.eval().requires_grad_(False)
+        self.reference = _head(reference.eval().requires_grad_(False))
         self.rewards = ReferenceRewards(
             self.config.reference_rewards, self.made_of(self.reference), REWARDS_KEY
         )
@@ -259,6 +255,7 @@ class TreeObjective(Objective):
     def made_of(self, reference: TrainedDrafter) -> dict[str, object]:
         """List what the reference's rewards depend on."""
         return {
+            "version": 2,  # with the trees' names
             "reference": weights_hash(reference),
             "target": self.target.fingerprint,
             # other kernels differ in the last bits, which standardising blows up
@@ -283,7 +280,7 @@ class TreeObjective(Objective):
         assert target_outputs is not None
         config, metrics = self.config, Metrics()
         texts = self.texts(batch)
-        paths, rewards, found = self.paths(unwrapped(drafter), texts, batch.input_ids.device)
+        paths, rewards, found = self.paths(_head(drafter), texts, batch.input_ids.device)
         self.target.sync()  # each process scored as many trees as it has
         advantage, flat = advantages(
             rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
@@ -339,7 +336,7 @@ class TreeObjective(Objective):
 
     def paths(
         self,
-        drafter: TrainedDrafter,
+        drafter: EagleDrafter,
         texts: list[tuple[list[int], list[int]]],
         device: torch.device,
     ) -> tuple[Paths, torch.Tensor, dict[str, torch.Tensor]]:
@@ -361,9 +358,9 @@ class TreeObjective(Objective):
             )
             own, *others = (self._reward(one) for one in scored)
             if both:
-                known = others[0]
-                self.rewards.put(ids, lengths, known)
-            rewards.append(own if known is None else own - known.to(own.device))
+                known = others[0], scored[1].tree.names
+                self.rewards.put(ids, lengths, *known)
+            rewards.append(own if known is None else gain(own, scored[0].tree.names, *known))
             node_sum.append(scored[0].node_sum())
             pruned.append((scored[0].greedy_depth() < self.shape.depth).float())
             paths.add(row, lengths, *scored[0].accepted(config.acceptance))
@@ -379,11 +376,9 @@ class TreeObjective(Objective):
         """Add the numbers of trees, which choose the checkpoint here, to the usual ones."""
         if evaluate is None:
             return None
-        return lambda drafter, step: (
-            evaluate(drafter, step) | self.dev_metrics(unwrapped(drafter), dev)
-        )
+        return lambda drafter, step: evaluate(drafter, step) | self.dev_metrics(_head(drafter), dev)
 
-    def dev_metrics(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> dict[str, float]:
+    def dev_metrics(self, drafter: EagleDrafter, traces: Sequence[Trace]) -> dict[str, float]:
         """Measure the expected tokens per round with trees, at the positions of held-out texts."""
         values = []
         for trace in traces:
@@ -396,3 +391,10 @@ class TreeObjective(Objective):
             return {}
         tokens = 1 + float(torch.cat(values).mean())
         return {"select": tokens, "tree_tokens_per_round": tokens}
+
+
+def _head(drafter: nn.Module) -> EagleDrafter:
+    """The EAGLE head in its wrappers."""
+    head = unwrapped(drafter)
+    assert isinstance(head, EagleDrafter)  # as all bases of GTO
+    return head

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from data.traces import Trace
 from drafters.hydra import HydraDrafter, HydraSettings
-from recipes.common.heads import HeadConfig, HeadRecipe
+from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 
 
 @dataclass
-class Config(HeadConfig):
+class Config(VocabularyConfig):
     divergence: str = "ce_hard"
     depth_decay: float = 1.0
     num_heads: int = 4  # tokens a round can draft, one by each head
@@ -28,8 +28,13 @@ class Config(HeadConfig):
     identity_residual: bool = True  # the residual projection starts as the target's state
     tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared_lm_head:
+            self.draft_whole_vocabulary("method.shared_lm_head is true")
 
-class Recipe(HeadRecipe[Config]):
+
+class Recipe(VocabularyRecipe[Config]):
     drafter_type = HydraDrafter
 
     @property
@@ -44,4 +49,4 @@ class Recipe(HeadRecipe[Config]):
             shared_lm_head=config.shared_lm_head, identity_residual=config.identity_residual,
             tie_layers=config.tie_layers,
         )  # fmt: skip
-        return HydraDrafter.build(self.target, settings)
+        return HydraDrafter.build(self.target, settings, self.kept(traces))

@@ -12,18 +12,23 @@ from dataclasses import dataclass
 
 from data.traces import Trace
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from recipes.common.heads import HeadConfig, HeadRecipe
+from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 
 
 @dataclass
-class Config(HeadConfig):
+class Config(VocabularyConfig):
     num_heads: int = 4  # tokens a round can draft, one by each head
     num_layers: int = 1  # residual blocks per head
     own_head: bool = True  # each head has an output matrix of its own, else the target's, frozen
     tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.own_head:
+            self.draft_whole_vocabulary("method.own_head is false")
 
-class Recipe(HeadRecipe[Config]):
+
+class Recipe(VocabularyRecipe[Config]):
     drafter_type = MedusaDrafter
 
     @property
@@ -36,4 +41,4 @@ class Recipe(HeadRecipe[Config]):
             config.num_heads, config.num_layers, own_head=config.own_head,
             tie_layers=config.tie_layers,
         )  # fmt: skip
-        return MedusaDrafter.build(self.target, settings)
+        return MedusaDrafter.build(self.target, settings, self.kept(traces))

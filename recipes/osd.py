@@ -185,6 +185,7 @@ class OnlineObjective(Objective):
     """The divergence at the positions that serving, or reading a log, marks. `num_members`: number
     of drafters in the bank, 1 without a bank."""
 
+    computes_batches = True
     num_members = 1
 
     def __init__(self, config: Config, target: Target):

@@ -33,7 +33,7 @@ from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
-from trainer.chunked import CHUNK_ELEMENTS
+from trainer.chunked import chunk_rows
 from trainer.config import UserError, require
 from trainer.losses import LossOutput
 from trainer.shift import supervised
@@ -143,6 +143,7 @@ class AcceptanceObjective(Objective):
     """Weighted binary cross-entropy of the acceptance head at drafted tokens. `layers`: the layers
     of the target that the frozen drafter reads."""
 
+    computes_batches = True
     layers: tuple[LayerId, ...] = ()
 
     def __init__(self, config: Config, target: Target):
@@ -210,8 +211,9 @@ class AcceptanceObjective(Objective):
         assert outputs.logits is not None
         size, tokens, labels = self.target.vocab_size, [], []
         coins = keyed_uniform(keys[rows], index + 1, f"draft {depth}")
-        for i in range(0, len(rows), max(1, CHUNK_ELEMENTS // size)):
-            span = slice(i, i + max(1, CHUNK_ELEMENTS // size))
+        chunk = chunk_rows(states.device, size)
+        for i in range(0, len(rows), chunk):
+            span = slice(i, i + chunk)
             at = rows[span], index[span]
             q = warp(drafter.project(states[at], depth), self.sampling)
             p = warp(outputs.logits[at][..., :size], self.sampling)

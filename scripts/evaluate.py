@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from data.config import DataConfig
 from data.prompts import Prompt
 from drafters.base import TrainedDrafter
 from drafters.load import load_acceptance_head, load_drafter
+from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_training_free
 from eval.config import EvalConfig
@@ -40,6 +42,9 @@ READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
          "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
          "data.chat_template_kwargs", "data.max_prompt_tokens", "data.long_prompts",
          "data.cache_dir", "data.batch_size", "data.rows_per_shard", "data.traces")  # fmt: skip
+# of these only what this command line says: a folder may come from somebody else
+ENGINE = ("data.engine", "data.engine_options", "data.servers")
+NAMED = {"vllm": {"data.engine"}, "openai": {"data.engine", "data.servers"}}  # for data.engine
 
 
 def resolve(arguments: list[str]) -> Config:
@@ -65,6 +70,13 @@ def resolve(arguments: list[str]) -> Config:
     if "eval.engine" not in asked and is_address(config.eval.engine):
         print(f"eval.engine={config.eval.engine} of {stored} is not used: name it again to use it")
         config.eval.engine = EvalConfig.engine
+    data = config.data
+    if not NAMED.get(data.engine, set()) <= asked:
+        print(f"data.engine={data.engine} of {stored} is not used: name it again to use it, with "
+              "its data.engine_options or data.servers")  # fmt: skip
+        data.engine, data.servers = DataConfig.engine, []
+    if "data.engine_options" not in asked:
+        data.engine_options = {}
     if "model.target" not in asked:
         print(f"model.target={config.model.target}, from {stored}")
     return config
@@ -95,7 +107,7 @@ def measure(
     if name in ORDER or name in others:  # a folder called like another row
         name = f"./{name}"
     drafters = {name: drafter, **others}
-    with laid_out(*drafters.values()):
+    with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
         measured = report.measure(this, drafters, prompts, name)
     content = build_report(
         run={"recipe": this.config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
@@ -119,7 +131,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = resolve(arguments)
         run.check_words(
-            arguments, READS, "scripts.evaluate",
+            arguments, (*READS, *ENGINE), "scripts.evaluate",
             run_dir="script.out names the folder of its report",
             model_drafter="eval.drafter names what it measures",
             data_temperature="eval.temperatures are what it measures at",
@@ -138,8 +150,8 @@ def main(arguments: list[str]) -> int:
         this = run.Run.open(config)
         drafter = drafter_of(config.eval, this.target)
         _, prompts = generate.choose_prompts(config)
-        for temperature in config.eval.temperatures:  # by all processes
-            generate.evaluation_traces(this, prompts, temperature)
+        with generate.shared_engine(this) as engine:  # by all processes
+            generate.report_traces(this, prompts, engine)
         if this.accelerator.is_main_process:
             measure(this, drafter, prompts, folder, arguments)
         this.target.sync()

@@ -5,7 +5,7 @@
 
 The log has a form of scripts.request_log, one JSON object a line, gzipped or not: `prompt_ids`,
 `response_ids` and `temperature`, or an exchange with an OpenAI-compatible server. The target reads
-a sample of the rows again: where they are not its own text, nothing is written.
+a sample of the rows again: where they are not its own text, none is kept.
 `script.domains=math+code` imports these domains alone.
 
 Train on them with data.traces=runs/imported, and without data.prompts: the prompts come with the

@@ -8,17 +8,26 @@ the log-sum-exp with a gradient; once compiled it stores nothing of the length s
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    flex_attention,
+)
 from torch.utils._triton import has_triton
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from target.devices import device_of
+from trainer.losses import wide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,6 +35,11 @@ if TYPE_CHECKING:
 BLOCK = 128  # queries, and keys, of one entry of a block mask
 DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention, in the families' configurations
 NARROWEST = 16  # of the heads that flex attention's kernels take
+# Not the kernel for fewer than BLOCK queries: where these, times the heads that share keys, are
+# more than BLOCK, torch 2.13 finds no tile for it and raises NoValidChoicesError.
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 @dataclass(frozen=True)
@@ -149,10 +163,114 @@ def flex(
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not reach it
     mixed, further = _compiled()(
         queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=True), kernel_options=KERNEL,
     )  # fmt: skip
     assert further.lse is not None
     return mixed, further.lse
+
+
+@dataclass(eq=False)
+class Branches:
+    """What nodes of trees behind prefixes of one text see: the prefix, and nodes of their own tree.
+
+    `lengths` [R] int64: keys of the text that the nodes of each tree see, at least one; `length`:
+    all of the text's keys S; `allowed` [R, n, m] bool: the keys of its own tree that a node sees.
+    """
+
+    lengths: torch.Tensor
+    length: int
+    allowed: torch.Tensor
+
+    @functools.cached_property
+    def visible(self) -> Visible:
+        """What the nodes of all trees, as one row of R * n queries, see of the text."""
+        columns = (self.lengths - 1).repeat_interleave(self.allowed.shape[1])
+        return Visible(self.length, columns.unsqueeze(0))
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """`lengths` on the host."""
+        return self.lengths.tolist()
+
+
+def branched(
+    queries: torch.Tensor, text: Pair, own: Pair, branches: Branches, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of nodes to the text, whose keys all trees share, and to their own tree.
+
+    queries [R, H, n, D]; text: keys and values [1, G, S, D]; own: [R, G, m, D] -> [R, H, n, D].
+    `scale`: of the scores, None: D ** -0.5.
+    """
+    if scale is None:
+        scale = 1 / math.sqrt(queries.shape[-1])
+    values = text[1]
+    if not Capability.here(values.device, values.dtype, values.shape[-1]).flex:
+        return _tree_by_tree(queries, text, own, branches, scale)
+    rows, _, count, _ = queries.shape
+    flat = queries.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    mixed, total = flex(flat, *text, branches.visible.blocks, scale)
+    mixed, total = (one[0].unflatten(1, (rows, count)).transpose(0, 1) for one in (mixed, total))
+    return _with_own(mixed, total, queries, own, branches.allowed, scale)
+
+
+def _with_own(
+    mixed: torch.Tensor,
+    total: torch.Tensor,
+    queries: torch.Tensor,
+    own: Pair,
+    allowed: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Add the nodes of the own tree to attention over the text, `mixed` [R, H, n, D], by `total`
+    [R, H, n], the log-sum-exp of its scores: one softmax over both, in float32."""
+    groups = own[0].shape[1]
+    keys, values = (wide(one).unsqueeze(2) for one in own)  # [R, G, 1, m, D]
+    scores = wide(queries).unflatten(1, (groups, -1)) @ keys.transpose(-1, -2) * scale
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    total = total.unflatten(1, (groups, -1)).unsqueeze(-1)
+    share, weights = torch.cat([total, scores], -1).softmax(-1).split([1, scores.shape[-1]], -1)
+    both = share * wide(mixed).unflatten(1, (groups, -1)) + weights @ values
+    return both.flatten(1, 2).to(mixed.dtype)
+
+
+def _tree_by_tree(
+    queries: torch.Tensor, text: Pair, own: Pair, branches: Branches, scale: float
+) -> torch.Tensor:
+    """`branched` by SDPA: the text up to a tree's own position and no key behind it.
+
+    The queries of heads that share keys are one row of queries, so that keys are not repeated.
+    """
+    groups, (count, width) = own[0].shape[1], queries.shape[2:]
+    found = []
+    for row, end in enumerate(branches.ends):
+        keys, values = (
+            torch.cat([shared[:, :, :end], mine[row : row + 1]], 2)
+            for shared, mine in zip(text, own, strict=True)
+        )
+        seen = F.pad(branches.allowed[row], (end, 0), value=True)
+        mine = queries[row].reshape(1, groups, -1, width)
+        mask = seen.repeat(mine.shape[2] // count, 1)
+        mixed = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scale)
+        found.append(mixed.reshape(1, -1, count, width))
+    return torch.cat(found)
+
+
+class NodeMask(torch.Tensor):
+    """A mask [R, 1, n, m] bool with which a model reads nodes of trees (`target.branches`): which
+    keys of its own tree a node sees. `text`: keys and values of the text in the layer at work."""
+
+    branches: Branches
+    text: Pair
+
+    @classmethod
+    def of(cls, branches: Branches) -> NodeMask:
+        mask = branches.allowed.unsqueeze(1).as_subclass(cls)
+        mask.branches = branches
+        return mask
+
+
+# a compiled layer would be compiled again for every text's lengths
+_branched: Callable[..., torch.Tensor] = torch.compiler.disable(branched)  # type: ignore[assignment]
 
 
 def _sdpa_or_blocks(
@@ -164,7 +282,11 @@ def _sdpa_or_blocks(
     scaling: float | None = None,
     **options,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", which also reads a block mask: [B, T, H, D]."""
+    """transformers' "sdpa", which also reads a block mask and that of nodes: [B, T, H, D]."""
+    if isinstance(attention_mask, NodeMask):
+        mask = attention_mask
+        mixed = _branched(query, mask.text, (key, value), mask.branches, scaling)
+        return mixed.transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, BlockMask):
         mixed, _ = flex(query, key, value, attention_mask, scaling)
         return mixed.transpose(1, 2).contiguous(), None
@@ -186,7 +308,7 @@ def packed(
     computes, a block mask takes its place, and positions that do not begin again need none. Models
     with sliding windows or dropout of attention, or on several devices, keep transformers' masks.
     """
-    if position_ids is None or not _reads_blocks(model, model.config.get_text_config()):
+    if position_ids is None or not _reads_blocks(model):
         return {"position_ids": position_ids}
     columns = torch.arange(position_ids.shape[1], device=position_ids.device)
     columns = columns.expand_as(position_ids)
@@ -197,8 +319,19 @@ def packed(
     return {"position_ids": position_ids, "attention_mask": visible.blocks}
 
 
-def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+def _reads_blocks(model: PreTrainedModel) -> bool:
     """Whether all layers can read one block mask, on a device where flex attention computes."""
+    if not attends_here(model):
+        return False
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Capability.here(device_of(model), model.dtype, width).flex
+
+
+def attends_here(model: PreTrainedModel) -> bool:
+    """Whether attention of all layers is computed by `_sdpa_or_blocks` with the mask that the model
+    is given."""
+    config: PreTrainedConfig = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
         return False
@@ -206,7 +339,4 @@ def _reads_blocks(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
         return False
     if model.training and any(getattr(config, name, 0) for name in DROPOUT):
         return False
-    if len(getattr(model, "hf_device_map", "1")) > 1:
-        return False
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Capability.here(device_of(model), model.dtype, width).flex
+    return len(getattr(model, "hf_device_map", "1")) <= 1

@@ -11,22 +11,29 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from target.attention import Pair
 from target.devices import decoder_of, device_of
+from target.graphs import Graphs, Weights
+from target.model import LayerId, captured
+from target.nodes import PlacedNodes, place_tree
 from trainer.config import RunFault, UserError
 
 # Relative difference of logits. Rounding differs with the shape of a pass, in bfloat16 by some per
 # cent, and one token may be routed to another expert: of two tokens the closer one counts. A wrong
 # slot or mask makes far more.
 TOLERANCE = 0.1
-_SAME: dict[bool, weakref.WeakSet[PreTrainedModel]] = {
-    False: weakref.WeakSet(),
-    True: weakref.WeakSet(),
+FEWEST_SLOTS = 64  # visible to a captured forward, whose number of slots is a power of two
+LATER, TREE, BRANCHES = "later tokens", "a path of a tree", "a tree behind a prefix"
+_SAME: dict[str, weakref.WeakSet[PreTrainedModel]] = {
+    way: weakref.WeakSet() for way in (LATER, TREE, BRANCHES)
 }
 
 
@@ -57,14 +64,6 @@ class _SlotLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    def copy_rows(self, other: _SlotLayer, rows: torch.Tensor) -> None:
-        """Copy these rows of another layer that has been written to."""
-        assert other.keys is not None
-        assert other.values is not None
-        rows = rows.to(other.keys.device)
-        self.keys, self.values = other.keys[rows], other.values[rows]
-        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -94,78 +93,6 @@ class _SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.capacity
-
-
-@dataclass
-class PlacedNodes:
-    """The slots of the tree nodes of one forward, and the slots that they may see.
-
-    slots, positions: [B, T] int64; first: [B] int64, lower slots hold committed text and are
-    visible to all; ancestors: [B, T, M] bool, of the M nodes fed so far, in slots first, first + 1,
-    ...; depths: [B, M] int64, from 1."""
-
-    slots: torch.Tensor
-    positions: torch.Tensor
-    first: torch.Tensor
-    ancestors: torch.Tensor
-    depths: torch.Tensor
-
-    def visible(self, used: int, window: int | None = None) -> torch.Tensor:
-        """The visible slots, [B, T, used] bool; with `window`, only keys closer than that."""
-        batch, count, size = self.ancestors.shape
-        slots = torch.arange(used, device=self.first.device)
-        allowed = (slots < self.first.unsqueeze(1)).unsqueeze(1).repeat(1, count, 1)
-        nodes = self.first.unsqueeze(1) + torch.arange(size, device=self.first.device)
-        allowed.scatter_(2, nodes.unsqueeze(1).expand(-1, count, -1), self.ancestors)
-        if window is not None:
-            keys = slots.expand(batch, -1).clone()
-            keys.scatter_(1, nodes, self.first.unsqueeze(1) + self.depths - 1)
-            allowed &= keys.unsqueeze(1) > self.positions.unsqueeze(-1) - window
-        return allowed
-
-
-class TreeSlots:
-    """The nodes of one round, placed in consecutive slots from `first` [B] on in the order in which
-    they are fed; their positions are those of their depth."""
-
-    def __init__(self, first: torch.Tensor):
-        self.first, self.count = first, 0
-        batch, device = len(first), first.device
-        self.ancestors = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
-        self.depths = torch.zeros(batch, 0, dtype=torch.long, device=device)
-
-    def add(self, parents: torch.Tensor, depth: int) -> PlacedNodes:
-        """parents [B, n]: among the nodes added before, -1 for none; all of them `depth` deep."""
-        batch, new = parents.shape
-        old, size = self.count, self.count + new
-        rows = torch.arange(batch, device=parents.device).unsqueeze(1)
-        grown = torch.zeros(batch, size, size, dtype=torch.bool, device=parents.device)
-        grown[:, :old, :old] = self.ancestors
-        if old:
-            above = self.ancestors[rows, parents.clamp(min=0)]
-            grown[:, old:, :old] = above & (parents >= 0).unsqueeze(-1)
-        grown[:, old:, old:] = torch.eye(new, dtype=torch.bool, device=parents.device)
-        self.ancestors = grown
-        self.depths = torch.cat([self.depths, torch.full_like(parents, depth)], 1)
-        self.count = size
-        slots = self.first.unsqueeze(1) + torch.arange(old, size, device=parents.device)
-        positions = (self.first + (depth - 1)).unsqueeze(1).expand(-1, new)
-        return PlacedNodes(slots, positions, self.first, grown[:, old:], self.depths)
-
-
-def place_tree(lengths: torch.Tensor, ancestors: torch.Tensor, depths: torch.Tensor) -> PlacedNodes:
-    """The last committed token and behind it a whole tree, for its verification. lengths [B];
-    ancestors [B, N, N], depths [B, N] of the nodes."""
-    first = lengths.unsqueeze(1)
-    nodes = torch.arange(-1, depths.shape[1], device=lengths.device)
-    none = torch.zeros_like(ancestors[:, :1])
-    return PlacedNodes(
-        first + nodes,
-        first - 1 + torch.nn.functional.pad(depths, (1, 0)),
-        lengths,
-        torch.cat([none, ancestors], 1),
-        depths,
-    )
 
 
 class CachedModel:
@@ -221,6 +148,7 @@ class CachedModel:
     def begin(self, rows: int, capacity: int) -> None:
         """Make an empty cache for `rows` sequences of `capacity` slots."""
         self.rows, self.capacity = rows, capacity
+        self.graphs = Graphs(self.model) if Weights.of(self.model).captured else None
         self.placement = _Placement()
         self.cache = Cache(
             layers=[_SlotLayer(self.placement, rows, capacity) for _ in range(self.num_layers)]
@@ -230,22 +158,13 @@ class CachedModel:
         """Keep only these batch rows, in this order (finished rows are dropped)."""
         assert self.cache is not None
         self.rows = len(rows)
+        if self.graphs is not None:  # they read and write the buffers of before
+            self.graphs = Graphs(self.model)
         for layer in self.cache.layers:
             layer.num_rows = self.rows  # type: ignore[union-attr]
             if layer.is_initialized:  # type: ignore[union-attr]
                 own = rows.to(layer.keys.device)  # type: ignore[union-attr]
                 layer.keys, layer.values = layer.keys[own], layer.values[own]  # type: ignore[union-attr, index]
-
-    def repeated(self, rows: torch.Tensor) -> CachedModel:
-        """Another cache of the same model with copies of these rows, [n] int64; a row may be named
-        several times. This cache does not change."""
-        assert self.cache is not None
-        other = copy.copy(self)
-        other.begin(len(rows), self.capacity)
-        assert other.cache is not None
-        for mine, new in zip(self.cache.layers, other.cache.layers, strict=True):
-            new.copy_rows(mine, rows)  # type: ignore[union-attr]
-        return other
 
     def forward(
         self,
@@ -257,41 +176,86 @@ class CachedModel:
         first: int | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         tree: PlacedNodes | None = None,
+        layers: Sequence[LayerId] = (),
+        found: dict[LayerId, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Logits [R, T', V] of ids [R, T] int64 at positions [R, T] int64.
 
         `used`: one past the largest visible slot; `rows`: [R] int64, None for all; `first`: given
         where every row writes slots first..first+T-1; `tree`: the tokens are nodes of a tree, with
-        slots of their own."""
+        slots of their own; `found` receives the outputs [R, T, H] of `layers`."""
         assert self.cache is not None
-        self._require_same(tree is not None)
-        place, length = self.placement, ids.shape[1]
-        # whole texts are causal: fused kernels need no mask for them, which has length^2 entries
-        causal = first == 0 and length > 1 and used <= length and tree is None and not self.eager
-        # few shapes: kernels and allocations are reused
-        used = length if causal else min(self.capacity, -(-used // 16) * 16)
-        place.slots, place.first, place.rows, place.used = positions, first, rows, used
+        self.require_same(LATER if tree is None else TREE, partial(_scored, tree is not None))
+        length = ids.shape[1]
+        inputs = (ids, positions, *(() if tree is None else vars(tree).values()))
+        if self.graphs and first != 0 and rows is None and isinstance(logits_to_keep, int):
+            outputs = self.graphs(
+                self._run,
+                inputs,
+                used=min(self.capacity, max(FEWEST_SLOTS, 1 << (used - 1).bit_length())),
+                logits_to_keep=logits_to_keep,
+                layers=tuple(layers),
+            )
+        else:
+            # whole texts are causal: fused kernels need no mask, which has length^2 entries
+            causal = first == 0 and length > 1 and used <= length and tree is None
+            causal = causal and not self.eager
+            # few shapes: kernels and allocations are reused
+            used = length if causal else min(self.capacity, -(-used // 16) * 16)
+            outputs = self._run(
+                *inputs, used=used, logits_to_keep=logits_to_keep, layers=layers, first=first,
+                rows=rows, causal=causal,
+            )  # fmt: skip
+        logits, *states = outputs
+        if found is not None:
+            found.update(zip(layers, states, strict=True))
+        return logits
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *nodes: torch.Tensor,
+        used: int,
+        logits_to_keep: int | torch.Tensor,
+        layers: Sequence[LayerId],
+        first: int | None = None,
+        rows: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> list[torch.Tensor]:
+        """Logits and the outputs of `layers`. `nodes`: the tensors of `PlacedNodes`, if any;
+        `causal`: whole texts, which need no mask."""
+        place, tree = self.placement, PlacedNodes(*nodes) if nodes else None
+        place.slots = positions if tree is None else tree.slots
+        place.first, place.rows, place.used = first, rows, used
         place.past = 0 if causal else used
-        if tree is not None:
-            place.slots = tree.slots
-        return self.model(
-            input_ids=ids,
-            attention_mask=None if causal else self._mask(positions, used, tree),
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        ).logits
+        states: dict[LayerId, torch.Tensor] = {}
+        with captured(self.model, layers, states):
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=None if causal else self._mask(positions, used, tree),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+            ).logits
+        return [logits, *(states[layer] for layer in layers)]
 
     @torch.no_grad()
-    def _require_same(self, tree: bool) -> None:
-        """UserError where the model scores later tokens, or a path of a tree, otherwise than the
-        same tokens in one pass: its state is not a cache of keys and values, or it counts slots
-        instead of positions (ALiBi). Checked once for each model."""
-        if self.model in _SAME[tree]:
+    def require_same(
+        self, way: str, scored: Callable[[CachedModel, torch.Tensor, PlacedNodes], torch.Tensor]
+    ) -> None:
+        """UserError where the model scores tokens in this way, one of LATER, TREE and BRANCHES,
+        otherwise than the same tokens in one pass: its state is not a cache of keys and values, or
+        it counts slots instead of positions (ALiBi). Checked once for each model.
+
+        scored(cache, ids [1, N], nodes): logits of the last tokens, which are `nodes` behind the
+        first two; the last one is a child of the one before.
+        """
+        if self.model in _SAME[way]:
             return
-        _SAME[tree].add(self.model)  # or the trial would check again
-        siblings, device = 15 if tree else 1, self.device  # the last one: far from its position
+        _SAME[way].add(self.model)  # or the trial would check again
+        siblings, device = 1 if way == LATER else 15, self.device  # the last: far from its position
         rows = self.model.get_input_embeddings().get_parameter("weight").shape[0]
         ids = (torch.arange(siblings + 3, device=device) % rows).unsqueeze(0)
         ancestors = torch.eye(siblings + 1, dtype=torch.bool, device=device).unsqueeze(0)
@@ -299,17 +263,12 @@ class CachedModel:
         depths = torch.ones(1, siblings + 1, dtype=torch.long, device=device)
         depths[:, -1] = 2
         placed = place_tree(torch.tensor([2], device=device), ancestors, depths)
-        trial = copy.copy(self)
-        trial.begin(1, 32)
         try:
-            trial.forward(ids[:, :2], torch.arange(2, device=device).unsqueeze(0), used=2, first=0)
-            found = trial.forward(
-                ids[:, 1:], placed.positions, used=siblings + 3, tree=placed if tree else None
-            )
+            found = scored(copy.copy(self), ids, placed)
             alone = torch.cat([ids[:, :2], ids[:, -2:]], 1)
             expected = self.model(input_ids=alone, use_cache=False).logits
         except (UserError, RunFault, torch.OutOfMemoryError):
-            _SAME[tree].discard(self.model)
+            _SAME[way].discard(self.model)
             raise
         except Exception as error:  # of a model that takes no such cache, mask or positions
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -318,11 +277,15 @@ class CachedModel:
             difference = _relative(found[0, -2:].float(), expected[0, -2:].float())
             if not difference > TOLERANCE:
                 return
-            which = "a path of a tree" if tree else "later tokens"
-            what = f"scores {which} otherwise than all in one pass, by {difference:.0%}"
-            what += " (ALiBi?): measure chains, eval.tree=null" if tree else ""
-        _SAME[tree].discard(self.model)
+            what = f"scores {way} otherwise than all in one pass, by {difference:.0%}"
+            what += "" if way == LATER else " (ALiBi?): measure chains, eval.tree=null"
+        _SAME[way].discard(self.model)
         raise UserError(f"{type(self.model).__name__} {what}")
+
+    def stored(self) -> list[Pair]:
+        """Keys and values [B, G, capacity, D] of every layer, by slot."""
+        assert self.cache is not None
+        return [(layer.keys, layer.values) for layer in self.cache.layers]  # type: ignore[union-attr, misc]
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy keys and values from slots `source` to slots `destination`, each [B, D] int64: an
@@ -341,19 +304,26 @@ class CachedModel:
     def _mask(
         self, positions: torch.Tensor, used: int, tree: PlacedNodes | None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive or bool masks [R, 1, T, S], by layer type where the model chooses by it."""
         slots = torch.arange(used, device=positions.device)
         query = positions.unsqueeze(-1)
+
+        def visible(window: int | None) -> torch.Tensor:
+            if tree is not None:
+                return tree.visible(used, window)
+            seen = slots <= query
+            return seen if window is None else seen & (slots > query - window)
+
+        return self.masks(visible)
+
+    def masks(
+        self, visible: Callable[[int | None], torch.Tensor]
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive or bool masks [R, 1, T, S] of the keys that tokens see, by layer type where the
+        model chooses by it. `visible`: from a window of keys, None: no limit, to [R, T, S] bool."""
         masks: dict[str, torch.Tensor] = {}
         for kind in self.mask_types:
             window = self.window if kind == "sliding_attention" else None
-            if tree is not None:
-                allowed = tree.visible(used, window)
-            else:
-                allowed = slots <= query
-                if window is not None:
-                    allowed &= slots > query - window
-            allowed = allowed.unsqueeze(1)  # [R, 1, T, S]
+            allowed = visible(window).unsqueeze(1)
             if self.eager:  # eager attention adds its mask
                 dtype = self.model.dtype
                 allowed = torch.zeros_like(allowed, dtype=dtype).masked_fill(
@@ -361,6 +331,14 @@ class CachedModel:
                 )
             masks[kind] = allowed
         return masks if self.takes_dict else next(iter(masks.values()))
+
+
+def _scored(tree: bool, cache: CachedModel, ids: torch.Tensor, nodes: PlacedNodes) -> torch.Tensor:
+    """Logits of later tokens or of a tree, for `CachedModel.require_same`."""
+    cache.begin(1, 32)
+    cache.forward(ids[:, :2], torch.arange(2, device=ids.device).unsqueeze(0), used=2, first=0)
+    used = ids.shape[1]
+    return cache.forward(ids[:, 1:], nodes.positions, used=used, tree=nodes if tree else None)
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:

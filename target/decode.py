@@ -200,7 +200,8 @@ class _Decoder:
             logits = logits[:, : self.vocab_size]
         temperature = self.temperature if rows is None else self.temperature[rows]
         greedy = logits.argmax(-1)
-        if not bool((temperature > 0).any()):
+        # as the host knows them: to ask the device would wait for the forward
+        if not any(row.request.sampling.temperature > 0 for row in self.rows if row is not None):
             return greedy
         keys = self.keys if rows is None else self.keys[rows]
         position = (self.position if rows is None else self.position[rows])[:, 0]

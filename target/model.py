@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ class TargetRequest:
 
     layers: tuple[LayerId, ...] = ()
     logits: bool = True
+
+    @property
+    def states(self) -> tuple[LayerId, ...]:
+        """The layers whose states answer it: logits are computed from those behind the final
+        norm."""
+        return tuple(dict.fromkeys((*self.layers, *["final_norm"] * self.logits)))
 
 
 @dataclass
@@ -202,9 +208,8 @@ class Target:
         input_ids, position_ids: [B, L] int64. Right padding needs no mask: under causal attention
         no real token sees it. `project_later`: logits are computed when they are indexed."""
         if logits and project_later:
-            every = tuple(dict.fromkeys((*layers, "final_norm")))
-            found = self.outputs(input_ids, position_ids, layers=every, logits=False).hidden
-            return TargetOutputs(found, ProjectedLogits(self.head, found["final_norm"]))
+            every = TargetRequest(tuple(layers)).states
+            return self.projected(self.outputs(input_ids, position_ids, layers=every, logits=False))
         wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
         with captured(self.model, wanted, found):
@@ -215,6 +220,10 @@ class Target:
                 **packed(self.model, position_ids),
             )
         return TargetOutputs(found, result.logits if logits else None)
+
+    def projected(self, found: TargetOutputs) -> TargetOutputs:
+        """`found`, which has the states of final_norm, with the logits that follow from them."""
+        return replace(found, logits=ProjectedLogits(self.head, found.hidden["final_norm"]))
 
 
 def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, ...]:

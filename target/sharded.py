@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from target.devices import decoder_of
 from trainer.config import RunFault
-from trainer.loop import PATIENCE
+from trainer.processes import PATIENCE
 
 IDLE, PASS = 0, 1  # votes; PASS + 1 + i: layer i is to be read
 

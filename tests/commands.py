@@ -119,10 +119,15 @@ def stored_traces(folder: Path) -> list[Trace]:
     return TraceStore.open(folder, None, create=False).load()
 
 
-def training_stores(cache: Path) -> list[Path]:
-    """The stores below a cache that hold training traces (no look-ahead)."""
+def training_stores(cache: Path, looked_ahead: bool = False) -> list[Path]:
+    """The stores below a cache that hold training traces; or the report's, with look-ahead."""
     found = []
     for manifest in sorted(cache.glob("traces/*/manifest.json")):
-        if json.loads(manifest.read_text())["identity"]["lookahead"] == 0:
+        if (json.loads(manifest.read_text())["identity"]["lookahead"] > 0) == looked_ahead:
             found.append(manifest.parent)
     return found
+
+
+def report_stores(cache: Path) -> list[Path]:
+    """The stores below a cache that hold the text of reports."""
+    return training_stores(cache, looked_ahead=True)

@@ -181,6 +181,27 @@ def assert_branches_follow_the_unroll(drafter, target, depth=3):
                 close(logits[row, node], law[0, -1], STEPS_APART)
 
 
+@torch.inference_mode()
+def assert_drafts_kept_tokens_only(drafter, target, kept, K):
+    """As a chain and as a tree, greedy and sampled; the rest has no probability at any depth."""
+    ids = torch.tensor(prompts_of([12, 12]))
+    outputs = outputs_of(drafter, target, ids)
+    outside = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+    outside[kept] = False
+    assert drafter.draft_vocab_size == len(kept) < VOCAB_SIZE
+    for depth in range(1, K + 1):
+        q = drafter.draft_logits(ids, outputs, depth)[:, depth:].softmax(-1)
+        assert not bool(q[..., outside].any())
+        assert bool((q[..., kept] > 0).all())
+        close(q.sum(-1), torch.ones(q.shape[:-1]))
+    for sampling in (GREEDY, Sampling(1.0)):
+        for tree in (None, BUSHY):
+            prefilled(drafter, target, ids.tolist(), [8, 8])
+            state = state_of(ids, [9, 9], outputs, sampling=sampling)
+            drafted = drafter.propose(state, Budget(3, tree=tree)).tokens
+            assert torch.isin(drafted, kept).all()
+
+
 def differ(got, wanted):
     """The laws of every row, beyond rounding; [B, V] logits, of which some may be -inf."""
     known = wanted.isfinite()

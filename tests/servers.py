@@ -32,6 +32,12 @@ def filled(plan, target, folder, servers=None, **options):
     )
 
 
+def answers_of(traces):
+    """What a server says to each prompt, and to each answer that is to go on past its end."""
+    behind = {(*t.prompt_ids, *t.response_ids): t.lookahead_ids for t in traces}
+    return behind | {tuple(t.prompt_ids): t.response_ids for t in traces}
+
+
 @contextlib.contextmanager
 def played(known):
     """Answers as `known` tells, prompt -> trace. `faults`: what the next requests get instead, a
@@ -85,7 +91,7 @@ def played(known):
                 return self.reply({"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
             if fault:
                 return self.reply({"message": "no"}, fault)
-            tokens = known[tuple(content["prompt"])].response_ids
+            tokens = answers_of(known.values())[tuple(content["prompt"])]
             choice = {"token_ids": state.change(list(tokens)), **state.beside}
             return self.reply({"choices": [choice]})
 

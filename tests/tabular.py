@@ -46,8 +46,12 @@ class TabularModel:
     def keep(self, rows: torch.Tensor) -> None:
         self.rows, self.tokens = len(rows), self.tokens[rows]
 
-    def forward(self, ids, positions, *, used, rows=None, first=None, logits_to_keep=0, tree=None):
+    def forward(
+        self, ids, positions, *, used, rows=None, first=None, logits_to_keep=0, tree=None,
+        layers=(), found=None,
+    ):  # fmt: skip
         assert tree is None
+        assert not layers, "a table has no states"
         rows = torch.arange(self.rows) if rows is None else rows
         assert ids.shape == positions.shape
         assert len(rows) == len(ids)

@@ -174,6 +174,7 @@ def test_a_top_k_alone_that_leaves_out_too_much_is_refused(refused):
         ("eagle3", ["method.layers=[0,1]", "method.draft_vocab_size=101"], "lie in 1..100"),
         ("eagle3", ["method.layers=[0,1]", "eval.tree=dynamic:9"], "eval.tree must be dynamic:"),
         ("medusa", ["method.num_heads=0"], "method.num_heads must be >= 1"),
+        ("medusa", ["method.draft_vocab_size=101"], "method.draft_vocab_size must lie in 1..100"),
         ("medusa", ["eval.K=9", "eval.tree=null"], "this drafter has 4 heads"),
         (
             "medusa",
@@ -435,7 +436,7 @@ def test_the_scripts_complain_in_the_same_way(refused, module):
         (evaluate, "run.stage=x", "it is a setting of train.py, leave it out"),
         (evaluate, "trainer.precision=bf16", "it is a setting of train.py, leave it out"),
         (evaluate, "data.temperature=1", "eval.temperatures are what it measures at"),
-        (evaluate, "data.engine=vllm", "a setting of train.py and scripts.generate, leave it out"),
+        (evaluate, "data.features=live", "a setting of train.py and scripts.generate, leave"),
         (evaluate, "model.drafter=x", "eval.drafter names what it measures"),
         (evaluate, "recipe=eagle", "recipe does nothing in scripts.evaluate: it is a setting of"),
         (generate, "run.dir=x", "data.traces, else data.cache_dir, says where its traces go"),

@@ -1,4 +1,5 @@
-"""What a training step costs on a device, counted on a CPU: how often it waits for one."""
+"""What training steps and decoding cost on a device, counted on a CPU: how often they wait for one,
+and how often Python launches kernels."""
 
 from __future__ import annotations
 
@@ -6,53 +7,38 @@ import contextlib
 import functools
 import itertools
 import math
+import types
 from collections import defaultdict
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from data.batches import MOST_TOKENS, collate
 from data.packing import PackedTraces
+from data.shares import TextShares
 from data.traces import Trace
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.round import Budget
 from eval.offline import OfflineEvaluator
 from recipes import distillspec, eagle3
+from target.graphs import BEFORE_CAPTURE
 from target.sampling import Sampling
 from tests.commands import command, own_words, write_jsonl
 from tests.counting import VOCABULARY, Counting, target_of_8b
+from tests.eval.test_engine import drafter_of, speculated
 from tests.kernels import chosen_as_on_a_gpu
+from tests.tape import decoding_as_on_a_gpu
+from tests.target.test_decode import requests_for, responses
+from tests.tiny import perturbed, prompts_of, tiny_model
+from tests.watch import Waits
 from trainer.chunked import OutputHead, chunked_divergence
 from trainer.config import TrainerConfig
 from trainer.divergence import DIVERGENCES
-from trainer.loop import Fit, make_optimizer
+from trainer.loop import Fit
+from trainer.optimizer import make_optimizer
 
 STEPS = 4
-# operators whose result, or its size, the host needs to go on
-WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal",
-         "aten._unique2", "aten.unique_consecutive", "aten.unique_dim")  # fmt: skip
-INDEXED = ("aten.index", "aten.index_put", "aten.index_put_")  # where an index is a mask
-CHUNKED = ("trainer.chunked", "recipes.specdecpp")
-
-
-class Waits(TorchDispatchMode):
-    """Counts operators for which the host waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, int] = defaultdict(int)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().replace("::", ".").partition(".")[2]
-        name = "aten." + name.partition(".")[0]
-        masks = name in INDEXED and any(
-            one is not None and one.dtype == torch.bool for one in args[1]
-        )
-        if name in WAITS or masks:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +52,8 @@ def test_a_step_waits_equally_often_whatever_its_texts_and_chunks(
     plain = Fit.update
 
     def update(self, batches, denominators):
-        for module in CHUNKED:
-            size = 2**24 if self.counters.step % 2 else 600
-            monkeypatch.setattr(f"{module}.CHUNK_ELEMENTS", size)
+        size = 2**24 if self.counters.step % 2 else 600
+        monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", size)
         width = batches[0][0].input_ids.shape[1]
         with Waits() as waits:
             plain(self, batches, denominators)
@@ -144,7 +129,6 @@ def trace_of(prompt, response):
 def counting():
     with pytest.MonkeyPatch.context() as patch, chosen_as_on_a_gpu(), Counting() as counts:
         patch.setattr("trainer.chunked.CHUNK_ELEMENTS", CHUNK)
-        patch.setattr("eval.offline.CHUNK_ELEMENTS", CHUNK)
         # what a trial with numbers that have only a shape would find is kept for later tests
         patch.setattr("trainer.chunked.adds_products_in_float32", lambda device: True)
         patch.setattr("recipes.common.heads.KEEP_TEACHER_BYTES", KEPT_TEACHER)
@@ -194,11 +178,15 @@ def take_step(target, objective, drafter, batch, counts, checkpointed):
 
 
 @functools.cache
-def counts_of_a_step(recipe, length, packed, checkpointed, drafted=None):
+def counts_of_a_step(recipe, length, packed, checkpointed, drafted=None, processes=1):
+    """`processes`: that share the text; counted is the first of them."""
     with counting() as counts:
         target = target_of_8b()
         made = distillspec_of(target) if recipe == "distillspec" else eagle3_of(target, drafted)
-        take_step(target, *made, batch_of(length, packed), counts, checkpointed)
+        batch = batch_of(length, packed)
+        if processes > 1:
+            batch = TextShares(types.SimpleNamespace(at=lambda index: batch), 0, processes).at(0)
+        take_step(target, *made, batch, counts, checkpointed)
     how = (
         f"{length} tokens, packed {packed}, checkpointed {checkpointed}, {drafted or 'all'} drafted"
     )
@@ -235,6 +223,13 @@ def test_an_eagle3_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
     assert counts.peak < bound * GB, counts.largest()
 
 
+@pytest.mark.slow
+def test_a_text_of_131072_tokens_fits_devices_that_share_it():
+    """Head over 32,000 of the tokens, as for a target of that size."""
+    counts = counts_of_a_step("eagle3", 2**17, False, True, 32_000, processes=8)
+    assert counts.peak < 141 * GB, counts.largest()
+
+
 @pytest.mark.parametrize(
     ("length", "packed", "checkpointed", "bound"),
     [(2**11, False, False, 80), (2**13, False, False, 80),
@@ -247,8 +242,9 @@ def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound
 
 @pytest.mark.parametrize("length", [2**11, 2**13, pytest.param(2**15, marks=SLOW)])
 def test_an_evaluation_at_8b_fits_a_gpu(length):
-    """Of as many texts as are read together."""
-    with counting() as counts:
+    """Of as many texts as are read together, in chunks that the memory of 80 GB leaves room for."""
+    with counting() as counts, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.chunked.free_bytes", lambda device: 80 * GB - counts.live)
         target = target_of_8b()
         _, drafter = eagle3_of(target)
         text = trace_of([1] * (length // 4), [2] * (length - length // 4))
@@ -258,6 +254,9 @@ def test_an_evaluation_at_8b_fits_a_gpu(length):
         evaluator(drafter.eval())
     print(f"evaluation of {len(texts)} texts of {length} tokens: peak {counts.peak / GB:.1f} GB")
     assert counts.peak < 80 * GB, counts.largest()
+    positions = {math.prod(shape[:-1]) for shape in counts.shapes if shape[-1:] == (VOCABULARY,)}
+    positions.discard(4096)  # the output matrix, transposed
+    assert 1000 < max(positions) <= 2**29 // VOCABULARY
 
 
 @pytest.mark.parametrize("drafted", [None, 32_000])
@@ -297,3 +296,55 @@ def test_a_loss_in_chunks_waits_for_no_device(name, kept, monkeypatch):
         divergence = DIVERGENCES[name]()
         chunked_divergence(divergence, states, head, teacher.__getitem__, labels).total.backward()
     assert not waits.found
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0)], ids=["T=0", "T=1"])
+def test_decoding_waits_for_no_device_but_to_read_its_tokens(sampling):
+    model, requests = tiny_model("llama"), requests_for(prompts_of([9, 3, 21]), sampling)
+    responses(model, requests)  # tries the cache, once for a model
+    with Waits() as waits:
+        responses(model, requests)
+    assert not waits.found
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_longer_answer_takes_no_more_forwards_in_python(speculative, batch_size, monkeypatch):
+    """Once its shapes are captured, all that decoding adds are replays. Answers end together here:
+    dropped rows would make further shapes."""
+    monkeypatch.setattr("target.cache.FEWEST_SLOTS", 128)
+    model = tiny_model("llama")
+    drafter = drafter_of(model, model)
+    calls, forwards = [], []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    prompts = prompts_of([9] * batch_size)
+    options = {"batch_size": batch_size, "eos_ids": ()}
+    for new_tokens in (60, 100):
+        calls.clear()
+        with decoding_as_on_a_gpu() as tapes:
+            options["max_new_tokens"] = new_tokens
+            if speculative:
+                speculated(model, drafter, prompts, **options)
+            else:
+                responses(model, requests_for(prompts), **options)
+        forwards.append(len(calls))
+        # of the target, and of the drafter's first step and of its others
+        assert sum(tape.graphs for tape in tapes) == (3 if speculative else 1)
+    prefills, shapes = (2, 3) if speculative else (1, 1)
+    launched = prefills + (BEFORE_CAPTURE + 1) * shapes
+    assert forwards == [launched + 3, launched]  # the first run also tries the cache
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_captures_are_few_where_rows_are_dropped(batch_size):
+    """At most one for each shape, number of rows and power of two of visible slots."""
+    model = tiny_model("llama")
+    drafter = drafter_of(perturbed(model, 0.1), model)
+    prompts = prompts_of([9, 3, 21, 14, 30, 5, 12, 7])
+    with decoding_as_on_a_gpu() as tapes:
+        speculated(model, drafter, prompts, batch_size=batch_size, max_new_tokens=80, eos_ids=())
+    assert all(tape.graphs <= 2 * 2 for tape in tapes)  # two shapes; 64 and 116 slots
+    assert len(tapes) <= 2 * batch_size

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
 
 import train
+from drafters.round import Budget
+from drafters.trees.table import parse_shape
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
 from target.cache import CachedModel
 from target.decode import Request
+from target.graphs import Weights
 from target.model import Target
 from target.sampling import Sampling, row_key
 from tests.commands import command, own_words
@@ -84,6 +88,28 @@ def test_greedy_text_is_that_of_generate(target, batch_size):
     for prompt, row in zip(prompts, rows, strict=True):
         expected = generated(target.model, prompt, len(row.response_ids))
         assert_same_greedy(target.model, prompt, row.response_ids, expected)
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic:6:3:2"])
+def test_captured_forwards_give_what_eager_ones_do(target, tree, monkeypatch):
+    """Answers of one prompt, so that no row is dropped and the graphs are there to be counted."""
+    budget = make_budget("fixed", 3) if tree is None else Budget.of(parse_shape(tree))
+    drafter, texts = drafter_of(perturbed(target.model, 0.02), target).eval(), []
+    request = Request(prompts_of([9])[0], 0, Sampling(0.0), 0)
+    for captured in (True, False):
+        monkeypatch.setattr(Weights, "captured", captured)
+        cached = CachedModel(target.model)
+        decoder = SpeculativeDecoder(
+            cached, drafter, sampling=Sampling(0.0), budget=budget, eos_ids=(), max_new_tokens=120,
+            batch_size=1,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".* without CUDA graphs")
+            (answer,) = decoder.run([request])
+        texts.append(answer.response_ids)
+        assert bool(cached.graphs and cached.graphs.graphs) == captured
+        assert bool(drafter.cached().graphs and drafter.cached().graphs.graphs) == captured
+    assert_same_greedy(target.model, request.prompt_ids, *texts)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

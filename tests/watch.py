@@ -1,10 +1,17 @@
-"""What a computation allocates."""
+"""What a computation allocates, and what it waits for."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# operators whose result, or its size, the host needs to go on
+WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal",
+         "aten._unique2", "aten.unique_consecutive", "aten.unique_dim")  # fmt: skip
+INDEXED = ("aten.index", "aten.index_put", "aten.index_put_")  # where an index is a mask
 
 
 class Watch(TorchDispatchMode):
@@ -18,3 +25,30 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.shapes |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
         return out
+
+
+def waiting(func, args) -> str | None:
+    """The name of an operator for which the host waits, None where it does not."""
+    name = func.name().replace("::", ".").partition(".")[2]
+    name = "aten." + name.partition(".")[0]
+    masks = name in INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1])
+    return name if name in WAITS or masks else None
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:  # in inference mode, operators that are made of others arrive whole
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        name = waiting(func, args)
+        if name is not None:
+            self.found[name] += 1
+        return func(*args, **kwargs)

@@ -30,14 +30,18 @@ CHUNK_ELEMENTS = 2**24
 MOST_ELEMENTS = 2**29
 
 
-def chunk_elements(device: torch.device) -> int:
-    """The size of one [chunk, V] tensor: a dozen in float32 take at most three quarters of the free
-    memory. A power of two, so that a little more or less of it leaves the order of sums alone."""
-    free = free_bytes(device)
-    if free is None:
-        return CHUNK_ELEMENTS
-    fits = 1 << (free // 64).bit_length() - 1
-    return max(CHUNK_ELEMENTS, min(fits, MOST_ELEMENTS))
+def chunk_rows(device: torch.device, vocab_size: int) -> int:
+    """The number of positions whose distributions are computed at once, at least one.
+
+    A dozen tensors [rows, vocab_size] in float32 take at most three quarters of the free memory.
+    Their size is a power of two, so that a little more or less memory leaves the order of sums
+    alone.
+    """
+    elements, free = CHUNK_ELEMENTS, free_bytes(device)
+    if free is not None:
+        fits = 1 << (free // 64).bit_length() - 1
+        elements = max(elements, min(fits, MOST_ELEMENTS))
+    return max(1, elements // vocab_size)
 
 
 @dataclass
@@ -165,7 +169,7 @@ def chunked_divergence(
     plain = copy.copy(head)  # `replace` would check `kept` again, for which the host waits
     plain.weight, plain.bias, plain.vocab_size, plain.blocked = weight, bias, None, None
     if chunk_positions is None:
-        chunk_positions = max(1, chunk_elements(states.device) // head.target_width)
+        chunk_positions = chunk_rows(states.device, head.target_width)
     require(chunk_positions >= 1, "chunk_positions", "be >= 1", chunk_positions)
     starts = range(0, len(labels), chunk_positions)
     spans = [slice(i, min(i + chunk_positions, len(labels))) for i in starts]
@@ -206,19 +210,19 @@ class _Job:
             every = torch.ones_like(labels, dtype=torch.bool)
             return _Chunk(draft, target, None, None, labels, every)
         assert not isinstance(target, Tensor)
-        place, known = _places(kept, labels)
+        place, known = places(kept, labels)
         if target is None:
             return _Chunk(draft, None, None, None, place, known)
-        best, best_known = _places(kept, target.first)
+        best, best_known = places(kept, target.first)
         if self.divergence.name != "ce_hard":
             place, known = best, best_known
         best = torch.where(best_known, best, -1)
         return _Chunk(draft, target.logits, target.log_z, best, place, known)
 
 
-def _places(kept: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the ids [n] stand among those kept [W], and whether they do."""
-    place = torch.searchsorted(kept, ids).clamp_max(len(kept) - 1)
+def places(kept: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the ids [...] stand among those kept [W] ascending, and whether they do."""
+    place = torch.searchsorted(kept, ids.contiguous()).clamp_max(len(kept) - 1)
     return place, kept[place] == ids
 
 

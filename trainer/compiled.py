@@ -43,6 +43,15 @@ def compiled(backend: str | Callable[..., object] | None, module: nn.Module) -> 
             del owner.__dict__[name]
 
 
+def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the outermost `nn.ModuleList`s of `module`, each of them once."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child.children()
+        else:
+            yield from layers_of(child)
+
+
 def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """What is compiled, as (owner, name of the method)."""
     yield from ((module, name) for name in getattr(module, "compiled_methods", ()))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 import torch
+from accelerate.utils.operations import recursively_apply
+
+T = TypeVar("T")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -25,6 +29,19 @@ def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def on_host(data: T) -> T:
+    """A copy of nested lists, tuples and dicts with all their tensors in host memory. Those of a
+    CUDA device are copied to pinned memory, and the host waits for them once."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", non_blocking=True, copy=True)
+
+    found = cast("T", recursively_apply(copied, data))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return found
 
 
 def shows_numbers_at_once(device: torch.device) -> bool:

@@ -84,7 +84,7 @@ def read_json(path: Path, remedy: str, kind: type[object] = dict) -> object:
     return content
 
 
-def damaged(path: Path, what: str, remedy: str) -> UserError:
+def damaged(path: Path | str, what: str, remedy: str) -> UserError:
     """The error for a file whose content cannot be used."""
     return UserError(f"{path} is damaged ({what}); {remedy}")
 

@@ -1,10 +1,11 @@
 """FSDP2 below the loop: torch's own `fully_shard`, the same on every kind of device.
 
 Optimiser states and gradients are sharded, and parameters are sharded between steps. Parameters
-are gathered once per step, all in one group, and resharded after its last backward pass: a drafter
-is small beside its target, and it drafts, scores and projects through methods that are not
-`forward`, which need whole parameters. Accelerate supports FSDP2 on accelerators only, so it is
-configured for plain processes.
+are gathered once per step and resharded after its last backward pass: a drafter is small beside its
+target, and it drafts, scores and projects through methods that are not `forward`, which need whole
+parameters. Each layer is a group of its own, so that its gradient is reduced while those before it
+go on with the backward pass. Accelerate supports FSDP2 on accelerators only, so it is configured
+for plain processes.
 
 Used: `accelerate launch --config_file scripts/accelerate/fsdp2.yaml train.py ...`.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import cast
@@ -21,10 +22,12 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.config import UserError
+from trainer.compiled import layers_of
+from trainer.config import TrainerConfig, UserError
+from trainer.device import computes_in_bfloat16
 from trainer.losses import LossOutput
 from trainer.replicated import Replicated
 
@@ -54,6 +57,17 @@ def _register_losses() -> None:
     torch.export.register_dataclass(LossOutput)
 
 
+def precision_of(config: TrainerConfig, cuda: bool) -> MixedPrecisionPolicy:
+    """What processes send each other. In bfloat16 a step's gradients are, as the backward pass has
+    computed them in it. Over several micro-steps they are not: torch would add them up in it too.
+    Weights stay float32, which evaluations and losses read outside of any layer."""
+    rounded = computes_in_bfloat16(config.precision, cuda)
+    once = config.gradient_accumulation_steps == 1
+    return MixedPrecisionPolicy(
+        reduce_dtype=torch.bfloat16 if rounded and once else None, cast_forward_inputs=False
+    )
+
+
 class FSDP2(Replicated):
     """Several processes, each with a shard of drafter and optimiser."""
 
@@ -71,19 +85,26 @@ class FSDP2(Replicated):
         accelerator = self.accelerator
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         model = copy.deepcopy(drafter)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        policy = precision_of(self.config, accelerator.device.type == "cuda")
+        for module in (*layers_of(model), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        _set_outermost(model)
         drafter.to("cpu")
         return model, accelerator.prepare(make_optimizer(model))
 
     def gather(self, model: nn.Module) -> None:
-        _sharded(model).unshard()
+        for group in _groups(model):
+            group.unshard()
 
     def micro_step(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         _sharded(model).set_requires_gradient_sync(last)
-        _sharded(model).set_reshard_after_backward(last)
+        # a layer may be called several times in a step, and would be gathered again for each
+        _sharded(model).set_reshard_after_backward(False)
         return nullcontext()
 
     def clip(self, model: nn.Module) -> torch.Tensor:
+        for group in _groups(model):
+            group.reshard()
         return super().clip(model).full_tensor()  # type: ignore[attr-defined]
 
     def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,6 +137,21 @@ def _sharded(model: nn.Module) -> FSDPModule:
     """`model` as `prepare` returned it."""
     assert isinstance(model, FSDPModule)
     return model
+
+
+def _set_outermost(model: nn.Module) -> None:
+    """Let torch know that `model` is the outermost group. It would take the first module that is
+    called, which in the evaluation before the first step is a layer."""
+    model.forward = lambda: None
+    with torch.no_grad():
+        model()
+    del model.forward
+    _sharded(model).reshard()
+
+
+def _groups(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules whose parameters are gathered together, without those of modules inside."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _local(value: object) -> object:

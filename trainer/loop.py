@@ -9,22 +9,23 @@
   lengths. Where one rank of several has nothing to train on, it runs a batch with an empty mask,
   whose loss is a 0 with a gradient.
 - `objective.refresh(step, context(step, batch, drafter)) -> batch | None`, where a `context` is
-  given: a batch in place of the stored one. `objective.state_dict()` and `load_state_dict()`: equal
-  on all ranks, tensors and plain containers.
-- `lr_multiplier(name) -> float` of a parameter, times `trainer.lr`.
+  given: a batch in place of the stored one. `objective.computes_batches`: it runs drafter or target
+  for that. `objective.state_dict()` and `load_state_dict()`: equal on all ranks, tensors and plain
+  containers.
+- `lr_multiplier(name) -> float` of a parameter, times its learning rate.
 - `outputs(batch, step)`: the outputs of the frozen target, or None. `sync()`: called before ranks
   wait for each other, as they may have asked the target for different numbers of outputs.
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None selects the last step.
   The random state is restored afterwards.
 
-One process waits for its device only to log, evaluate and save; several also agree on the
-denominators once per step. Precision, devices and sharding are the accelerator's.
+A process waits for its device only to log, evaluate and save. Several agree on the denominators of
+a step on the CPU, while the step before computes, unless the objective computes its batches.
+Precision, devices and sharding are the accelerator's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -44,14 +45,12 @@ from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16, shows_numbers_at_once, tensor_cores
 from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
+from trainer.optimizer import make_optimizer
+from trainer.processes import PATIENCE, Sum
 from trainer.progress import Progress
 from trainer.replicated import Replicated
 from trainer.store import FitResult, Store
 from trainer.tracking import StepRecord, Tracker, Window
-
-# Processes wait this long for one that tokenises a corpus or starts a server; if one dies, the
-# launcher ends the others.
-PATIENCE = datetime.timedelta(days=1)
 
 
 def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
@@ -81,6 +80,11 @@ def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelera
 def placement(accelerator: Accelerator, config: TrainerConfig) -> Replicated:
     """How this launch places drafter and optimiser on its processes."""
     if zero.used(accelerator):
+        if config.optimizer == "muon":
+            raise UserError(
+                "trainer.optimizer must be adamw under ZeRO, got 'muon', which needs whole "
+                "matrices: launch with DDP or scripts/accelerate/fsdp2.yaml"
+            )
         return zero.Zero(accelerator, config)
     return (fsdp2.FSDP2 if fsdp2.used() else Replicated)(accelerator, config)
 
@@ -96,35 +100,6 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     share = (step - start) / (config.max_steps - start)
     fall = share if config.lr_schedule == "linear" else (1 - math.cos(math.pi * share)) / 2
     return config.lr * (1 - (1 - config.lr_min_ratio) * fall)
-
-
-def make_optimizer(
-    drafter: nn.Module,
-    config: TrainerConfig,
-    multiplier: Callable[[str], float] = lambda name: 1.0,
-    *,
-    fused: bool = False,
-) -> torch.optim.AdamW:
-    """AdamW over the parameters that require a gradient; norms and biases (1-D) are not decayed.
-    `multiplier`: a factor of the learning rate, by the parameter's name; `fused`: one kernel for
-    all parameters. UserError where there is no such parameter or one is not float32."""
-    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-    if not trained:
-        raise UserError("the drafter has no trainable parameter: nothing to fit")
-    for name, p in trained.items():
-        if p.dtype != torch.float32:  # bfloat16 weights lose small updates
-            remedy = "build the drafter in float32; trainer.precision is what it computes in"
-            raise UserError(f"trained parameter {name!r} must be float32, got {p.dtype}: {remedy}")
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, p in trained.items():
-        decay = config.weight_decay if p.ndim > 1 else 0.0
-        groups.setdefault((multiplier(name), decay), []).append(p)
-    options = [
-        {"params": found, "lr_multiplier": factor, "weight_decay": decay}
-        for (factor, decay), found in groups.items()
-    ]
-    betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(options, lr=config.lr, betas=betas, fused=fused or None)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -170,6 +145,7 @@ class Fit(Generic[B, O, C]):
             ),
         )
         self.window = Window(self.accelerator, Path(self.folder), type(self.objective))
+        self.ahead: tuple[list[tuple[B, list[float]]], Sum] | None = None  # the next step's
         if found is None:
             set_seed(self.seed, device_specific=True)
         else:
@@ -189,7 +165,8 @@ class Fit(Generic[B, O, C]):
         self.model.train()
         self.progress = Progress(config.max_steps, counters.step, self.accelerator.is_main_process)
         layers = compiled(config.compile, self.network)
-        with Interrupt() as self.interrupt, closing(self.progress), layers:
+        saved = closing(self.store)
+        with Interrupt() as self.interrupt, closing(self.progress), layers, saved:
             if counters.step == 0:
                 self.evaluate_drafter()
             self.window.start(counters.num_tokens)
@@ -201,7 +178,7 @@ class Fit(Generic[B, O, C]):
                         self.update(batches, denominators)
                 counters.step += 1
                 self.progress.advance()
-                stop = self.stop_agreed or (self.alone and self.interrupt.requested)
+                stop = self.stop_agreed or (self.alone and self.stopping)
                 if self.due(config.log_every):
                     lr = learning_rate(counters.step - 1, config)
                     row = self.window.row(counters.step, counters.num_tokens, lr)
@@ -213,8 +190,15 @@ class Fit(Generic[B, O, C]):
                     with self.window.paused() as sums:
                         self.store.save(counters, self.model, self.optimizer, self.objective, sums)
                 if stop and counters.step < config.max_steps:
+                    self.store.settle()
                     self.progress.note(f"stopped and saved at step {counters.step}")
                     raise SystemExit(75)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop, or could not write a checkpoint: to save after
+        the step says why."""
+        return self.interrupt.requested or self.store.failed
 
     def due(self, every: int) -> bool:
         """Whether something is due that is done `every` so many steps and after the last one."""
@@ -223,8 +207,32 @@ class Fit(Generic[B, O, C]):
     def fetch(self) -> tuple[list[tuple[B, list[float]]], list[float]]:
         """This rank's batches of the step, each with the denominators that the objective announces,
         and their sums over all ranks and micro-steps. Without batches no rank has a supervised
-        token."""
-        step, num_micro = self.counters.step, self.config.gradient_accumulation_steps
+        token. The sums of the step after it begin here, so that no rank waits for them there."""
+        counters = self.counters
+        if self.ahead is None:
+            batches, sums = self.announce(counters.step)
+            self.sync()
+        else:
+            batches, sums = self.ahead
+        *denominators, num_tokens, skipped, stop = sums.wait()
+        self.ahead, following = None, counters.step + 1
+        early = not (self.alone or self.objective.computes_batches)
+        if early and following < self.config.max_steps:
+            self.ahead = self.announce(following)
+        counters.num_tokens += int(num_tokens)
+        counters.skipped_batches += int(skipped)
+        self.stop_agreed = bool(stop)  # so that every rank ends after the same step
+        if num_tokens == 0:
+            return [], []
+        if self.describe:
+            self.progress.note(self.describe(batches[0][0]))
+            self.describe = None
+        return batches, denominators
+
+    def announce(self, step: int) -> tuple[list[tuple[B, list[float]]], Sum]:
+        """Make this rank's batches of a step, each with its denominators, and begin to sum these
+        over all ranks, followed by supervised tokens, skipped batches and requests to stop."""
+        num_micro = self.config.gradient_accumulation_steps
         objective, drafter = self.objective, self.network
         batches, skipped = list[B](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
@@ -243,22 +251,8 @@ class Fit(Generic[B, O, C]):
                      for batch in batches]  # fmt: skip
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
         sums = [sum(column) for column in zip(*announced, strict=True)]
-        sums += [num_tokens, skipped, self.interrupt.requested]
-        where = "cpu" if self.alone else self.accelerator.device  # alone: nothing to wait for
-        local = torch.tensor(sums, dtype=torch.float64, device=where)
-        self.sync()
-        total = self.accelerator.reduce(local, reduction="sum")
-        assert isinstance(total, torch.Tensor)
-        *denominators, num_tokens, skipped, stop = total.tolist()
-        self.counters.num_tokens += int(num_tokens)
-        self.counters.skipped_batches += int(skipped)
-        self.stop_agreed = bool(stop)  # so that every rank ends after the same step
-        if num_tokens == 0:
-            return [], []
-        if self.describe:
-            self.progress.note(self.describe(batches[0]))
-            self.describe = None
-        return list(zip(batches, announced, strict=True)), denominators
+        sums += [num_tokens, skipped, self.stopping]
+        return list(zip(batches, announced, strict=True)), Sum(sums)
 
     def update(self, batches: list[tuple[B, list[float]]], denominators: list[float]) -> None:
         """One optimiser step on weight * sum / denominator, summed over terms, batches, ranks."""

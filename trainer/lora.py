@@ -11,22 +11,15 @@ from collections.abc import Callable
 
 from peft import LoraConfig, LoraModel
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from trainer.config import TrainerConfig, UserError
+from trainer.hidden import hidden_layers
 
 
 def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
     """Put adapters around the linear layers of `drafter`, in place. Returns a function that merges
     them into the weights and removes them. UserError where there is no linear layer."""
-    heads = _head_weights(drafter)
-    names = [
-        name
-        for name, module in drafter.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and module.weight.requires_grad
-        and id(module.weight) not in heads
-    ]
+    names = [name for name, _ in hidden_layers(drafter)]
     if not names:
         raise UserError("trainer.lora_rank must be 0: the drafter has no linear layer to adapt")
     trained = {name for name, p in drafter.named_parameters() if p.requires_grad}
@@ -43,14 +36,3 @@ def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
             p.requires_grad_(name in trained)
 
     return merge
-
-
-def _head_weights(drafter: nn.Module) -> set[int]:
-    """The `id` of each weight that a loss reads through an output head."""
-    found: set[int] = set()
-    for module in drafter.modules():
-        output_head = getattr(module, "output_head", None)
-        if output_head is not None:
-            depths = range(1, (getattr(module, "max_depth", None) or 1) + 1)
-            found |= {id(output_head(depth).weight) for depth in depths}
-    return found

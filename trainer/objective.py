@@ -56,6 +56,9 @@ class Resumable(Protocol):
 class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
     """What a stage trains on. `recipes.base.Objective` documents each member and has defaults."""
 
+    @property
+    def computes_batches(self) -> bool: ...
+
     def denominators(self, batch: B, step: int) -> Sequence[float]: ...
 
     def loss(

@@ -103,13 +103,21 @@ class TrainerConfig(Section):
     # length of a row that holds several whole texts, which do not see each other; 0: one text a row
     pack_tokens: int = 0
     gradient_accumulation_steps: int = 1  # micro-steps per optimiser step
+    # processes that share the positions of each text, for texts that are too long for one device;
+    # 1: every process trains texts of its own
+    context_parallel_size: int = 1
+    # adamw; muon makes the updates of hidden matrices orthogonal and leaves embeddings, output
+    # heads, norms and biases to AdamW
+    optimizer: str = "adamw"
     lr: float = 1e-3  # highest learning rate of AdamW
+    # highest learning rate of Muon, about every singular value of an update of a square matrix
+    muon_lr: float = 0.05
     # shape of the learning rate over the steps; hold_cosine holds it first, then lets it fall
     lr_schedule: str = "hold_cosine"
     lr_warmup_steps: int = 0  # steps over which the learning rate rises from 0
     lr_hold_share: float = 0.5  # share of trainer.max_steps that hold_cosine holds the rate for
     lr_min_ratio: float = 0.1  # last learning rate over the highest one
-    weight_decay: float = 0.0  # of AdamW
+    weight_decay: float = 0.0  # of matrices; AdamW's and Muon's
     adam_beta1: float = 0.9  # of AdamW
     adam_beta2: float = 0.999  # of AdamW
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
@@ -135,6 +143,7 @@ class TrainerConfig(Section):
         require_one_of(
             "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
         )
+        require_one_of("trainer.optimizer", self.optimizer, ("adamw", "muon"))
         require_one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
         if self.compile is not None:
             from torch.compiler import list_backends  # takes a second
@@ -147,11 +156,13 @@ class TrainerConfig(Section):
                 )
         require_one_of("trainer.resume", self.resume, ("auto", "never"))
         require_one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
-        counts = ("max_steps", "gradient_accumulation_steps", "eval_every", "save_every",
-                  "log_every", "keep_checkpoints")  # fmt: skip
+        counts = ("max_steps", "gradient_accumulation_steps", "context_parallel_size", "eval_every",
+                  "save_every", "log_every", "keep_checkpoints")  # fmt: skip
         require_counts("trainer", self, *counts)
         require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
-        require(0 < self.lr < math.inf, "trainer.lr", "be > 0 and finite", self.lr)
+        for key in ("lr", "muon_lr"):
+            value = getattr(self, key)
+            require(0 < value < math.inf, f"trainer.{key}", "be > 0 and finite", value)
         require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
         for key in ("adam_beta1", "adam_beta2"):
             require(

@@ -43,7 +43,12 @@ def response_mask(
     return (index >= start[:, None]) & (index < end[:, None])
 
 
-def supervised(loss_mask: Tensor, depth: int = 0, documents: Tensor | None = None) -> Tensor:
+def supervised(
+    loss_mask: Tensor,
+    depth: int = 0,
+    documents: Tensor | None = None,
+    anchors: Tensor | None = None,
+) -> Tensor:
     """The trained logit indices, [B, L-1] bool: those whose next token is in the mask.
 
     loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
@@ -51,13 +56,14 @@ def supervised(loss_mask: Tensor, depth: int = 0, documents: Tensor | None = Non
     last committed token, lies `depth` tokens earlier and must be supervised too, since the first
     token of a response comes from the prefill. These are the positions that decoding visits.
     documents: [B, L] int64, where a row holds several texts; the anchor must be of the same one.
+    anchors: [B, L] bool, those of the supervised tokens that count as anchors; None: all.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
     if depth:
         anchored = torch.zeros_like(trained)
         count = trained.shape[1] - depth + 1
-        anchored[:, depth - 1 :] = loss_mask[:, :count]
+        anchored[:, depth - 1 :] = (loss_mask if anchors is None else anchors)[:, :count]
         if documents is not None:
             anchored[:, depth - 1 :] &= documents[:, :count] == documents[:, depth:]
         trained = trained & anchored

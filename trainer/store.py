@@ -1,19 +1,22 @@
 """The checkpoints of one training: which to resume from, when to save, what the result is.
 
 `trainer.checkpoint` writes, verifies and removes single checkpoints. All processes call every
-method here; the main process writes.
+method here; the main process writes. What is saved is copied to host memory and written by a thread
+while the training goes on, one step's files at a time. torch's own asynchronous checkpoints have
+another layout, and no single name that appears once all of it is on the disk.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -36,8 +39,10 @@ from trainer.checkpoint import (
     write,
 )
 from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.device import on_host
 from trainer.files import read_json, write_json
 from trainer.objective import Resumable
+from trainer.processes import PATIENCE
 from trainer.replicated import Replicated
 
 
@@ -109,17 +114,57 @@ class Store:
             "distributed": placement.name,
         }
         self._finished = folder / "finished.json"
+        self._worker = ThreadPoolExecutor(1)
+        self._writing: list[Future[None]] = []  # what was saved at `_step`
+        self._step = -1
+        # the writing threads of several processes wait for each other beside everything else
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if placement.shares else None
+        self._writers = group
+
+    def everywhere(self, action: Callable[[], None]) -> None:
+        """Run `action`; the RunFault of any process is raised on all."""
+        fault = None
+        try:
+            action()
+        except RunFault as error:
+            fault = error
+        for error in filter(None, gather_object([fault])):
+            raise error
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run `action` on the main process while the others wait; its RunFault is raised on all."""
-        fault = None
-        if self.accelerator.is_main_process:
-            try:
-                action()
-            except RunFault as error:
-                fault = error
-        for error in filter(None, gather_object([fault])):
-            raise error
+        self.everywhere(action if self.accelerator.is_main_process else lambda: None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process could not write what was saved; `settle` says why."""
+        return any(one.done() and one.exception() is not None for one in self._writing)
+
+    def settle(self) -> None:
+        """Wait until what was saved is on the disk; a RunFault of any process is raised on all."""
+        writing, self._writing = self._writing, []
+        self.everywhere(lambda: _await(writing))
+
+    def close(self) -> None:
+        """Wait for the thread, whether it succeeds or not; nothing is saved any more."""
+        self._worker.shutdown()
+
+    def _make_room(self, step: int) -> None:
+        """Wait for the files of the step before: they and the copies of this one take memory."""
+        if step != self._step:
+            self.settle()
+            self._step = step
+
+    def _write_later(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread, unless what was saved before it at this step failed: a
+        checkpoint names the best weights."""
+        before = list(self._writing)
+
+        def write_after_others() -> None:
+            _await(before)
+            action()
+
+        self._writing.append(self._worker.submit(write_after_others))
 
     def finished(self) -> Counters | None:
         """The counters of a training in this folder that has ended, else None.
@@ -139,7 +184,8 @@ class Store:
         return counters if whole else None
 
     def finish(self, counters: Counters) -> None:
-        """Record that the training has ended, in `finished.json`."""
+        """Record in `finished.json` that the training has ended, once its result is on the disk."""
+        self.settle()
         content = {**asdict(counters), "setting": self.setting}
         self.on_main(lambda: write_json(self._finished, content))
 
@@ -168,45 +214,49 @@ class Store:
         objective: Resumable,
         window: Sums,
     ) -> None:
-        """Write the checkpoint of `counters.step` and remove the ones that are too old.
+        """Begin to write the checkpoint of `counters.step`, then remove the ones that are too old.
 
-        `window`: the sums of the metrics since the last logged row. Raises RunFault on a full disk.
-        """
+        `window`: the sums of the metrics since the last logged row. Returns once all is copied.
+        Raises RunFault where what was saved before found a full disk, as `settle` does."""
+        self._make_room(counters.step)
+        shares, main = self.placement.shares, self.accelerator.is_main_process
         weights = self.placement.weights(model)
-        directory = step_dir(self.folder, counters.step)
         own = self.placement.optimizer_state(model, optimizer)
-        if self.placement.shares:
-            self._stage(directory, own)
-        state = {
-            "optimizer": None if self.placement.shares else own,
+        state: dict[str, object] = {
+            "optimizer": None if shares else own,
             "ranks": gather_object([{"rng": rng_state(), "window": window}]),
             "recipe": objective.state_dict(),
         }
         manifest = {**asdict(counters), "setting": self.setting}
+        directory = step_dir(self.folder, counters.step)
+        weights, state = on_host((weights, state)) if main else ({}, {})
+        share = on_host(own) if shares else None
 
         def write_and_prune() -> None:
-            write(directory, weights, manifest, state)
-            prune(self.folder, self.keep)
+            if shares:
+                self._stage(directory, share)
+            if main:
+                write(directory, weights, manifest, state)
+                prune(self.folder, self.keep)
 
-        self.on_main(write_and_prune)
+        if main or shares:
+            self._write_later(write_and_prune)
 
     def _stage(self, directory: Path, share: object) -> None:
-        """Write this process's share of the optimiser state; `write` moves it to the checkpoint."""
+        """Write this process's share of the optimiser state, which `write` moves to the checkpoint,
+        and wait for those of the others; a RunFault of any process is raised on all."""
         shares, fault = shares_of(directory), None
-
-        def begin() -> None:
-            shutil.rmtree(shares, ignore_errors=True)
-            shares.mkdir(parents=True)
-
-        self.on_main(begin)
         try:
+            shares.mkdir(parents=True, exist_ok=True)
             torch.save(share, shares / SHARE.format(rank=self.accelerator.process_index))
         except (OSError, RuntimeError) as error:  # torch wraps ENOSPC
             fault = RunFault(
                 f"cannot write checkpoint {directory}: {error}; earlier checkpoints are intact: "
                 "free disk space and run the same command again"
             )
-        for error in filter(None, gather_object([fault])):
+        faults: list[RunFault | None] = [None] * self.accelerator.num_processes
+        dist.all_gather_object(faults, fault, group=self._writers)
+        for error in filter(None, faults):
             raise error
 
     def load(
@@ -232,10 +282,13 @@ class Store:
         return own["window"]
 
     def save_best(self, step: int, model: nn.Module, metrics: Mapping[str, object]) -> None:
-        """Write the weights of the best evaluation so far, with its metrics."""
-        weights = self.placement.weights(model)
-        directory = best_dir(self.folder, step)
-        self.on_main(lambda: write(directory, weights, {"step": step, "metrics": metrics}))
+        """Begin to write the weights of the best evaluation so far, with its metrics, as `save`."""
+        self._make_room(step)
+        weights, directory = self.placement.weights(model), best_dir(self.folder, step)
+        if self.accelerator.is_main_process:
+            weights = on_host(weights)
+            manifest = {"step": step, "metrics": metrics}
+            self._write_later(lambda: write(directory, weights, manifest))
 
     def load_final(self, counters: Counters, drafter: nn.Module) -> None:
         """Load the best weights if the drafter was evaluated, else the last ones."""
@@ -262,3 +315,8 @@ class Store:
             best_metric=manifest["best_metric"],
             series=manifest["series"],
         )
+
+
+def _await(writing: Sequence[Future[None]]) -> None:
+    for one in writing:
+        one.result()

@@ -31,6 +31,14 @@ def used(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def compares_calls(accelerator: Accelerator) -> bool:
+    """Whether all processes must call the same modules, in evaluations too. Stage 3 records the
+    calls of a step; after others it compares those of all processes. One that made none compares
+    nothing, and the rest wait for it for ever."""
+    plugin = accelerator.state.deepspeed_plugin if used(accelerator) else None
+    return plugin is not None and plugin.zero_stage == 3
+
+
 def load_whole() -> None:
     """Make `from_pretrained` load whole weights. In stage 3 accelerate has it load a shard for each
     process, but drafters read head and embedding of the target directly."""

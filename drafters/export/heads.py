@@ -2,9 +2,9 @@
 
 Engines count the vocabulary as the target's configuration does, which may be wider than the
 tokenizer. A head over the whole vocabulary is padded with the mean of its real rows, for the reason
-`hf` gives. A reduced vocabulary needs no padding: `d2t` says for each of its rows how far the
-target's id lies from the row's number, `t2d` which target ids are among them. vLLM refuses both
-where the vocabularies are equal.
+`hf` gives. A reduced vocabulary of EAGLE-3 needs no padding: `d2t` says for each of its rows how
+far the target's id lies from the row's number, `t2d` which target ids are among them. vLLM refuses
+both where the vocabularies are equal.
 
 Engines join the captured states in the order of the layers, so the columns of `fc` are put into
 that order.
@@ -65,10 +65,13 @@ def dtype_of(drafter: TrainedDrafter) -> torch.dtype:
     return next(drafter.parameters()).dtype
 
 
-def padded_rows(drafter: TrainedDrafter, weight: torch.Tensor) -> torch.Tensor:
+def padded_rows(
+    drafter: TrainedDrafter, weight: torch.Tensor, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     """Pad an output matrix [at least vocab_size, d] to [configured vocab_size, d].
 
-    The result has the drafter's dtype. Raises UserError where the tokenizer names a higher id.
+    `kept` [Vd] int64: the ids of its rows, where it is [Vd, d]. The result has the drafter's dtype.
+    Raises UserError where the tokenizer names a higher id.
     """
     width = configured_vocab_size(drafter)
     real = real_ids(drafter.tokenizer)
@@ -78,9 +81,11 @@ def padded_rows(drafter: TrainedDrafter, weight: torch.Tensor) -> torch.Tensor:
             f"the tokenizer names ids up to {int(real[-1])}, but the target is configured for "
             f"{width}: no engine can serve this target with a head"
         )
-    weight, dtype = weight.detach().cpu(), dtype_of(drafter)
-    rows = weight[real].mean(0, dtype=torch.float64).to(dtype).repeat(width, 1)
-    rows[real] = weight[real].to(dtype)
+    ids, dtype = torch.arange(drafter.vocab_size) if kept is None else kept.cpu(), dtype_of(drafter)
+    named = torch.isin(ids, real)
+    weight = weight.detach().cpu()[: len(ids)][named]
+    rows = weight.mean(0, dtype=torch.float64).to(dtype).repeat(width, 1)
+    rows[ids[named]] = weight.to(dtype)
     return rows
 
 

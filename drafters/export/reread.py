@@ -47,6 +47,9 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
     draws = torch.Generator().manual_seed(0)
     named = set(drafter.tokenizer.get_vocab().values())
     real = torch.tensor(sorted(i for i in named if i < drafter.vocab_size))
+    kept = drafter.output_head(1).kept
+    drafted = torch.zeros(width, dtype=torch.bool)
+    drafted[real if kept is None else kept.cpu()] = True
     ids = real[torch.randint(len(real), (COMPARED_TOKENS,), generator=draws)]
     size = (COMPARED_TOKENS, target.hidden_size)
     layers: list[LayerId] = [*range(target.num_layers), "final_norm"]
@@ -67,11 +70,14 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
         expected = expected[0, depth:].cpu().double()
         found = logits(head, ids, hidden, embedding, rows, depth)
         padded = head.kind != "eagle" and head.target_ids is None
-        if padded and not torch.isin(found.argmax(-1), real).all():
-            raise RunFault(f"{folder}: at depth {depth} an id without a token could be drafted")
+        if padded and not drafted[found.argmax(-1)].all():
+            raise RunFault(f"{folder}: at depth {depth} an id could be drafted that has no token "
+                           "or is not in the draft vocabulary")  # fmt: skip
         found, expected = found[:, real], expected[:, real]
         if (transform := drafter.output_head(depth).transform) is not None:
             found = transform(found)  # increasing: engines leave it out and choose the same
+        if padded:
+            found[:, ~drafted[real]] = -torch.inf
         scored = expected.isfinite()
         if not torch.equal(scored, found.isfinite()):
             raise RunFault(f"{folder}: tensor 'd2t' names other ids than the drafter scores")

@@ -3,7 +3,10 @@
 - Medusa drafts a chain of first choices, one head a token. Heads that share the target's output
   matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
   matrix for all of them, where a copy a head would cost vocabulary x width x heads twice, in the
-  file and in memory. The loader drops biases silently unless `medusa_fc_bias` is true.
+  file and in memory. The loader drops biases silently unless `medusa_fc_bias` is true. A matrix of
+  a head's own must have a row for every token: the loader refuses one of `truncated_vocab_size`
+  rows, which it knows for a shared matrix. A reduced vocabulary is therefore padded with the mean
+  of its rows; the logit of that row is the mean of theirs, so the first choice stays the same.
 - EAGLE-1 is a Llama of one layer plus `fc`, which has no bias there; vLLM puts "Eagle" before the
   architecture's name.
 - EAGLE-3 names the captured layers twice: vLLM looks at the top-level key and counts the states
@@ -72,7 +75,7 @@ def medusa(drafter: MedusaDrafter) -> Layout:
                 given = torch.zeros(shape, dtype=dtype) if given is None else given
                 tensors[f"medusa_heads.{i}.{j}.linear.{part}"] = given
         if settings.own_head or i == 0:
-            rows = padded_rows(drafter, drafter.output_head(i + 1).weight)
+            rows = padded_rows(drafter, drafter.output_head(i + 1).weight, drafter.kept)
             tensors[f"medusa_heads.{i}.{num_layers}.weight"] = rows
     config: dict[str, object] = {
         "architectures": ["MedusaModel"],

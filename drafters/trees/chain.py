@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.round import Budget, DraftState, Signals, Steps, StopRule
+from drafters.round import Budget, ChainSteps, DraftState, Signals, StopRule
 from drafters.trees.tree import TokenTree
 from target.sampling import warp
 
@@ -18,7 +18,7 @@ class Chain:
     depth: int
     stop: StopRule | None = None
 
-    def grow(self, drafter: Steps, state: DraftState) -> TokenTree:
+    def grow(self, drafter: ChainSteps, state: DraftState) -> TokenTree:
         """Draft `depth` tokens, each drawn from the drafter's distribution, or its best one at T=0.
 
         A row has fewer where `stop` ends it.

@@ -105,7 +105,9 @@ class StaticTree(TreeSpec):
                     drawn = _without_replacement(probs, state, depth, children)
                 else:
                     drawn = logits[:, place].topk(len(children), -1).indices
-                tokens[:, children] = drawn
+                # siblings lie side by side; a list of places would be copied to the device, for
+                # which the host waits
+                tokens[:, children[0] : children[-1] + 1] = drawn
             inner = {path[:-1] for path in self.paths if len(path) == depth + 1}
             expanded = [path for path in level if path in inner]
             if expanded:

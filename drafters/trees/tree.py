@@ -72,6 +72,19 @@ class TokenTree:
         """Depth of each node, [B, N] int64: 1 for children of the last committed token."""
         return self.ancestors.sum(-1)
 
+    @cached_property
+    def leaves(self) -> torch.Tensor:
+        """Whether a node has no children, [B, N] bool."""
+        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
+        return ~(self.parents.unsqueeze(1) == nodes.unsqueeze(1)).any(-1)
+
+    @cached_property
+    def names(self) -> torch.Tensor:
+        """A hash of each row's tokens and parents, [B] int64: the same for the same tree."""
+        entries = torch.cat([self.tokens, self.parents], 1)
+        factors = torch.full_like(entries[0], 0x5851F42D4C957F2D).cumprod(0)  # wraps around
+        return ((entries + 2) * factors).sum(1)
+
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
     """Ancestors [B, N, N] bool of each node, itself included.

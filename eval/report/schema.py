@@ -2,15 +2,18 @@
 
 A row is the output of `eval.metrics.summarise` plus what identifies the measurement. Optional in a
 row: `tree` (its description; null for a chain), `tree_children`, `nodes`, `alpha_by_depth`,
-`modelled_speedup_at` ({"0.05": x}), `verify_cost`, `cost_source` (`eval.costs.timed_on`),
+`modelled_speedup_at` ({"0.05": x}), `verify_cost`, `cost_source` (`eval.costs.timed_on`; of a row
+of an engine: that engine), `token_s`, `round_s` and `round_cost` of an engine
+(`eval.served.engine_costs`), whose `cost_ratio` and `verify_cost` are null,
 `draft_time_share`, `by_domain` (of `eval.metrics.per_domain`), `by_position` (of `per_position`
 there), `draft_vocabulary` (of a reduced one: `eval.draft_vocabulary.DraftVocabulary`),
-`calibration` ({"bins": [{"confidence", "acceptance", "count"}]}), `draft_temperature`, where the
-drafter has one of its own, `quality` and `quality_metric` of a lossy verifier, and `note`, a
-sentence below its table. `K` of a tree is its depth. `alpha` is that of the first draft of a round;
-further drafts of heads: `alpha_by_depth`. Optional in the report: `policies`, points of
-`eval.policies.rollouts` for `eval.report.policies`, and `readings`, the text of a few answers
-(`eval.report.readings`); in a comparison: `a_role` and `b_role`, of the rows compared.
+`text_by` (the value of `data.engine` that the target's answers were generated with), `calibration`
+({"bins": [{"confidence", "acceptance", "count"}]}), `draft_temperature`, where the drafter has one
+of its own, `quality` and `quality_metric` of a lossy verifier, and `note`, a sentence below its
+table. `K` of a tree is its depth. `alpha` is that of the first draft of a round; further drafts of
+heads: `alpha_by_depth`. Optional in the report: `policies`, points of `eval.policies.rollouts` for
+`eval.report.policies`, and `readings`, the text of a few answers (`eval.report.readings`); in a
+comparison: `a_role` and `b_role`, of the rows compared.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "draft_temperature": (int, float), "quality": (int, float), "quality_metric": (str,),
     "by_position": (list,), "draft_vocabulary": (dict,),
     "modelled_speedup_at": (dict,), "verify_cost": (int, float), "draft_time_share": (int, float),
-    "cost_source": (str,),
+    "cost_source": (str,), "text_by": (str,),
+    "token_s": (list,), "round_s": (list,), "round_cost": (int, float),
 }  # fmt: skip
 
 

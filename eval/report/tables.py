@@ -92,12 +92,13 @@ def main_table(rows: Iterable[Row]) -> Table:
 
 
 def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]:
-    """Remarks on the rows of a table; a drafter that was measured twice gets them once."""
+    """Remarks on the rows of a table; a drafter that was measured twice gets them once, an engine
+    its own."""
     found, slower = [], []
     rows = list(rows)
-    shown = {id(row) for row in once(rows)}
-    for name, row in zip(labels or _note_names(rows), rows, strict=True):
-        if id(row) not in shown:
+    shown, labels = {id(row) for row in once(rows)}, labels or _note_names(rows)
+    for name, row in zip(labels, rows, strict=True):
+        if id(row) not in shown and row["measured_by"] != "vllm":
             continue
         share = row["identical_to_plain"]
         if share is not None and row.get("num_compared"):
@@ -120,7 +121,8 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
         if row.get("quality") is not None:
             found.append(f"{name}: its answers have {row['quality']:.3f} {row['quality_metric']}.")
         measured, modelled = row["speedup"], row["modelled_speedup"]
-        if row["role"] != PLAIN and measured and modelled and modelled > 1.15 * measured:
+        overheads = row["role"] != PLAIN and not row.get("round_s")  # an engine's round holds them
+        if overheads and measured and modelled and modelled > 1.15 * measured:
             slower.append(name)
         if row.get("draft_vocabulary") and is_trained(row):
             found.append(vocabulary_words(name, row))
@@ -131,12 +133,31 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
             f"{', '.join(slower)}: measured speed-up more than 15 % below the modelled one: "
             "overheads beside the two networks."
         )
-    sources = {row.get("cost_source") for row in rows if row["modelled_speedup"] is not None}
+    own = [row for row in rows if row["modelled_speedup"] is not None and not row.get("round_s")]
     found += [
         f"modelled: with costs of {source}. An engine has others."
-        for source in sorted(filter(None, sources))
+        for source in sorted({row["cost_source"] for row in own if row.get("cost_source")})
     ]
-    return found
+    by_engine = [(name, row) for name, row in zip(labels, rows, strict=True) if row.get("round_s")]
+    return found + [_engine_costs(name, row) for name, row in by_engine]
+
+
+def _engine_costs(name: str, row: Row) -> str:
+    """What a round costs in the engine, and what follows from that."""
+    times = {
+        part: "{1:.3g} ms (quartiles {0:.3g} and {2:.3g})".format(*(1000 * s for s in row[part]))
+        for part in ("token_s", "round_s") if row.get(part)
+    }  # fmt: skip
+    said = f"{name}: a round takes {times['round_s']} in {row['cost_source']}"
+    if row["round_cost"] is None:
+        return f"{said}, which drafts in every round: its time of plain decoding is not known."
+    least, most = (row["round_s"][i] / row["token_s"][-1 - i] for i in (0, -1))
+    return (
+        f"{said}, a token of plain decoding {times['token_s']}. A round costs as much as "
+        f"{row['round_cost']:.2f} such tokens ({least:.2f} to {most:.2f} between the quartiles): "
+        f"at K={row['K']} the speed-up of any drafter of this shape is its tokens per round over "
+        "that."
+    )
 
 
 def _note_names(rows: Sequence[Row]) -> list[str]:

@@ -40,13 +40,15 @@ class MultiRound(Verifier):
     ) -> Verdict:
         if sampling.temperature == 0:
             return follow_best(tree, target_logits)
-        p = warp(target_logits, sampling)
         assert tree.probs is not None
         walk = Walk(tree)
-        drawn_from = torch.nn.functional.pad(tree.probs, (0, p.shape[-1] - tree.probs.shape[-1]))
-        rows = torch.arange(len(p), device=p.device)
+        beyond = target_logits.shape[-1] - tree.probs.shape[-1]
+        drawn_from = torch.nn.functional.pad(tree.probs, (0, beyond))
+        rows = torch.arange(len(target_logits), device=target_logits.device)
         for depth in range(walk.depth + 1):
-            residual = at(p, walk.node + 1).clone()
+            residual = warp(
+                at(target_logits, walk.node + 1), sampling
+            )  # of the visited nodes alone
             children = walk.children()
             order = children.long().cumsum(1)
             chosen = torch.zeros_like(walk.emitted)

@@ -38,10 +38,10 @@ class Token(Verifier):
             return verify_chain(tree, target_logits, sampling, random, first_position, live)
         if sampling.temperature == 0:
             return follow_best(tree, target_logits)
-        p = warp(target_logits, sampling)
 
         def draw(node: torch.Tensor, depth: int) -> torch.Tensor:
-            return random.choice(at(p, node + 1), first_position + depth, "target")
+            p = warp(at(target_logits, node + 1), sampling)  # of the visited nodes alone
+            return random.choice(p, first_position + depth, "target")
 
         return follow(tree, draw)
 

@@ -1,23 +1,74 @@
-"""The vocabulary of a head that drafts some of the target's tokens only."""
+"""The vocabulary of heads that may draft some of the target's tokens only."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from data.trace_rows import tokens
+from data.trace_rows import chosen, column, tokens
 from data.traces import Trace
+from drafters.base import TrainedDrafter
+from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import Target
 from trainer.config import UserError, require
 
 WHOLE = 16_384  # up to here, leaving tokens out saves too little
 ENOUGH = 0.995  # share of the training text that a chosen vocabulary covers
 STEP, LEAST = 1024, 8192  # tokens
-LOW = 0.98
+LOW = 0.95  # share of other text
+FOLDS = 8  # of the conversations; each is covered by the tokens of the others
 
 KEY = "method.draft_vocab_size"
+
+
+@dataclass
+class VocabularyConfig(HeadConfig):
+    """Settings of a head that may draft some of the target's tokens only."""
+
+    # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
+    # else as many thousands as cover 99.5 % of the traces
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.draft_vocab_size
+        require(size is None or size >= 0, KEY, "be >= 0", size)
+
+    def draft_whole_vocabulary(self, where: str) -> None:
+        """Draft all tokens, for heads that share the target's output matrix; UserError where
+        another number of them is asked for. `where`: the setting that makes them share it."""
+        rule = f"be 0 or null where {where}: these heads share the target's output matrix"
+        require(not self.draft_vocab_size, KEY, rule, self.draft_vocab_size)
+        self.draft_vocab_size = 0
+
+
+ConfigT = TypeVar("ConfigT", bound=VocabularyConfig)
+
+
+class VocabularyRecipe(HeadRecipe[ConfigT]):
+    """A recipe of such a head."""
+
+    @property
+    def builds_from_traces(self) -> bool:
+        return is_reduced(self.config.draft_vocab_size, self.target)
+
+    def accept(self, drafter: TrainedDrafter) -> None:
+        super().accept(drafter)
+        size, drafted = self.config.draft_vocab_size, drafter.draft_vocab_size
+        if size is not None and (size or self.target.vocab_size) != drafted:
+            raise UserError(
+                f"model.drafter drafts {drafted} tokens, got {KEY}={size}: leave {KEY} out, or set "
+                f"it to {drafted}, since a trained head keeps its vocabulary"
+            )
+
+    def kept(self, traces: Sequence[Trace]) -> torch.Tensor | None:
+        """The tokens that the head drafts, see `frequent_tokens`."""
+        return frequent_tokens(traces, self.config.draft_vocab_size, self.target)
 
 
 def is_reduced(size: int | None, target: Target) -> bool:
@@ -31,8 +82,9 @@ def frequent_tokens(
     """The most frequent response tokens, ids [W] int64 ascending; None for all tokens.
 
     size: W, 0 for all tokens; None: all of a vocabulary up to `WHOLE` tokens, else as many
-    thousands as cover the share `ENOUGH` of the response tokens. Prints the share that is covered,
-    which no drafter over these tokens can exceed at T=1. UserError if there is no response token.
+    thousands as cover the share `ENOUGH` of the response tokens. Prints that share, and the share
+    of conversations that are left out of the count: about what alpha can reach on other prompts of
+    the kind. Of a small text the two are far apart. UserError if there is no response token.
     """
     vocab_size = target.vocab_size
     if not is_reduced(size, target):
@@ -40,24 +92,35 @@ def frequent_tokens(
     rule = f"lie in 1..{vocab_size}, the target's vocabulary, or be 0 for all of it"
     require(size is None or size <= vocab_size, KEY, rule, size)
     # an id beyond the vocabulary counts as text that is not covered
-    counts = np.zeros(vocab_size + 1, np.int64)
-    for ids in tokens(traces, "response_ids"):
-        counts += np.bincount(np.minimum(ids, vocab_size), minlength=vocab_size + 1)
+    counts = np.zeros((FOLDS, vocab_size + 1), np.int64)
+    conversations = column(traces, "conversation_id")
+    folds = np.array([zlib.crc32(name.encode()) % FOLDS for name in conversations], np.int64)
+    for fold in range(FOLDS):
+        for ids in tokens(chosen(traces, np.flatnonzero(folds == fold)), "response_ids"):
+            counts[fold] += np.bincount(np.minimum(ids, vocab_size), minlength=vocab_size + 1)
     if not (total := int(counts.sum())):
         raise UserError(f"{KEY}: the traces hold no response token to count")
-    own = torch.from_numpy(counts[:vocab_size])
-    ranked = own.argsort(descending=True, stable=True)  # of equal counts the lower id first
-    shares = own[ranked].cumsum(0) / total
+    own = counts[:, :vocab_size]
+    every = own.sum(0)
+    ranked = _ranked(every)
+    seen = every[ranked].cumsum() / total
+    others = np.sum([fold[_ranked(every - fold)].cumsum() for fold in own], 0) / total
     why = ""
     if size is None:
-        enough = int((shares < ENOUGH).sum()) + 1
+        enough = int((seen < ENOUGH).sum()) + 1
         size = min(vocab_size, max(LEAST, -(-enough // STEP) * STEP))
         why = f"; {KEY}=0 keeps all {vocab_size}"
-    covered = float(shares[size - 1])
+    covered = float(others[size - 1])
     print(
-        f"draft vocabulary: {size} tokens, {covered:.2%} of the training text: alpha <= "
-        f"{covered:.4f}{why}"
+        f"draft vocabulary: {size} tokens, {seen[size - 1]:.2%} of the training text and about "
+        f"{covered:.2%} of other text of its kind, which bounds alpha{why}"
     )
     if covered < LOW:
-        print(f"warning: below {LOW:.0%}; raise {KEY}")
-    return ranked[:size].sort().values
+        print(f"warning: below {LOW:.0%} of other text; train on more text or raise {KEY}")
+    return torch.from_numpy(np.sort(ranked[:size]))
+
+
+def _ranked(counts: np.ndarray) -> np.ndarray:
+    """Ids by falling counts [V]; of equal counts the lower id first, which most tokenizers gave to
+    the more frequent token."""
+    return np.argsort(-counts, kind="stable")

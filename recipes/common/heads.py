@@ -9,6 +9,7 @@ final-normed state.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -26,7 +27,7 @@ from trainer.chunked import (
     OutputHead,
     ReducedLogits,
     TeacherLogits,
-    chunk_elements,
+    chunk_rows,
     chunked_divergence,
 )
 from trainer.config import UserError, require
@@ -98,7 +99,13 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
     def stages(self) -> list[Stage]:
         text = Needs({"target": 1.0})
-        return [Stage("train", self.objective, text, start="base", row="after", packs=True)]
+        own_rounds = self.config.reduction == "token"  # a mean over a text needs all of it
+        return [
+            Stage(
+                "train", self.objective, text, start="base", row="after", packs=True,
+                shares_texts=own_rounds,
+            )
+        ]  # fmt: skip
 
     def accept(self, drafter: TrainedDrafter) -> None:
         """Refuse a head of another kind, or with another depth than the one that is trained."""
@@ -214,9 +221,9 @@ class HeadObjective(Objective):
         self, batch: Batch, final: torch.Tensor, head: OutputHead, kept: torch.Tensor | None
     ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], TeacherLogits]]:
         """Return (rows [N], logit indices [N]) -> span -> the target's logits [n, V] at that span
-        of them, or those `kept`. Every depth asks for some of the positions of the first, so these
-        are computed once where all of them fit."""
-        where = batch.supervised(1)
+        of them, or those `kept`. Depths ask for the same positions again, so all are computed once
+        where they fit."""
+        where = functools.reduce(torch.logical_or, map(batch.supervised, range(1, self.depth + 1)))
         rows, index = where.nonzero(as_tuple=True)
         width = self.target.vocab_size if kept is None else len(kept)
         size = len(rows) * width * final.element_size()
@@ -230,7 +237,7 @@ class HeadObjective(Objective):
             if kept is None:
                 logits = head.logits(final[rows, index])
             else:
-                step = max(1, chunk_elements(final.device) // self.target.vocab_size)
+                step = chunk_rows(final.device, self.target.vocab_size)
                 spans = zip(rows.split(step), index.split(step), strict=True)
                 logits = ReducedLogits.joined(
                     [ReducedLogits.of(head.logits(final[row, at]), kept) for row, at in spans]

@@ -17,6 +17,7 @@ import uuid
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,13 +29,20 @@ from trainer.files import read_json, write_json
 MANIFEST = "manifest.json"
 
 
+class Known(NamedTuple):
+    """What is stored of a text, a number for each prefix."""
+
+    rewards: list[float]
+    trees: list[int]  # their names
+
+
 class ReferenceRewards:
     """The rewards of one reference, by text and positions."""
 
     def __init__(self, folder: str | Path | None, made_of: Mapping[str, object], key: str):
         """Read the rewards in `folder`. `made_of`: what rewards depend on; a folder whose rewards
         depend on something else is refused. `key`: the setting that names the folder."""
-        self._known: dict[str, list[float]] = {}
+        self._known: dict[str, Known] = {}
         self._file: Path | None = None
         if folder is None:
             return
@@ -53,20 +61,40 @@ class ReferenceRewards:
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, ids: Sequence[int], lengths: Sequence[int]) -> torch.Tensor | None:
-        """Return the rewards [P] float32 of the prefixes of `ids` with these lengths; None where
-        they are not known yet."""
+    def get(
+        self, ids: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the rewards [P] float32 of the prefixes of `ids` with these lengths, and the names
+        of their trees [P] int64; None where they are not known yet."""
         found = self._known.get(_name(ids, lengths))
-        return None if found is None else torch.tensor(found, dtype=torch.float32)
+        if found is None:
+            return None
+        return torch.tensor(found.rewards, dtype=torch.float32), torch.tensor(found.trees)
 
-    def put(self, ids: Sequence[int], lengths: Sequence[int], rewards: torch.Tensor) -> None:
-        """Store the rewards [P] of these prefixes."""
-        name, values = _name(ids, lengths), rewards.tolist()
-        self._known[name] = values
+    def put(
+        self,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        rewards: torch.Tensor,
+        trees: torch.Tensor,
+    ) -> None:
+        """Store the rewards [P] of these prefixes, and the names of their trees [P]."""
+        name, known = _name(ids, lengths), Known(rewards.tolist(), trees.tolist())
+        self._known[name] = known
         if self._file is not None:
-            row = {"text": name, "lengths": list(lengths), "rewards": values}
+            row = {"text": name, "lengths": list(lengths), **known._asdict()}
             with self._file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def gain(
+    own: torch.Tensor, trees: torch.Tensor, known: torch.Tensor, reference: torch.Tensor
+) -> torch.Tensor:
+    """The rewards `own` [P] of trees less those `known` [P] of the reference's, 0 for the same tree
+    by its name, `trees` and `reference` [P]: the last bits of a reward differ with the trees that
+    are scored beside it, which standardising would blow up."""
+    same = trees == reference.to(trees.device)
+    return torch.where(same, 0.0, own - known.to(own.device))
 
 
 def _name(ids: Sequence[int], lengths: Sequence[int]) -> str:
@@ -95,10 +123,11 @@ def check_rewards(folder: str | Path | None, made_of: Mapping[str, object], key:
         )
 
 
-def _read(line: bytes, path: Path) -> dict[str, list[float]]:
+def _read(line: bytes, path: Path) -> dict[str, Known]:
     try:
         row = json.loads(line)
-        return {row["text"]: [float(value) for value in row["rewards"]]}
+        rewards = [float(value) for value in row["rewards"]]
+        return {row["text"]: Known(rewards, [int(name) for name in row["trees"]])}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is damaged: delete this file, its rewards are then computed again"

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from data.batches import Batch, collate
 from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, bytes_per_token, features_folder
+from data.features_local import LocalFolder
 from target.model import Target, TargetOutputs
 from tests.data.test_traces import cut, flip, make
 from tests.tiny import prompts_of, save_tiny, tiny_model
@@ -105,6 +106,28 @@ def rounding(dtype: str, live: torch.Tensor) -> torch.Tensor:
 
 
 # what is read
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
+def test_states_are_read_ahead_of_their_step(target, tmp_path, monkeypatch, dtype):
+    """Once for each time that they were asked for, in the order of the batch that asks."""
+    store = fill(target, tmp_path / "ahead", plan=dataclasses.replace(PLAN, dtype=dtype))
+    first, second = batch_of(TRACES[1], TRACES[0], TRACES[0]), batch_of(TRACES[0], TRACES[1])
+    expected = [answer(store, batch).hidden for batch in (first, second)]
+    reads, rows = [], store.folder.rows
+    monkeypatch.setattr(
+        store.folder, "rows", lambda *given: reads.append(threading.get_ident()) or rows(*given)
+    )
+    store.ahead(batch_of(make(99)))  # is not stored
+    store.ahead(first)
+    store.ahead(second)
+    for batch, states in zip((second, first), reversed(expected), strict=True):
+        found = answer(store, batch).hidden
+        assert all(torch.equal(found[layer], states[layer]) for layer in LAYERS)
+    assert len(reads) == 2
+    assert threading.get_ident() not in reads
+    answer(store, first)
+    assert reads[2:] == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
@@ -277,14 +300,15 @@ def test_a_finished_store_is_found_and_not_written(target, copy, capsys, monkeyp
 def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tmp_path):
     def found(layers, traces=TRACES, dtype="fp32"):
         plan = FeaturesPlan(layers, dtype, tokens_per_shard=60)
-        return FeaturesStore.with_further_layers(target, traces, plan, tmp_path)
+        own = LocalFolder(features_folder(target, traces, plan, tmp_path))
+        return FeaturesStore.with_further_layers(target, traces, plan, own)
 
     folder = features_folder(target, TRACES, PLAN, tmp_path)
     fill(target, folder)
     batch = batch_of(*TRACES[:3])
     store = found(("final_norm",))
     assert store is not None
-    assert store.folder == folder
+    assert str(store.folder) == str(folder)
     assert set(answer(store, batch).hidden) == {"final_norm"}
     every = answer(fill(target, folder), batch).hidden["final_norm"]
     assert torch.equal(answer(store, batch).hidden["final_norm"], every)
@@ -547,11 +571,14 @@ def test_a_shard_cut_short_is_named_and_the_remedy_works(target, whole, copy, da
     assert_same(copy, whole)
 
 
-def test_a_flipped_byte_is_named_when_its_row_is_read(target, copy):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_flipped_byte_is_named_when_its_row_is_read(target, copy, ahead):
     flip(copy / FILES[1], 0.6)
     store = reopen(target, copy)  # a store of terabytes is not read to open it
     failed = []
     for trace in TRACES * 2:
+        if ahead:
+            store.ahead(batch_of(trace))
         try:
             store.outputs(batch_of(trace))
         except UserError as error:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +19,7 @@ from data.render import render, with_answers
 from data.traces import TraceStore
 from scripts import evaluate, import_traces
 from target.sampling import Sampling, warp
-from tests.commands import command, write_jsonl
+from tests.commands import ROOT, command, write_jsonl
 from tests.tiny import EOS, generated
 from tests.tiny import prompts_of as random_prompts
 from trainer.config import UserError
@@ -87,6 +90,14 @@ def test_a_gzipped_log_and_one_domain(tmp_path, target, rows):
     assert [trace.prompt_ids for trace in traces] == [row["prompt_ids"] for row in rows[:4]]
     with pytest.raises(UserError, match="no row of the domain 'prose'; it has code, math"):
         import_log(target, path, tmp_path / "other", ["prose"])
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_lies_beside_a_refused_import_stays(tmp_path, tiny_target, log):
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="these are not answers of"):
+        import_log(tiny_target("llama", seed=5), log, tmp_path, ())
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_greedy_answer_counts_once_and_a_drawn_one_each_time(tmp_path, target, rows, capsys):
@@ -286,3 +297,69 @@ def test_a_wrong_word_is_one_line(tmp_path, monkeypatch, target, given, says, ca
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert list(tmp_path.iterdir()) == []
+
+
+# memory
+
+CHILD = """
+import json, re, sys, threading
+from pathlib import Path
+import numpy as np
+from data import imported, trace_rows
+from data.prompts import refuse_overlap, take
+from target.model import Target
+
+imported.check_text = lambda *_: None  # random rows are nobody's answers
+trace_rows.BATCH_BYTES = 1 << 18  # what is needed whatever the number of rows
+
+def anonymous():
+    with open("/proc/self/smaps_rollup") as file:
+        return 1024 * int(re.search(r"^Anonymous:\\s+(\\d+)", file.read(), re.M)[1])
+
+def written(name):
+    target = Target.load(sys.argv[2])
+    target.vocab_size = 150_000  # ids beyond 256 are objects of their own in Python
+    imported.import_log(target, folder / f"{name}.jsonl", folder / name, ())
+
+def held(name):
+    prompts = take(imported.prompts_of(imported.open_imported(folder / name)), 10**6, 0)
+    refuse_overlap(prompts, prompts[:0])
+    return prompts
+
+work, folder = {"import": written, "prompts": held}[sys.argv[1]], Path(sys.argv[3])
+def most(name):
+    found, ended = [anonymous()], threading.Event()
+
+    def watch():
+        while not ended.wait(0.01):
+            found.append(anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = work(name)
+    ended.set()
+    watcher.join()
+    return max(found)
+
+few = most("small")
+print(most("large") - few)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_importing_and_the_prompts_of_a_store_take_less_than_ten_bytes_a_token(
+    tmp_path, tiny_folder
+):
+    """Most that they hold at any moment, of a log and of one of eight times as many rows."""
+    draw = np.random.default_rng(0).integers
+    for name, count in (("small", 1000), ("large", 8000)):
+        tokens = draw(1000, 150_000, (count, 250)).tolist()
+        write_jsonl(tmp_path / f"{name}.jsonl", [
+            {"prompt_ids": ids[:200], "response_ids": ids[200:], "temperature": 1.0}
+            for ids in tokens
+        ])  # fmt: skip
+    for what in ("import", "prompts"):
+        command = [sys.executable, "-c", CHILD, what, str(tiny_folder("llama")), str(tmp_path)]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr
+        assert int(found.stdout) < 10 * 7000 * 250, what

@@ -89,3 +89,14 @@ def test_text_that_is_neither_kept_nor_stored_is_computed_now(target, forwards, 
         expected, text = live(target, one).hidden["final_norm"], one.document_ids >= 0
         torch.testing.assert_close(outputs.hidden["final_norm"][text], expected[text])
     assert teacher_of(target).outputs(OTHERS, LOGITS) is not None
+
+
+def test_logits_of_stored_text_follow_from_its_final_state(target, forwards, batch, tmp_path):
+    plan = FeaturesPlan(LOGITS.states, "fp32")
+    stored = teacher_of(target, write_features(target, TRACES, plan, tmp_path, batch_size=2))
+    forwards.clear()
+    found = stored.outputs(batch, LOGITS).logits
+    assert not forwards
+    rows, index = batch.loss_mask[:, 1:].nonzero(as_tuple=True)
+    expected = live(target, batch).logits[rows, index]
+    torch.testing.assert_close(found[rows, index], expected)

@@ -32,6 +32,7 @@ MEDUSA = {
     "medusa_shared": MedusaSettings(2, 1, own_head=False),
     "medusa_tied": MedusaSettings(2, 2, tie_layers=True),
     "medusa_no_layers": MedusaSettings(2, 0),
+    "medusa_reduced": MedusaSettings(2, 1),
 }
 EAGLE = {
     "eagle": Eagle1Settings(["final_norm"], WIDTH),
@@ -55,9 +56,9 @@ def noisy(drafter, seed=0):
 
 
 def made(kind, target):
+    kept = KEPT if kind.endswith("_reduced") else None
     if kind in MEDUSA:
-        return noisy(MedusaDrafter.build(target, MEDUSA[kind]))
-    kept = KEPT if kind == "eagle3_reduced" else None
+        return noisy(MedusaDrafter.build(target, MEDUSA[kind], kept))
     return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
@@ -112,6 +113,23 @@ def test_medusa_heads_are_numbered_and_padded_with_the_mean_of_the_real_rows(tin
     assert config["architectures"] == ["MedusaModel"]
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
     assert config["medusa_fc_bias"] is True
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_padded"])
+def test_a_reduced_vocabulary_of_medusa_is_padded_so_that_it_drafts_the_same(
+    tiny_target, tmp_path, name
+):
+    target = tiny_target(name, layers=4)
+    drafter = made("medusa_reduced", target)
+    folder = exported("vllm", drafter, tmp_path / "out")
+    config, rows = config_of(folder), tensors_of(folder)["medusa_heads.1.1.weight"]
+    assert config["truncated_vocab_size"] == config["vocab_size"] == len(rows)
+    assert torch.equal(rows[KEPT], drafter.lm_heads[1].weight)
+    outside = [i for i in range(len(rows)) if i not in KEPT]
+    assert torch.allclose(rows[outside], rows[KEPT].mean(0), atol=1e-6)
+    states = torch.randn(2000, WIDTH, generator=torch.Generator().manual_seed(0))
+    first = (states @ rows.T).argmax(-1)
+    assert torch.equal(first, drafter.project(states, 2).argmax(-1))
 
 
 def test_a_shared_output_matrix_is_written_once(tiny_target, tmp_path):
@@ -379,6 +397,20 @@ def test_a_spoilt_eagle3_export_is_refused_by_name(whole, tmp_path, name):
             "vllm",
             lambda t, c: t.pop("medusa_heads.0.1.weight"),
             "'medusa_heads.0.1.weight' is missing",
+        ),
+        (
+            "medusa_reduced",
+            "vllm",
+            lambda t, c: t["medusa_heads.1.1.weight"].index_copy_(
+                0, KEPT + 1, 2 * t["medusa_heads.1.1.weight"][KEPT]
+            ),
+            "at depth 2 an id could be drafted that has no token or is not in the draft vocabulary",
+        ),
+        (
+            "medusa_reduced",
+            "vllm",
+            lambda t, c: t["medusa_heads.0.1.weight"][KEPT[5]].mul_(1.01),
+            "logits at depth 1 differ",
         ),
         ("medusa_shared", "vllm", lambda t, c: c.update(vocab_size=128), "'truncated_vocab_size'"),
         (

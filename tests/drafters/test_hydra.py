@@ -14,6 +14,7 @@ from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
     assert_causal,
+    assert_drafts_kept_tokens_only,
     assert_gradients_reach_everything,
     assert_greedy_text_is_the_targets,
     assert_one_token_prompts_begin,
@@ -39,12 +40,14 @@ KINDS = {
     "random": HydraSettings(K, identity_residual=False),
     "prefix": HydraSettings(K, prefix_layer=True),
     "plus plus": HydraSettings(K, 4, prefix_layer=True, dropout=0.2, shared_lm_head=True),
+    "kept": HydraSettings(K, prefix_layer=True),
 }
+KEPT = torch.tensor([token for token in range(VOCAB_SIZE) if token % 3])
 
 
 def made(target, kind="plain") -> HydraDrafter:
     torch.manual_seed(0)
-    return HydraDrafter.build(target, KINDS[kind]).eval()
+    return HydraDrafter.build(target, KINDS[kind], KEPT if kind == "kept" else None).eval()
 
 
 @pytest.fixture
@@ -154,6 +157,12 @@ def test_rounds_and_branches_follow_the_unroll(kind, target):
     assert_one_token_prompts_begin(drafter, target)
 
 
+def test_a_reduced_vocabulary_is_all_that_is_drafted(target):
+    drafter = made(target, "kept")
+    assert torch.equal(drafter.output_head(2).weight, target.head.weight[KEPT])
+    assert_drafts_kept_tokens_only(randomised(drafter), target, KEPT, K)
+
+
 def test_the_prefix_layer_of_other_families_drafts_what_it_trains(tiny_target):
     for name in ("qwen3", "gemma3"):
         target = tiny_target(name)
@@ -254,11 +263,12 @@ def test_dropout_is_of_training_alone(target):
 # --- decoding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "prefix"])
+@pytest.mark.parametrize("kind", ["plain", "prefix", "kept"])
 def test_greedy_decoding_gives_the_targets_text(kind, target):
     drafter = fitted(made(target, kind), target, K)
     accepted = assert_greedy_text_is_the_targets(drafter, target, Budget(3))
-    assert {0, 1, 3} < set(accepted), "the heads must be right and wrong"
+    often = {0, 1} if kind == "kept" else {0, 1, 3}
+    assert often < set(accepted), "the heads must be right and wrong"
     for shape in (BUSHY, DynamicTree(12, 3, 4)):
         budget = Budget(3, tree=shape)
         with_tree = assert_greedy_text_is_the_targets(drafter, target, budget)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from drafters.medusa import MedusaDrafter, MedusaSettings
@@ -16,6 +17,7 @@ from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
     assert_causal,
+    assert_drafts_kept_tokens_only,
     assert_gradients_reach_everything,
     assert_greedy_text_is_the_targets,
     assert_one_token_prompts_begin,
@@ -41,12 +43,14 @@ KINDS = {
     "deep": MedusaSettings(K, 3, own_head=False),
     "tied": MedusaSettings(K, 3, tie_layers=True),
     "head alone": MedusaSettings(K, 0),
+    "kept": MedusaSettings(K),
 }
+KEPT = torch.tensor([token for token in range(VOCAB_SIZE) if token % 3])
 
 
 def made(target, kind="own") -> MedusaDrafter:
     torch.manual_seed(0)
-    return MedusaDrafter.build(target, KINDS[kind])
+    return MedusaDrafter.build(target, KINDS[kind], KEPT if kind == "kept" else None)
 
 
 @pytest.fixture
@@ -70,7 +74,8 @@ def test_a_fresh_head_scores_as_the_target_did_before_the_round(kind, name, tiny
         with torch.no_grad():
             logits = drafter.draft_logits(ids, whole, depth)
         assert logits.shape == (2, 14, VOCAB_SIZE)
-        close(logits[:, depth:], whole.logits[:, :-depth, :VOCAB_SIZE], 1e-4)
+        scored = slice(None) if drafter.kept is None else drafter.kept
+        close(logits[:, depth:, scored], whole.logits[:, :-depth, :VOCAB_SIZE][..., scored], 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -119,6 +124,10 @@ def test_rounds_and_branches_follow_the_unroll(kind, target):
     assert_one_token_prompts_begin(drafter, target)
 
 
+def test_a_reduced_vocabulary_is_all_that_is_drafted(target):
+    assert_drafts_kept_tokens_only(randomised(made(target, "kept")), target, KEPT, K)
+
+
 def test_heads_know_neither_the_future_nor_each_others_tokens(target):
     drafter = randomised(made(target))
     assert_causal(drafter, target, K)
@@ -163,7 +172,7 @@ def test_states_of_half_precision_are_taken(target):
 # --- decoding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("kind", ["own", "shared", "kept"])
 def test_greedy_decoding_gives_the_targets_text(kind, target):
     drafter = fitted(made(target, kind), target, K)
     accepted = assert_greedy_text_is_the_targets(drafter, target, Budget(3))
@@ -219,6 +228,8 @@ def test_tied_layers_are_one_module_and_others_are_not(target):
 def test_stored_heads_load_as_they_were(kind, target, tmp_path):
     drafter = randomised(made(target, kind))
     assert_stored_whole(drafter, target, tmp_path)
+    if kind == "kept":
+        assert torch.equal(MedusaDrafter.from_pretrained(tmp_path, target).kept, KEPT)
     if kind == "tied":
         again = MedusaDrafter.from_pretrained(tmp_path, target)
         assert again.blocks[0].layers[0] is again.blocks[0].layers[2]
@@ -237,6 +248,14 @@ def test_weights_that_are_not_those_described_are_refused(target, tmp_path):
     about["settings"]["num_layers"] = 2
     (tmp_path / "drafter.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match=r"disagree \(.*blocks\.0\.layers\.1\.weight"):
+        MedusaDrafter.from_pretrained(tmp_path, target)
+
+
+def test_a_stored_vocabulary_that_is_not_the_matrices_is_refused(target, tmp_path):
+    made(target, "kept").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"kept": KEPT[:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"disagree \(.*lm_heads\.0\.weight"):
         MedusaDrafter.from_pretrained(tmp_path, target)
 
 

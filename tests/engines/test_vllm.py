@@ -42,10 +42,12 @@ CONFIG = EvalConfig(
     num_prompts=PROMPTS, max_new_tokens=48, temperatures=[0.0], K=K, timing_prompts=0,
     bootstrap_draws=20,
 )  # fmt: skip
-# of a row: what takes the drafter's law, which vLLM does not tell, and where the row came from
+# of a row: what takes the drafter's law, which vLLM does not tell, where the row came from, and
+# costs, which are vLLM's own
 UNTOLD = {
     "alpha", "alpha_ci95", "greedy_match", "greedy_match_ci95", "by_domain", "measured_by",
-    "identical_to_plain", "num_compared",
+    "identical_to_plain", "num_compared", "cost_source", "cost_ratio", "verify_cost",
+    "modelled_speedup",
 }  # fmt: skip
 NO_COST = Cost(0.0, 1.0, 0.0, 0.0)
 
@@ -112,6 +114,7 @@ eagle3 = head("eagle3", 150, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
 CASES = [
     Case("draft_model", "draft_model", load_causal_lm, export_causal_lm),
     Case("medusa", "medusa", head("medusa"), export_flat),
+    Case("medusa reduced vocabulary", "medusa", head("medusa", draft_vocab_size=512), export_flat),
     Case("eagle", "eagle", head("eagle", steps=2), export_flat),
     Case("eagle3", "eagle3", eagle3, export_flat),
     Case("eagle3 whole vocabulary", "eagle3", head("eagle3", 150, steps=K), export_flat),

@@ -18,7 +18,17 @@ import train
 from engines import vllm_server as module
 from engines.vllm_server import command_line, vllm_server
 from engines.web import urlopen
-from tests.commands import ROOT, TWO, command, finish, start, stored_traces, training_stores
+from tests.commands import (
+    ROOT,
+    TWO,
+    command,
+    finish,
+    report_stores,
+    start,
+    stored_traces,
+    training_stores,
+)
+from tests.servers import answers_of
 from trainer.config import RunFault, UserError
 
 FAKE = """
@@ -152,9 +162,11 @@ def test_the_server_is_no_process_of_the_launch_that_starts_it(target, starts, m
 
 
 def test_the_server_takes_of_a_gpu_what_is_free(target, starts, monkeypatch):
-    """The target, and on the second one something else, lie there already."""
-    free = {0: 50, 1: 30}
+    """The target, and on the second one something else, lie there already. Memory that torch holds
+    for later is given back before."""
+    free = {0: 10, 1: 30}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.update({0: 50}))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80))
     for options, share in (({}, "0.56"), ({"tensor_parallel_size": 2}, "0.33")):
         with vllm_server(target, options):
@@ -211,9 +223,10 @@ def test_a_run_has_its_text_from_a_server_of_its_own(
         return command(tmp_path, tiny_folder("llama"), *given, f"run.dir={tmp_path / name}", *more)
 
     assert train.main(words("own")) == 0
-    (store,) = training_stores(tmp_path / "cache")
+    (store,), (held_out,) = (find(tmp_path / "cache") for find in (training_stores, report_stores))
     own = stored_traces(store)
-    answers = {str(t.prompt_ids): t.response_ids for t in own}
+    answers = answers_of([*own, *stored_traces(held_out)])
+    answers = {str([*ids]): answer for ids, answer in answers.items()}
     (tmp_path / "answers").write_text(json.dumps(answers))
     monkeypatch.setenv("FAKE_ANSWERS", str(tmp_path / "answers"))
     served = words("served", "data.engine=vllm", "data.engine_options={max_num_seqs: 7}")
@@ -222,8 +235,9 @@ def test_a_run_has_its_text_from_a_server_of_its_own(
     else:
         code, _, err = finish(start(*TWO, "train.py", *served))
         assert code == 0, err
-    (one,) = starts()  # once, for both processes and for nothing but the training text
+    (one,) = starts()  # once, for both processes and for the text of training and report
     assert "--max-num-seqs" in one["words"]
     assert ended(one["pid"])
     (other,) = [s for s in training_stores(tmp_path / "cache") if s != store]
     assert sorted(map(repr, stored_traces(other))) == sorted(map(repr, own))
+    assert len(report_stores(tmp_path / "cache")) == 2

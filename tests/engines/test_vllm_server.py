@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import json
 import threading
+import time
 
 import pytest
+import torch
 
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.request_log import RequestLog
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
+from drafters.round import Budget
 from engines.completions import served_model
 from engines.request_proxy import RequestProxy
 from engines.vllm_server import free_port, vllm_server
@@ -21,6 +24,7 @@ from engines.web import urlopen
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
+from eval.offline import OfflineEvaluator
 from eval.server import check_server, server_row
 from recipes.common.online import Served, expected_rounds, target_logits
 from target.model import Target
@@ -69,7 +73,9 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
     bench = Bench(target, traces, Sampling(0.0), CONFIG, {"name": "toy", "hash": ""})
     drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", target)
     ours = bench.decoded("draft", drafter, COST).counters
+    began = time.perf_counter()
     theirs = server_row(bench, "draft", address, COST)
+    took = time.perf_counter() - began
     assert theirs.row["lossless"]
     same = ("rounds", "truncated_rounds", "emitted", "submitted", "accepted", "engine_drafts",
             "engine_drafted", "engine_accepted", "engine_accepted_per_position")  # fmt: skip
@@ -79,6 +85,43 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
             name: getattr(other, name) for name in same
         }
     assert theirs.row["engine_accepted"] > CONFIG.num_prompts
+    assert 0.05 * took < sum(one.speculative_s for one in theirs.counters) < took
+    low, median, high = theirs.row["round_s"]
+    assert 0 < low <= median <= high < 1  # of one round, not of an answer
+    assert theirs.row["modelled_speedup"] is None
+
+
+def test_a_reports_text_and_what_follows_its_end_are_those_of_transformers(
+    target, vllm_python, tmp_path
+):
+    """At T=0, to the token unless two are equally likely; drawn look-ahead is not the beginning of
+    its answer again."""
+    prompts = load_prompts("toy", count=12, seed=21, toy_split="eval")
+    plan = GenerationPlan("toy eval", tuple(prompts), (0.0,), max_new_tokens=32, lookahead=K)
+    sizes = {"batch_size": 4, "rows_per_shard": 64}
+    own = generate_traces(target, plan, tmp_path / "own", **sizes)
+    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as (url, _):
+        sizes["servers"] = lambda: contextlib.nullcontext([url])
+        plan = dataclasses.replace(plan, served="vllm")
+        served = generate_traces(target, plan, tmp_path / "served", **sizes)
+        plan = dataclasses.replace(plan, temperatures=(1.0,))
+        drawn = generate_traces(target, plan, tmp_path / "drawn", **sizes)
+    same = 0
+    for one, other in zip(own, served, strict=True):
+        same += one == other
+        texts = [[*t.response_ids, *t.lookahead_ids] for t in (one, other)]
+        parted = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), None)
+        if parted is not None:
+            ids = torch.tensor([one.prompt_ids + texts[0][:parted]])
+            first, second = target.outputs(ids).logits[0, -1].topk(2).values.tolist()
+            assert first - second < 1e-4
+    assert same >= 10
+    assert {t.finish_reason for t in own} == {"eos", "length"}
+    assert sum(t.lookahead_ids == t.response_ids[:K] for t in drawn) < 3
+    for traces, sampling in ((served, Sampling(0.0)), (drawn, Sampling(1.0))):
+        drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", target)
+        found = OfflineEvaluator(target, list(traces), sampling, Budget(K))(drafter)
+        assert sum(one.engine_accepted for one in found.counters) > len(prompts)
 
 
 def answers(target, address, log):

@@ -17,7 +17,7 @@ from drafters.training_free.lookup import PromptLookup
 from drafters.trees.tree import TokenTree
 from eval.counters import check_invariants, counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.offline import OfflineEvaluator
+from eval.offline import OfflineEvaluator, _scored
 from eval.policies.table import make_budget
 from eval.walk import replay
 from target.cache import CachedModel
@@ -442,8 +442,9 @@ def test_the_target_as_its_own_drafter_accepts_everything():
             assert one.overlap_sum == pytest.approx(length, abs=1e-3)
 
 
+@pytest.mark.parametrize("free", [None, 2**17])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_distributions_live_for_a_few_positions_at_a_time(sampling, monkeypatch):
+def test_distributions_live_for_a_few_positions_at_a_time(sampling, free, monkeypatch):
     """All of them together are 130 GB for sixteen texts of 2,000 tokens over a vocabulary of
     152,000."""
     target, wide = target_of(tiny_model("llama"), ()), 3
@@ -451,7 +452,12 @@ def test_distributions_live_for_a_few_positions_at_a_time(sampling, monkeypatch)
     traces = traces_of(target, prompts_of([5, 11, 20, 3]), sampling)
     whole = offline(target, traces, drafter, sampling)
     size = wide * len(traces) * target.vocab_size
-    monkeypatch.setattr("eval.offline.CHUNK_ELEMENTS", size)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", size)
+    monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
+    if free is not None:  # more positions where a device has the memory for them
+        size = free // 64
+        wide = size // (len(traces) * target.vocab_size)
+        assert wide > 3
     with Watch() as watch:
         found = offline(target, traces, drafter, sampling)
     for key, one in found.items():
@@ -543,6 +549,28 @@ def test_unfit_traces_are_refused():
 # --- by position, and the draft vocabulary -------------------------------------------------------
 
 
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SAMPLED, Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.6),
+                 Sampling(1.0, top_k=20)], ids=str,
+)  # fmt: skip
+def test_what_a_reduced_vocabulary_lacks_has_probability_0(sampling, drawn):
+    """Logits of the ids kept are scored as those of all ids, -inf for the rest."""
+    random = torch.Generator().manual_seed(0)
+    kept, shape = torch.tensor([1, 2, 5, 8, 9, 11, 14]), (2, 30)
+    logits = 3 * torch.randn(*shape, len(kept), generator=random)
+    whole = logits.new_full((*shape, 16), -torch.inf)
+    whole[..., kept] = logits
+    tokens = torch.randint(16, shape, generator=random)
+    p = torch.randn(*shape, 16, generator=random).softmax(-1) if drawn else None
+    found = _scored(logits, kept, tokens, p, sampling)
+    wanted = _scored(whole, None, tokens, p, sampling)
+    for name, value in vars(wanted).items():
+        torch.testing.assert_close(getattr(found, name), value, rtol=1e-6, atol=1e-7)
+    assert (found.own > 0).any()
+    assert (found.own[~torch.isin(tokens, kept)] == 0).all()
+
+
 def test_rounds_are_counted_by_the_place_in_the_answer_at_which_they_begin():
     """At T=0 equal to decoding, range by range; the ranges add up to the answer."""
     target = target_of(tiny_model("llama"), ())
@@ -559,18 +587,24 @@ def test_rounds_are_counted_by_the_place_in_the_answer_at_which_they_begin():
         assert min(one.rounds_from[:3]) > 0 == max(one.rounds_from[3:])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_cost_of_a_draft_vocabulary_bounds_what_the_whole_one_would_gain(sampling):
-    """An EAGLE-3 head that knows half of the tokens, and the same head with all of them: its output
-    rows of the kept tokens are equal."""
+def test_the_cost_of_a_draft_vocabulary_bounds_what_the_whole_one_would_gain(sampling, kind):
+    """A head that knows half of the tokens, and the same head with all of them: its output rows of
+    the kept tokens are equal."""
     target = target_of(tiny_model("llama"), ())
     traces = traces_of(target, PROMPTS, sampling)
     kept = torch.arange(0, target.vocab_size, 2)
+
+    def build(kept=None):
+        if kind == "medusa":
+            return MedusaDrafter.build(target, MedusaSettings(K), kept)
+        return build_eagle(target, three([0, 1, "final_norm"]), kept=kept)
+
     torch.manual_seed(0)
-    whole = fitted(build_eagle(target, three([0, 1, "final_norm"])), target, K)
-    reduced = build_eagle(target, three([0, 1, "final_norm"]), kept=kept).eval()
-    weights = whole.state_dict() | {"kept": kept, "lm_head.weight": whole.lm_head.weight[kept]}
-    reduced.load_state_dict(weights)
+    whole, reduced = fitted(build(), target, K), build(kept).eval()
+    weights = {n: t[kept] if "lm_head" in n else t for n, t in whole.state_dict().items()}
+    reduced.load_state_dict(weights | {"kept": kept})
     evaluator = OfflineEvaluator(target, traces, sampling, Budget(K))
     one, other = evaluator(reduced), evaluator(whole)
     assert other.draft_vocabulary is None

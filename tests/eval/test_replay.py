@@ -17,6 +17,7 @@ from target.cache import CachedModel
 from target.decode import Request, decode
 from target.sampling import Sampling, warp
 from tests.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
+from tests.watch import Watch
 from trainer.config import UserError
 
 K = 3
@@ -112,6 +113,16 @@ def test_ranks_are_measured_at_the_rows_own_temperature(target, drafter, traces)
     torch.testing.assert_close(found, masses / tried)
     greedy = torch.tensor(rank_accuracy(target, traces, drafter, K, GREEDY))
     assert float((found - greedy).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.5, top_k=5)])
+def test_ranks_do_not_depend_on_the_chunks(target, drafter, traces, sampling, monkeypatch):
+    whole = rank_accuracy(target, traces, drafter, K, sampling)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 2 * target.vocab_size)
+    with Watch() as watch:
+        parts = rank_accuracy(target, traces, drafter, K, sampling)
+    torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole), rtol=1e-6, atol=1e-7)
+    assert (2, target.vocab_size) in watch.shapes
 
 
 def test_traces_of_another_sampling_are_refused(target, traces):

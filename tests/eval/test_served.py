@@ -25,6 +25,7 @@ from engines.vllm_run import (
     EngineCounters,
     EngineRun,
     Speculation,
+    Timing,
     from_metrics,
     scrape,
     serve,
@@ -33,12 +34,14 @@ from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
 from eval.report.schema import build_report
+from eval.report.tables import notes
 from eval.served import engine_row, prompt_counters, served_row
 from target.sampling import Sampling
 from tests.tiny import EOS, perturbed
 from trainer.config import RunFault, UserError
 
 K, NEW = 3, 20
+UNTIMED = {"round_cost": None}
 SAMPLED = Sampling(0.7, top_k=5, top_p=0.9)
 
 METRICS = """
@@ -56,8 +59,15 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="a",pos
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="1"} 30.0
 vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="a",position="1"} 1.7e9
 vllm:generation_tokens_total{engine="0",model_name="a"} 4000.0
+vllm:request_decode_time_seconds_bucket{engine="0",le="0.3",model_name="a"} 5.0
+vllm:request_decode_time_seconds_count{engine="0",model_name="a"} 8.0
+vllm:request_decode_time_seconds_count{engine="1",model_name="a"} 1.0
+vllm:request_decode_time_seconds_sum{engine="0",model_name="a"} 2.5
+vllm:request_decode_time_seconds_sum{engine="1",model_name="a"} 0.5
+vllm:request_decode_time_seconds_created{engine="1",model_name="a"} 1.7e+09
 """
 EARLIER = METRICS.replace(" 60.0", " 40.0").replace(" 90.0", " 50.0").replace(" 900.0", " 700.0")
+EARLIER = EARLIER.replace(" 8.0", " 7.0").replace(" 2.5", " 2.25")
 
 # Answers each prompt with its own ids and rounds of one drafted token, or as FAKE_VLLM says.
 FAKE_VLLM = """
@@ -73,15 +83,21 @@ class LLM:
         if how == "die": raise RuntimeError("Model architectures ['X'] are not supported")
         if how == "leave": sys.exit(0)
         self.given, self.llm_engine = given, Box(engine_core=Box(shutdown=lambda: None))
+        self.calls = self.prompts = 0
     def generate(self, prompts, params, use_tqdm):
         import json
         assert "localhost" in os.environ["no_proxy"] and "localhost" in os.environ["NO_PROXY"]
         with open(os.environ["FAKE_LOG"], "a") as log:
             log.write(json.dumps([self.given, [p.given for p in params]]) + "\\n")
-        rounds = {"spec_decode_metrics": Box(per_step_drafted=[1, 1], per_step_accepted=[1, 0])}
-        return [Box(outputs=[Box(token_ids=p["prompt_token_ids"], **rounds)]) for p in prompts]
+        self.calls, self.prompts = self.calls + 1, self.prompts + len(prompts)
+        drafts = self.given.get("speculative_config")
+        rounds = Box(per_step_drafted=[1, 1], per_step_accepted=[1, 0]) if drafts else None
+        seconds = 99 if self.calls == 2 else 3 if drafts else 2.5  # the second call is a warm-up
+        times = Box(scheduled_ts=1, first_token_ts=7, last_token_ts=7 + seconds)
+        texts = [Box(token_ids=p["prompt_token_ids"], spec_decode_metrics=rounds) for p in prompts]
+        return [Box(outputs=[text], metrics=times) for text in texts]
     def get_metrics(self):
-        rounds = 2 * (how != "lose")
+        rounds = self.prompts * (how != "lose")
         sums = {"drafts": 2 * rounds, "draft_tokens": 2 * rounds, "accepted_tokens": rounds}
         prefix = "vllm:spec_decode_num_"
         yield Box(name="vllm:other", value=1)
@@ -90,7 +106,7 @@ class LLM:
 """
 PLATFORMS = """
 from types import SimpleNamespace as Box
-current_platform = Box(is_cpu=lambda: False)
+current_platform = Box(is_cpu=lambda: False, get_device_name=lambda: "a device")
 """
 
 
@@ -118,7 +134,10 @@ def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_tar
     found = ask(target)
     alone = found["plain"]
     assert alone.seconds > 0
-    assert alone == EngineRun([[4, 5], [6, 7, 8]], None, [], None, "vllm 0", alone.seconds)
+    machine = "float32 on a device, in eager mode"
+    assert alone == EngineRun(
+        [[4, 5], [6, 7, 8]], None, [], None, "vllm 0", alone.seconds, machine, {}
+    )
     one = found["a"]
     assert one.tokens == [[4, 5], [6, 7, 8]]
     assert one.rounds == [[[1, 1], [1, 0]]] * 2
@@ -136,6 +155,14 @@ def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_tar
     assert params[0]["stop_token_ids"] == [EOS]
     assert params[0]["ignore_eos"]
     assert (params[0]["temperature"], params[0]["max_tokens"]) == (0.0, NEW)
+
+
+def test_prompts_are_timed_alone_after_a_warm_up_and_are_not_counted_again(fake, tiny_target):
+    found = ask(tiny_target("llama"), alone=[1, 0])
+    assert found["plain"].alone == {1: Timing(2.5, 2, 2), 0: Timing(2.5, 1, 1)}
+    assert found["a"].alone == {1: Timing(3, 2, 2), 0: Timing(3, 2, 1)}
+    assert found["a"].counters == EngineCounters(4, 4, 2, [2])
+    assert len(found["a"].tokens) == 2
 
 
 def test_sampling_reaches_the_engine_and_the_drafter(fake, tiny_target):
@@ -214,7 +241,7 @@ def test_the_repaired_kernel_repeats_by_prompt_and_replaces(monkeypatch):
 
 def test_metrics_are_summed_over_engines_and_ordered_by_position():
     found = from_metrics(METRICS.replace('position="10"', 'position="3"'))
-    assert found == EngineCounters(75, 900, 150, [100, 30, 19, 1])
+    assert found == EngineCounters(75, 900, 150, [100, 30, 19, 1], 9, 3.0)
     assert found.tokens_per_round == 3.0
     ten = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {i}.0' for i in
            range(11)]  # fmt: skip
@@ -266,7 +293,7 @@ def test_scraping_before_and_after(server):
     before = scrape(server.url)
     server.text = METRICS
     after = scrape(server.url + "/metrics")
-    assert after - before == EngineCounters(20, 200, 40, [40, 0, 0, 0])
+    assert after - before == EngineCounters(20, 200, 40, [40, 0, 0, 0], 1, 0.25)
     with pytest.raises(RunFault, match="started again"):
         before - after
 
@@ -312,8 +339,9 @@ def measured(tiny_target, tmp_path_factory):
         rounds[one.prompt_hash].append([one.submitted, one.engine_accepted])
     tokens = [trace.response_ids for trace in bench.traces]
     told = EngineRun(
-        tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0", 1.0
-    )
+        tokens, Speculation("draft_model", "x", K), list(rounds.values()), None, "vllm 0", 1.0,
+        "a machine", {},
+    )  # fmt: skip
     return bench, ours, told
 
 
@@ -339,12 +367,51 @@ def test_a_row_has_the_shape_and_the_numbers_of_our_own(measured):
     plain = dataclasses.replace(told, drafter=None)
     row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
     build_report({}, {}, {}, [row], [], [])  # would refuse another shape
-    origin = {"measured_by", "num_compared", "identical_to_plain"}
+    origin = {"measured_by", "num_compared", "identical_to_plain", "cost_source", "cost_ratio",
+              "verify_cost", "modelled_speedup"}  # fmt: skip
     assert {k for k in row.keys() & ours.row.keys() if row[k] != ours.row[k]} == origin
     assert (row["measured_by"], row["engine"]) == ("vllm", "vllm 0")
     assert row["identical_to_plain"] == 1.0
     assert row["lossless"]
     assert row["engine_accepted"] > 0
+
+
+def test_costs_are_the_engines_and_count_decoding_by_rounds(measured):
+    """A round takes 30 ms, a token of plain decoding 20; in one of three prompts 120 and none; an
+    answer of one token has no decoding to time."""
+    bench, _, told = measured
+    timed = {0: Timing(0.3, 10, 16), 3: Timing(0.6, 20, 30), 4: Timing(0.6, 5, 16),
+             5: Timing(0.0, 0, 0)}  # fmt: skip
+    alone = {i: Timing(0.02 * one.tokens, one.tokens, one.tokens) for i, one in timed.items()}
+    alone[4] = Timing(0.0, 16, 16)
+    served = dataclasses.replace(told, alone=timed)
+    plain = dataclasses.replace(told, drafter=None, alone=alone)
+    row = served_row(bench, "draft", served, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
+    build_report({}, {}, {}, [row], [], [])
+    assert row["token_s"] == pytest.approx([0.01, 0.02, 0.02])
+    assert row["round_s"] == pytest.approx([0.03, 0.03, 0.075])
+    assert row["modelled_speedup"] == pytest.approx(row["tokens_per_round"] / 1.5)
+    # of the prompts that have a time of both
+    assert row["speedup"] == pytest.approx(0.02 * 46 / 0.9)
+    assert row["cost_source"] == "vllm 0 in a machine, batch 1"
+    (note,) = [one for one in notes([row]) if "round" in one]
+    assert note == (
+        "draft: a round takes 30 ms (quartiles 30 and 75) in vllm 0 in a machine, batch 1, a token "
+        "of plain decoding 20 ms (quartiles 10 and 20). A round costs as much as 1.50 such tokens "
+        f"(1.50 to 7.50 between the quartiles): at K={K} the speed-up of any drafter of this shape "
+        "is its tokens per round over that."
+    )
+    slow = served_row(bench, "draft", served, plain, Cost(9.0, 9.0, 0.1, 0.1)).row
+    assert slow == row  # times of this project's decoding say nothing of an engine
+
+
+def test_without_times_of_the_engine_nothing_is_modelled(measured):
+    bench, _, told = measured
+    plain = dataclasses.replace(told, drafter=None)
+    row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
+    untimed = ("token_s", "round_s", "round_cost", "modelled_speedup", "speedup", "cost_ratio")
+    assert [row[name] for name in untimed] == [None] * len(untimed)
+    assert not [one for one in notes([row]) if "modelled" in one or "round" in one]
 
 
 def test_an_answer_that_differs_from_plain_decoding_is_listed(measured):
@@ -366,12 +433,12 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
     sharp.sampling = Sampling(0.01)
     for shift, lossless in ((0, True), (1, False)):
         answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
-        found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row
+        found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row
         assert found["lossless"] == lossless
         assert (
             "does not sample the target's distribution" in (found.get("note") or "")
         ) != lossless
     answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
-    assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, {}).row[
+    assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row[
         "lossless"
     ]

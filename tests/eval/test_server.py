@@ -15,6 +15,7 @@ from eval import server as module
 from eval.costs import Cost
 from eval.counters import NUM_RANGES, RANGES
 from eval.report.schema import build_report
+from eval.report.tables import notes
 from eval.server import check_server, server_row
 from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
 from tests.tiny import VOCAB_SIZE
@@ -29,8 +30,10 @@ def vllm_server(server, measured):
     times the page is asked before it shows the newest counters."""
     bench, _, told = measured
     whole = {tuple(t.prompt_ids): i for i, t in enumerate(bench.traces)}
-    state = types.SimpleNamespace(url=server.url, late=0, waiting=0, asked=[], changed=None)
-    old, new = EngineCounters(3, 12, 5, [3, 1, 1]), None
+    state = types.SimpleNamespace(
+        url=server.url, late=0, waiting=0, asked=[], changed=None, answers=1
+    )
+    old, new = EngineCounters(3, 12, 5, [3, 1, 1], 7, 3.0), None
 
     def page(counters):
         def line(name, value, position=""):
@@ -40,7 +43,8 @@ def vllm_server(server, measured):
         found += line("accepted_tokens", counters.accepted)
         for i, value in enumerate(counters.accepted_per_position):
             found += line("accepted_tokens_per_pos", value, f',position="{i}"')
-        return found
+        times = "vllm:request_decode_time_seconds_"
+        return f"{found}{times}count{{}} {counters.answers}.0\n{times}sum{{}} {counters.decode_s}\n"
 
     def get(path):
         nonlocal old
@@ -60,7 +64,11 @@ def vllm_server(server, measured):
         reached = [sum(a > i for a in rounds) for i in range(K)]
         total = [x + y for x, y in zip(now.accepted_per_position, reached, strict=True)]
         drafts = now.drafts + len(rounds)
-        new = EngineCounters(drafts, now.drafted + K * len(rounds), sum(total), total)
+        seconds = 0.25 * len(rounds)  # exact in a sum
+        new = EngineCounters(
+            drafts, now.drafted + K * len(rounds), sum(total), total,
+            now.answers + state.answers, now.decode_s + seconds,
+        )  # fmt: skip
         state.waiting = state.late
         tokens = told.tokens[index] if state.changed is None else state.changed(told.tokens[index])
         return json.dumps({"choices": [{"token_ids": tokens}]})
@@ -81,7 +89,8 @@ def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
     assert found.row["by_position"] == []
     for one, expected in zip(found.counters, ours.counters, strict=True):
         known = dataclasses.replace(expected, overlap_sum=0.0, overlap_count=0.0, **untold)
-        assert one == dataclasses.replace(known, identical=True)
+        times = {"speculative_s": 0.25 * known.rounds, "speculative_tokens": known.emitted}
+        assert one == dataclasses.replace(known, identical=True, **times)
     for key in ("tokens_per_round", "draft_acceptance_rate", "engine_accepted_per_position"):
         assert found.row[key] == ours.row[key]
     assert found.row["alpha_hat"] is None
@@ -124,6 +133,25 @@ def test_counters_that_are_not_of_the_answer_are_a_fault(
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     vllm_server.changed = changed
     with pytest.raises(RunFault, match=told):
+        server_row(measured[0], "draft", vllm_server.url, COST)
+
+
+def test_a_running_server_has_times_of_rounds_alone(measured, vllm_server):
+    row = server_row(measured[0], "draft", vllm_server.url, COST).row
+    assert row["round_s"] == [0.25] * 3
+    assert row["speculative_tokens_per_s"] == pytest.approx(row["tokens_per_round"] / 0.25)
+    unknown = ("token_s", "round_cost", "cost_ratio", "verify_cost", "modelled_speedup", "speedup")
+    assert [row[name] for name in unknown] == [None] * len(unknown)
+    (note,) = [one for one in notes([row]) if "round" in one]
+    assert note == (
+        "draft: a round takes 250 ms (quartiles 250 and 250) in vllm 9 server, batch 1, which "
+        "drafts in every round: its time of plain decoding is not known."
+    )
+
+
+def test_another_clients_answer_among_the_times_is_a_fault(measured, vllm_server):
+    vllm_server.answers = 2
+    with pytest.raises(RunFault, match=r"counted 2 answers and .* another client uses it"):
         server_row(measured[0], "draft", vllm_server.url, COST)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from drafters.causal_lm import CausalLMDrafter
-from drafters.round import DraftState
+from drafters.round import Budget, DraftState, Steps
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.static import StaticTree
 from drafters.trees.table import parse_shape
@@ -17,6 +18,7 @@ from target.model import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
 from tests.eagle import build_eagle, eagle_settings
 from tests.heads import BUSHY, randomised
+from tests.kernels import chosen_as_on_a_gpu
 from tests.tiny import VOCAB_SIZE, prompts_of
 from trainer.config import UserError
 
@@ -51,6 +53,29 @@ def next_logits(target, ids):
     return target.outputs(torch.tensor([ids])).logits[0, -1, :VOCAB_SIZE]
 
 
+class Perfect(Steps):
+    """The target as its own drafter, each path by itself."""
+
+    start_width, target_layers = 1, ()
+
+    def __init__(self, target):
+        self.target = target
+
+    def branches(self, ids, outputs):
+        self.ids = ids[0].tolist()
+        return self
+
+    def start(self, state, budget):
+        self.paths = [[self.ids[:length]] for length in state.lengths.tolist()]
+        return torch.stack([next_logits(self.target, paths[0]) for paths in self.paths])
+
+    def extend(self, tokens, parents, depth):
+        for paths, own, above in zip(self.paths, tokens.tolist(), parents.tolist(), strict=True):
+            paths += [paths[p + 1] + [t] for t, p in zip(own, above, strict=True)]
+        new = [paths[-tokens.shape[1] :] for paths in self.paths]
+        return torch.stack([torch.stack([next_logits(self.target, p) for p in row]) for row in new])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "llama_padded"])
 def test_every_node_has_the_targets_probability_of_its_token(name, tiny_target):
     """Against a plain forward pass of the prefix and the path, nothing else in sight."""
@@ -65,14 +90,16 @@ def test_every_node_has_the_targets_probability_of_its_token(name, tiny_target):
             assert bool(found.best[row, node]) == (int(logits.argmax()) == token)
 
 
+@pytest.mark.parametrize("kernel", [contextlib.nullcontext, chosen_as_on_a_gpu])
 @pytest.mark.parametrize("shape", [TREE, BUSHY])
 @pytest.mark.parametrize(("version", "kept"), [(3, None), (3, KEPT), (1, None)])
-def test_trees_are_those_of_decoding(shape, version, kept, tiny_target):
+def test_trees_are_those_of_decoding(shape, version, kept, kernel, tiny_target):
     """A drafter that has seen the prefix and nothing behind it drafts the same."""
     target = tiny_target("llama")
     drafter = head(target, version, kept)
-    text, found = scored(target, drafter, shape=shape)
-    budget = TreeScorer(target, shape).budget
+    with kernel():
+        text, found = scored(target, drafter, shape=shape)
+    budget = Budget.of(shape)
     for row, length in enumerate(LENGTHS):
         ids = torch.tensor([text[:length]])
         outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
@@ -95,7 +122,7 @@ def test_trees_are_those_of_decoding(shape, version, kept, tiny_target):
 def test_a_perfect_drafter_is_worth_the_depth(shape, tiny_target):
     """At temperature 0 on any text: the first node competes with the token behind the prefix."""
     target = tiny_target("llama")
-    _, found = scored(target, CausalLMDrafter.of_target(target), shape=shape, temperature=0.0)
+    _, found = scored(target, Perfect(target), shape=shape, temperature=0.0)
     for aggregation in ("node_sum", "max"):
         assert found.reward(aggregation).tolist() == [shape.depth] * len(LENGTHS)
     tokens, lengths = found.accepted("greedy")
@@ -131,7 +158,7 @@ def test_node_sum_is_what_verification_accepts(tiny_target):
 @pytest.mark.parametrize("drafter", ["head", "target"])
 def test_the_greedy_path_is_the_verifiers(drafter, tiny_target):
     target = tiny_target("llama")
-    one = head(target) if drafter == "head" else CausalLMDrafter.of_target(target)
+    one = head(target) if drafter == "head" else Perfect(target)
     text, found = scored(target, one)
     tokens, lengths = found.accepted("greedy")
     for row, length in enumerate(LENGTHS):
@@ -156,8 +183,8 @@ def test_chunks_of_prefixes_change_nothing(temperature, tiny_target):
     target = tiny_target("llama")
     drafter = head(target)
     whole, *others = (
-        scored(target, drafter, temperature=temperature, chunk_slots=slots)[1]
-        for slots in (1 << 14, 1, 100)
+        scored(target, drafter, temperature=temperature, chunk_tokens=tokens)[1]
+        for tokens in (1 << 12, 1, 20)
     )
     for other in others:
         assert torch.equal(other.tree.tokens, whole.tree.tokens)
@@ -169,7 +196,7 @@ def test_nodes_are_scored_in_chunks_of_the_vocabulary(tiny_target, monkeypatch):
     target = tiny_target("llama")
     drafter = head(target)
     _, whole = scored(target, drafter)
-    monkeypatch.setattr("eval.tree_reward.CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
     _, parts = scored(target, drafter)
     torch.testing.assert_close(parts.log_p, whole.log_p, rtol=1e-5, atol=1e-5)
     assert torch.equal(parts.best, whole.best)
@@ -271,8 +298,7 @@ def test_the_drafters_own_greedy_path_may_be_pruned(tiny_target):
     """As deep as it drafts alone, as far as the tree has kept it."""
     target = tiny_target("llama")
     text, found = scored(target, head(target))
-    budget = TreeScorer(target, DynamicTree(4, 4, 1)).budget
-    (chains,) = TreeScorer(target, budget.tree)(text, LENGTHS, [head(target)])
+    (chains,) = TreeScorer(target, DynamicTree(4, 4, 1))(text, LENGTHS, [head(target)])
     depths = []
     for row in range(len(LENGTHS)):
         paths = [path_of(found.tree, row, node) for node in range(TREE.num_nodes)]

@@ -1,6 +1,8 @@
-"""Stored states of the training text: found again by another recipe."""
+"""Stored states of the training text: by which recipes they are read, and found again."""
 
 from __future__ import annotations
+
+import pytest
 
 import train
 from tests.commands import command, read_jsonl
@@ -25,3 +27,44 @@ def test_a_recipe_reads_the_states_that_another_one_stored(tmp_path, tiny_folder
     assert len([*(tmp_path / "cache" / "features").iterdir()]) == 1
     assert shared
     assert shared == losses("own", "other", "recipe=medusa")
+
+
+def test_states_of_held_out_texts_are_stored_too(tmp_path, tiny_folder, capsys):
+    """Over the same traces a run with another seed, which holds out others, finds its states."""
+    words = command(tmp_path, tiny_folder("llama"), "recipe=medusa", "run.stage=train")
+    assert train.main([word for word in words if not word.startswith("method.draft")]) == 0
+    assert "features: 8 rows, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["recipe=distillspec", "method.control=true"],
+        ["recipe=distillspec", "method.data_mix={target: 0.5, draft: 0.5}"],
+        [
+            "recipe=fastdraft",
+            "method.divergence=fkl",
+            "trainer.lr_warmup_steps=1",
+            "method.pretrain_steps=2",
+            "method.continue_steps=2",
+        ],
+        ["recipe=specdecpp"],
+    ],
+    ids=["beside a stage without a teacher", "draft text too", "raw text too", "states and logits"],
+)
+def test_a_teacher_of_logits_is_read_from_stored_states(tmp_path, tiny_folder, capsys, given):
+    def losses(features: str) -> list[float]:
+        words = command(
+            tmp_path, tiny_folder("llama"), f"run.dir={tmp_path / features}",
+            f"data.features={features}", "data.features_dtype=fp32", "trainer.max_steps=4",
+            "trainer.log_every=1", *given,
+        )  # fmt: skip
+        assert train.main(words) == 0
+        rows = read_jsonl(tmp_path / features / "metrics.jsonl")
+        return [row["loss"] for row in rows if "loss" in row]
+
+    expected = losses("live")
+    assert "features:" not in capsys.readouterr().out
+    found = losses("cached")
+    assert "features:" in capsys.readouterr().out
+    assert found == pytest.approx(expected, rel=1e-5)

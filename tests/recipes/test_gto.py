@@ -17,6 +17,7 @@ from data.batches import collate
 from drafters.layers import Shared
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.trees.tree import TokenTree
 from eval.tree_reward import AGGREGATIONS
 from phases import shared
 from recipes import eagle, eagle3
@@ -459,6 +460,31 @@ def test_rewards_of_another_device_are_refused(target, tmp_path):
         tuned(target, reference_rewards=str(folder))
 
 
+def test_the_same_tree_gains_nothing_however_it_was_rounded(target, batch, monkeypatch):
+    """As when other trees were scored beside it; another tree gains what it gains."""
+    recipe, put = tuned(target, moved=0), ReferenceRewards.put
+    monkeypatch.setattr(
+        ReferenceRewards, "put",
+        lambda self, ids, lengths, rewards, trees: put(self, ids, lengths, rewards + 1e-6, trees),
+    )  # fmt: skip
+    for _ in range(2):  # of the reference's trees just scored, and of those stored
+        found = metrics_of(recipe, batch)
+        assert (found["reward"], found["flat_groups"]) == (0.0, 1.0)
+    recipe.drafter = randomised(recipe.drafter, 0.03, 5)
+    assert metrics_of(recipe, batch)["flat_groups"] < 1
+
+
+def test_trees_have_names_of_their_own():
+    chain, other = torch.tensor([[-1, 0, 1]]), torch.tensor([[-1, 0, 0]])
+    tokens, swapped = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 7, 6]])
+    names = [
+        int(TokenTree(one, parents, None, torch.tensor([3])).names)
+        for one in (tokens, swapped)
+        for parents in (chain, other)
+    ]
+    assert len(set(names)) == 4
+
+
 def test_a_tree_in_a_file_may_have_changed(target, tmp_path):
     path, folder = tmp_path / "tree.json", str(tmp_path / "rewards")
     path.write_text("[[0], [1], [0, 0]]")
@@ -471,16 +497,18 @@ def test_a_tree_in_a_file_may_have_changed(target, tmp_path):
 def test_a_line_cut_by_a_kill_is_written_again_and_a_damaged_one_is_named(tmp_path):
     folder, ids = tmp_path / "rewards", [1, 2, 3, 4]
     store = ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
-    store.put(ids, [2], torch.tensor([0.1]))
-    store.put(ids, [3], torch.tensor([0.3]))
+    store.put(ids, [2], torch.tensor([0.1]), torch.tensor([-5]))
+    store.put(ids, [3], torch.tensor([0.3]), torch.tensor([2**62]))
     (path,) = folder.glob("rewards-*.jsonl")
     content = path.read_bytes()
     path.write_bytes(content[:-9])
     again = ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")
     assert len(again) == 1
-    assert torch.equal(again.get(ids, [2]), torch.tensor([0.1]))
+    rewards, trees = again.get(ids, [2])
+    assert torch.equal(rewards, torch.tensor([0.1]))
+    assert trees.tolist() == [-5]
     assert again.get(ids, [3]) is None
-    again.put(ids, [3], torch.tensor([0.3]))
+    again.put(ids, [3], torch.tensor([0.3]), torch.tensor([2**62]))
     assert len(ReferenceRewards(folder, {"a": 1}, "method.reference_rewards")) == 2
     path.write_bytes(b"{}\n" + content)
     with pytest.raises(UserError, match=r"method\.reference_rewards must be a folder"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from trainer.divergence import DIVERGENCES
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
+REDUCED = ("eagle3", "medusa", "hydra", "hydrapp")  # may draft some of the tokens only
+SHARED = {"medusa": {"own_head": False}, "hydra": {"shared_lm_head": True}}
 EXTRA = {"eagle3": {"layers": [0, 1], "steps": 3}, "eagle": {"steps": 2, "feature_noise": 0.0},
          "hydrapp": {"dropout": 0.0}}  # fmt: skip
 
@@ -111,7 +114,13 @@ def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("medusa", {}), ("eagle3", {}), ("eagle3", {"draft_vocab_size": 30})]
+    ("name", "options"),
+    [
+        ("medusa", {}),
+        ("medusa", {"draft_vocab_size": 30}),
+        ("eagle3", {}),
+        ("eagle3", {"draft_vocab_size": 30}),
+    ],
 )
 def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
     name, options, target, traces, monkeypatch
@@ -198,6 +207,7 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("medusa", {}, {"num_layers": 2}),
         ("medusa", {}, {"own_head": False}),
         ("medusa", {"num_layers": 2}, {"tie_layers": True}),
+        ("medusa", {}, {"draft_vocab_size": 30}),
         ("medusa", {"divergence": "jsd"}, {"divergence": "jsd:0.2"}),
         ("medusa", {"divergence": "lk_hybrid"}, {"divergence": "lk_hybrid:1"}),
         ("medusa", {"divergence": "kl_mix"}, {"divergence": "kl_mix:0.5"}),
@@ -208,6 +218,7 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("hydra", {}, {"dropout": 0.5}),
         ("hydra", {}, {"shared_lm_head": True}),
         ("hydra", {}, {"identity_residual": False}),
+        ("hydra", {}, {"draft_vocab_size": 30}),
         ("hydra", {"num_layers": 3}, {"tie_layers": True}),
         ("hydra", {}, {"feature_weight": 1.0}),
         ("eagle", {}, {"feature_weight": 0.5}),
@@ -335,20 +346,56 @@ def test_a_small_vocabulary_is_drafted_whole(target, traces):
     assert frequent_tokens(traces, 0, target) is None
 
 
+def held_out(traces, size):
+    """The share of the response tokens that the `size` most frequent ones of other folds cover."""
+    folds = defaultdict(Counter)
+    for trace in traces:
+        folds[zlib.crc32(trace.conversation_id.encode()) % 8].update(trace.response_ids)
+    covered = 0
+    for fold, own in folds.items():
+        others = sum((folds[other] for other in folds if other != fold), Counter())
+        ranked = sorted(range(VOCAB_SIZE), key=lambda i: (-others[i], i))
+        covered += sum(own[i] for i in ranked[:size])
+    return covered / sum(sum(own.values()) for own in folds.values())
+
+
+def test_text_is_covered_by_the_tokens_of_other_conversations(target, traces, capsys):
+    # the second answer to a prompt says nothing of other prompts
+    twice = [dataclasses.replace(t, sample_index=i) for t in traces for i in range(2)]
+    frequent_tokens(twice, 30, target)
+    said = capsys.readouterr().out
+    seen = {t for trace in traces for t in trace.response_ids}
+    assert len(seen) > 30
+    assert f"about {held_out(traces, 30):.2%} of other text of its kind" in said
+    alone = [dataclasses.replace(t, response_ids=[i], conversation_id=f"{i}")
+             for i, t in enumerate(traces, VOCAB_SIZE - len(traces))]  # fmt: skip
+    frequent_tokens(alone, len(alone), target)
+    said = capsys.readouterr().out
+    assert "100.00% of the training text and about 0.00% of other text" in said
+
+
 def test_of_a_large_vocabulary_as_much_is_drafted_as_covers_the_text(
     target, traces, monkeypatch, capsys
 ):
     for name, value in (("WHOLE", 50), ("LEAST", 3), ("STEP", 4), ("ENOUGH", 0.6)):
         monkeypatch.setattr(draft_vocabulary, name, value)
     kept = frequent_tokens(traces, None, target)
+    assert len(kept) % 4 == 0
     counts = Counter(t for trace in traces for t in trace.response_ids)
     ranked = sorted(counts.values(), reverse=True)
     shares = [sum(ranked[:n]) / sum(ranked) for n in (len(kept) - 4, len(kept))]
-    assert len(kept) % 4 == 0
     assert shares[0] < 0.6 <= shares[1]
     assert f"method.draft_vocab_size=0 keeps all {VOCAB_SIZE}" in capsys.readouterr().out
-    assert len(make("eagle3", target, traces).drafter.kept) == len(kept)
-    assert make("eagle3", target, traces, draft_vocab_size=0).drafter.kept is None
+    for name in REDUCED:
+        by_default = make(name, target, traces)
+        assert torch.equal(by_default.drafter.kept, kept)
+        assert by_default.drafter.output_head(2).weight.shape[0] == len(kept)
+        assert by_default.recipe.builds_from_traces
+        assert make(name, target, traces, draft_vocab_size=0).drafter.kept is None
+    for name, options in SHARED.items():
+        whole = make(name, target, traces, **options)
+        assert whole.drafter.kept is None
+        assert not whole.recipe.builds_from_traces
 
 
 @pytest.mark.parametrize(("size", "warned"), [(2, True), (VOCAB_SIZE, False)])
@@ -358,17 +405,33 @@ def test_a_draft_vocabulary_that_misses_much_of_the_text_is_warned_of(
     make("eagle3", target, traces, draft_vocab_size=size)
     said = capsys.readouterr().out
     assert f"draft vocabulary: {size} tokens" in said
-    assert ("warning: below 98%; raise method.draft_vocab_size" in said) == warned
+    assert (
+        "warning: below 95% of other text; train on more text or raise method.draft_voc" in said
+    ) == warned
 
 
-def test_a_draft_vocabulary_larger_than_the_targets_is_refused(target, traces):
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused(name, target, traces):
     with pytest.raises(UserError, match=r"method\.draft_vocab_size must lie in 1\.\.100"):
-        make("eagle3", target, traces, draft_vocab_size=VOCAB_SIZE + 1)
+        make(name, target, traces, draft_vocab_size=VOCAB_SIZE + 1)
 
 
-def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_trained_head_keeps_its_vocabulary(name, target, traces):
+    trained = make(name, target, traces, draft_vocab_size=20).drafter
+    for size in (None, 20):
+        make(name, target, traces, draft_vocab_size=size).recipe.accept(trained)
+    for size in (0, 21):
+        with pytest.raises(
+            UserError, match=f"drafts 20 tokens, got method.draft_vocab_size={size}"
+        ):
+            make(name, target, traces, draft_vocab_size=size).recipe.accept(trained)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_acceptance_is_measured_over_the_whole_vocabulary(name, target, traces):
     """A reduced head may fit its own tokens well; what it leaves out still counts."""
-    recipe = make("eagle3", target, traces, draft_vocab_size=20)
+    recipe = make(name, target, traces, draft_vocab_size=20)
     batch = batch_of(traces)
     outputs = outputs_of(recipe, batch)
     metrics = recipe.loss(batch, outputs, 0).metrics
@@ -399,6 +462,17 @@ def test_acceptance_is_measured_over_the_whole_vocabulary(target, traces):
         ("medusa", {"reduction": "row"}, r"method\.reduction must be"),
         ("medusa", {"depth_decay": 0.0}, r"method\.depth_decay must be > 0"),
         ("hydra", {"dropout": 1.0}, "dropout"),
+        ("medusa", {"draft_vocab_size": -1}, r"method\.draft_vocab_size must be >= 0, got -1"),
+        (
+            "medusa",
+            {"draft_vocab_size": 30, "own_head": False},
+            r"method\.draft_vocab_size must be 0 or null where method\.own_head is false",
+        ),
+        (
+            "hydra",
+            {"draft_vocab_size": 30, "shared_lm_head": True},
+            r"method\.draft_vocab_size must be 0 or null where method\.shared_lm_head is true",
+        ),
     ],
 )
 def test_bad_settings_are_refused(name, options, says, target, traces):

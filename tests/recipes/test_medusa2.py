@@ -23,6 +23,7 @@ from target.model import Target
 from tests.commands import command, read_jsonl
 from tests.heads import (
     assert_branches_follow_the_unroll,
+    assert_drafts_kept_tokens_only,
     assert_greedy_text_is_the_targets,
     assert_rounds_follow_the_unroll,
 )
@@ -31,7 +32,7 @@ from tests.objectives import trained
 from tests.recipes.test_heads import batch_of, make, outputs_of, terms_of
 from tests.tiny import VOCAB_SIZE
 from trainer.config import TrainerConfig, UserError
-from trainer.loop import make_optimizer
+from trainer.optimizer import make_optimizer
 from trainer.shift import supervised
 
 STEPS = 10
@@ -149,6 +150,7 @@ def test_the_published_weights_of_the_heads_go_with_the_loss_of_the_target():
         ({}, {"depth_decay": 0.5}),
         ({}, {"divergence": "jsd"}),
         ({}, {"own_head": False}),
+        ({}, {"draft_vocab_size": 30}),
         ({"own_head": False}, {"lora_lm_head": True}),
         ({}, {"feature_weight": 1.0}),
         ({}, {"reduction": "sequence"}),
@@ -227,6 +229,18 @@ def test_what_is_drafted_is_what_is_trained_on_the_adapted_target(target, traces
     assert_rounds_follow_the_unroll(drafter, served, 4)
     assert_branches_follow_the_unroll(drafter, served)
     assert_greedy_text_is_the_targets(drafter, served, Budget(4))
+
+
+def test_a_reduced_vocabulary_stays_with_the_heads_of_the_adapted_target(target, traces, tmp_path):
+    drafter = joint(target, traces, draft_vocab_size=60).drafter.eval()
+    kept = drafter.kept
+    assert_drafts_kept_tokens_only(drafter, target, kept, 4)
+    drafter.save_pretrained(tmp_path / "own")
+    again = Medusa2Drafter.from_pretrained(tmp_path / "own", target)
+    heads, served = drafter.servable(tmp_path / "served")
+    for other in (again, heads, drafter.fresh()):
+        assert torch.equal(other.kept, kept)
+    assert_rounds_follow_the_unroll(heads, served, 4)
 
 
 def test_without_a_change_the_given_target_serves(target, traces):

@@ -7,15 +7,17 @@ import importlib
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import train
-from data.batches import collate, preview
+from data.batches import Batches, collate, preview
 from data.cached_logits import CachedLogits
 from data.features import write_features
 from data.features_layout import FeaturesPlan
 from data.generate import GenerationPlan, generate_traces
 from data.packing import PackedTraces
 from data.prompts import Prompt
+from data.shares import TextShares
 from tests.commands import command, read_jsonl
 from tests.objectives import trained
 from tests.tiny import ARCHITECTURES
@@ -193,6 +195,39 @@ def test_a_row_too_short_for_the_longest_text_is_refused(traces):
         packed(traces, tokens=longest - 1)
 
 
+# --- texts that processes share ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+@pytest.mark.parametrize("name", HEADS)
+def test_processes_that_share_texts_lose_together_what_one_loses(
+    name, in_rows, target, traces, monkeypatch
+):
+    """Terms, gradients and numbers of tokens add up to those of the whole texts."""
+    monkeypatch.setattr("data.shares.BLOCK", 5)
+    recipe = make(name, target, traces)
+    source = packed(traces) if in_rows else Batches(traces, {"target": 1.0}, 4, seed=0)
+    whole, *parts = (source, *(TextShares(source, part, 3) for part in range(3)))
+    found = []
+    for batch in (whole.at(0), *(share.at(0) for share in parts)):
+        outputs = target.outputs(
+            batch.input_ids, batch.position_ids,
+            layers=recipe.target_request(batch, 0).layers, logits=False,
+        )  # fmt: skip
+        terms = recipe.loss(batch, outputs, 0).terms
+        assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+        recipe.drafter.zero_grad()
+        sum(weight * total for total, _, weight in terms).backward()
+        gradients = [p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]
+        values = [torch.stack([x.detach(), torch.as_tensor(float(n))]) for x, n, _ in terms]
+        found.append((batch.num_supervised, [*values, *gradients]))
+    (tokens, expected), *shares = found
+    assert tokens == sum(n for n, _ in shares)
+    assert all(n < tokens for n, _ in shares)
+    for one, *of_shares in zip(expected, *(numbers for _, numbers in shares), strict=True):
+        torch.testing.assert_close(sum(of_shares), one, rtol=1e-4, atol=1e-5)
+
+
 # --- a run ---------------------------------------------------------------------------------------
 
 
@@ -236,3 +271,23 @@ def test_what_cannot_be_packed_is_said_in_one_line(
     assert train.main(given) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
     assert words_of_it in line
+
+
+@pytest.mark.parametrize(
+    ("size", "recipe", "given", "words_of_it"),
+    [
+        (2, "medusa", [], "divide the number of processes, 1, got 2"),
+        (0, "medusa", [], "be >= 1, got 0"),
+        (2, "distillspec", [], "be 1 for a stage that does not share texts"),
+        (2, "medusa", ["method.reduction=sequence"], "be 1 for a stage that does not share texts"),
+    ],
+)
+def test_texts_that_cannot_be_shared_are_named(
+    size, recipe, given, words_of_it, tmp_path, tiny_folder, capsys, monkeypatch
+):
+    if "divide" not in words_of_it:
+        monkeypatch.setattr(Accelerator, "num_processes", 2)
+    given = [*words(tmp_path, tiny_folder("llama"), recipe), *given]
+    assert train.main([*given, f"trainer.context_parallel_size={size}"]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
+    assert f"trainer.context_parallel_size must {words_of_it}" in line

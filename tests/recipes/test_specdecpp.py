@@ -27,6 +27,7 @@ from tests.eagle import build_eagle
 from tests.heads import randomised
 from tests.objectives import trained
 from tests.tiny import EOS, perturbed
+from tests.watch import Watch
 from trainer.config import UserError
 
 PROMPTS = 12
@@ -111,6 +112,18 @@ def test_labels_are_the_chance_of_acceptance_under_the_laws_as_served(sampling, 
         assert bool((drawn.accept == 0).any())  # outside the target's top k
     if not sampling.temperature:
         assert set(drawn.accept.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "eagle3"])
+def test_tokens_and_labels_do_not_depend_on_the_chunks(kind, target, traces, monkeypatch):
+    recipe = recipe_of(target, kind)
+    whole = drawn_of(recipe, traces)
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 5 * target.vocab_size)
+    with Watch() as watch:
+        parts = drawn_of(recipe, traces)
+    assert torch.equal(parts.mixed, whole.mixed)
+    torch.testing.assert_close(parts.accept, whole.accept, rtol=1e-5, atol=1e-6)
+    assert (5, target.vocab_size) in watch.shapes
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "eagle3"])

@@ -83,6 +83,32 @@ def test_a_server_that_a_received_run_names_is_not_asked(run, tmp_path, capsys):
     assert "cannot read http://127.0.0.1:9/metrics" in capsys.readouterr().err
 
 
+def test_an_engine_of_a_received_run_starts_and_is_asked_where_this_command_names_it(
+    run, tmp_path, capsys
+):
+    """Its options too, one of which would run code."""
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    asked = [f"eval.drafter={run}/drafter", f"script.out={tmp_path / 'out'}"]
+    servers = ["http://127.0.0.1:9"]
+    for engine in (
+        {"engine": "openai", "servers": servers},
+        {"engine": "vllm", "engine_options": {"trust_remote_code": True}},
+    ):
+        text = yaml.safe_dump(stored | {"data": stored["data"] | engine})
+        (run / "config.yaml").write_text(text)
+        for words in ([], ["data.engine=openai"])[: 1 + (engine["engine"] == "openai")]:
+            config = evaluate.resolve([*asked, *words])
+            said = capsys.readouterr().out
+            assert f"data.engine={engine['engine']} of {run / 'config.yaml'} is not used" in said
+            assert (config.data.engine, config.data.servers) == ("hf", [])
+            assert config.data.engine_options == {}
+    config = evaluate.resolve([*asked, "data.engine=vllm"])
+    assert (config.data.engine, config.data.engine_options) == ("vllm", {})
+    config = evaluate.resolve([*asked, "data.engine=openai", f"data.servers={servers}",
+                               "data.engine_options={}"])  # fmt: skip
+    assert (config.data.engine, config.data.servers) == ("openai", servers)
+
+
 @pytest.mark.parametrize("content", [{}, {"recipe": 3}, {"recipe": "../evil"}, {"recipe": "base"}])
 def test_a_configuration_without_a_known_recipe_is_named(run, tmp_path, capsys, content):
     (run / "config.yaml").write_text(yaml.safe_dump(content or {"model": {}}))

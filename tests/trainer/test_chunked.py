@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
-from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_elements
+from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_rows
 from trainer.config import RunFault, UserError
 from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
@@ -272,9 +272,10 @@ def test_logits_live_one_chunk_at_a_time(name, frozen):
 def test_a_chunk_is_as_large_as_the_free_memory_allows(free, rows, monkeypatch):
     """At a vocabulary of 151,936; memory that nobody knows of gives 64 MiB a tensor."""
     monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
-    elements = chunk_elements(torch.device("cuda"))
-    assert elements // 151_936 == rows
-    assert free is None or elements == CHUNK_ELEMENTS or 12 * 4 * elements <= 0.75 * free
+    found = chunk_rows(torch.device("cuda"), 151_936)
+    assert found == rows
+    least = found == CHUNK_ELEMENTS // 151_936
+    assert least or 12 * 4 * found * 151_936 <= 0.75 * free
 
 
 def test_a_loss_reads_the_free_memory_once_for_all_chunks(monkeypatch):
@@ -294,6 +295,10 @@ def test_a_loss_reads_the_free_memory_once_for_all_chunks(monkeypatch):
     chunked_divergence("fkl", states, head, get, labels)
     assert asked == [states.device]
     assert len(spans) == 4
+
+
+def test_a_chunk_has_a_row_however_large_the_vocabulary():
+    assert chunk_rows(torch.device("cpu"), 2**30) == 1
 
 
 def test_a_cpu_has_no_free_memory_to_divide():

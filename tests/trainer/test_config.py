@@ -344,6 +344,7 @@ def test_presets_hold_the_quirks_of_published_code():
         return train.resolve([f"recipe={name}", "preset=published"])[0].method
 
     for name in ("medusa", "medusa2", "hydra", "hydrapp"):
+        assert method(name).draft_vocab_size == 0
         assert method(name).tie_layers
         assert not base.load(name)[0].Config().tie_layers
     for name in ("hydra", "hydrapp"):

@@ -34,8 +34,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16
-from trainer.loop import Fit, fit, learning_rate, make_accelerator, make_optimizer
+from trainer.loop import Fit, fit, learning_rate, make_accelerator
 from trainer.losses import LossOutput
+from trainer.optimizer import make_optimizer
 from trainer.replicated import Replicated
 from trainer.tracking import Tracker
 
@@ -119,6 +120,8 @@ class PlainLM(nn.Module):
 
 
 class CrossEntropy:
+    computes_batches = False
+
     def denominators(self, batch: Batch, step: int) -> list[float]:
         return [batch.num_supervised]
 
@@ -401,7 +404,8 @@ def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "option", [{"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"max_grad_norm": 0.01}]
+    "option",
+    [{"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"max_grad_norm": 0.01}, {"optimizer": "muon"}],
 )
 def test_optimiser_options_change_the_weights(tmp_path, option):
     _, plain, _ = train(tmp_path / "a", evaluate=None)
@@ -827,6 +831,30 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_two_processes_make_a_step_ready_during_the_one_before(tmp_path):
+    """Unless the objective computes its batches with the weights that the step leaves; not a bit of
+    the training differs."""
+    for mode in ("join", "late"):
+        start_two(tmp_path / mode, mode, 0)
+    assert rows_of(tmp_path / "late") == rows_of(tmp_path / "join")
+    late, early = (load_file(tmp_path / m / "result.safetensors") for m in ("late", "join"))
+    assert all(torch.equal(late[name], early[name]) for name in early)
+    events = {m: json.loads((tmp_path / m / "events.json").read_text()) for m in ("late", "join")}
+    made = [f"batch {index}" for index in range(16)]
+    # nobody has a token in step 2
+    computed = [f"loss of step {step}" for step in (0, 0, 1, 1, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7)]
+    for found in events.values():
+        assert [one for one in found if one in made] == made
+        assert [one for one in found if one not in made] == computed
+    for step in (0, 1, 3, 4, 5, 6):
+        early, late = (
+            events[m].index(f"batch {2 * step + 3}") < events[m].index(f"loss of step {step}")
+            for m in ("join", "late")
+        )
+        assert early
+        assert not late
+
+
 class ToldBatches(Batches):
     """Each batch is told through a pipe that holds a few of them."""
 
@@ -870,22 +898,42 @@ class SignalledBatches(Batches):
         return super().at(index)
 
 
+class Noting(CrossEntropy):
+    """Notes when batches are made and losses computed."""
+
+    def __init__(self, late: bool) -> None:
+        self.computes_batches, self.events = late, list[str]()
+
+    def denominators(self, batch: Batch, step: int) -> list[float]:
+        num_batches = sum(event.startswith("batch") for event in self.events)
+        self.events.append(f"batch {num_batches}")
+        return super().denominators(batch, step)
+
+    def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+        self.events.append(f"loss of step {step}")
+        return super().loss(drafter, batch, target_outputs, step)
+
+
 class Ending(CrossEntropy):
     def refresh(self, step: int, context: Batch) -> Batch | None:
         return context if step < 2 else None
 
 
-def join(folder: Path, kind: type[Batches] = Batches, ending: bool = False) -> None:
+def join(folder: Path, mode: str) -> None:
+    kind = SignalledBatches if mode == "signal" else Batches
     rank = int(os.environ["RANK"])
     meeting = f"file://{os.environ['MEETING']}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
-        batches = Batches(2, rank, 2) if ending else kind(2, rank, 2, EMPTY)
-        objective, settings = (Ending(), ENDING) if ending else (CrossEntropy(), JOINT)
+        batches, objective, settings = kind(2, rank, 2, EMPTY), Noting(mode == "late"), JOINT
+        if mode == "ending":
+            batches, objective, settings = Batches(2, rank, 2), Ending(), ENDING
         result, drafter, _ = train(folder, objective, batches=batches, **settings)
         if rank == 0:
             save_file(drafter.state_dict(), folder / "result.safetensors")
             (folder / "result.json").write_text(json.dumps(vars(result)))
+            if isinstance(objective, Noting):
+                (folder / "events.json").write_text(json.dumps(objective.events))
     finally:  # gloo aborts a process that leaves, or is left, without a word
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -896,4 +944,4 @@ if __name__ == "__main__":
     if mode == "crash":
         crash(folder)
     else:
-        join(folder, SignalledBatches if mode == "signal" else Batches, mode == "ending")
+        join(folder, mode)

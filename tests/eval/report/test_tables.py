@@ -53,6 +53,23 @@ def test_text_that_parts_where_numbers_are_coarse_is_not_called_another_law():
     assert "the output does not have the target's distribution" not in text
 
 
+def test_comparisons_name_their_temperature_as_it_was_set():
+    report = report_with_tree()
+    for one in report["comparisons"]:
+        one["temperature"] = 0.25
+    table = to_markdown(report_blocks(report)).split("| pair | temperature |")[1]
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    assert {line.split(" | ")[1] for line in lines} == {"0.25"}
+
+
+def test_what_an_engine_does_wrong_is_said_beside_a_row_measured_on_traces():
+    found = shaped(result_row("after", measured(0.7), measured_by="offline"))
+    said = {"lossless": False, "note": "the engine does not sample the target's distribution"}
+    served = shaped(result_row("after", measured(0.6), measured_by="vllm")) | said
+    text = to_markdown(report_blocks(build_report({}, {}, {}, [found, served], [], [])))
+    assert f"- after, vLLM: {said['note']}" in text
+
+
 def test_twins_are_told_apart_by_drafter_and_shape():
     text = markdown_table(report_with_tree()["results"])
     lines = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]

@@ -1,0 +1,45 @@
+"""Output heads of a drafter's own, over the target's vocabulary or over the tokens `kept` of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from target.layout import blocked
+from target.model import Target
+from trainer.chunked import OutputHead
+
+_MADE: weakref.WeakKeyDictionary[nn.Module, OutputHead] = weakref.WeakKeyDictionary()
+
+
+def head_over(
+    layer: nn.Linear,
+    kept: torch.Tensor | None,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> OutputHead:
+    """The output head of a layer whose rows score the ids `kept` [Vd] int64, all where None.
+
+    It is made once for a layer, because checking `kept` waits for the device.
+    """
+    head, copied = _MADE.get(layer), blocked(layer)
+    if head is not None and (head.blocked is not copied or head.bias is not layer.bias):
+        head = None
+    if head is None or head.weight is not layer.weight or head.kept is not kept:
+        head = OutputHead(layer.weight, layer.bias, kept, transform, blocked=copied)
+        _MADE[layer] = head
+    return head
+
+
+@torch.no_grad()
+def copy_rows(target: Target, layer: nn.Linear, kept: torch.Tensor | None) -> None:
+    """Start a layer as the target's output head, over the ids `kept` alone where they are given."""
+    source = target.head
+    rows = slice(target.vocab_size) if kept is None else kept.to(target.device)
+    layer.weight.copy_(source.weight[rows])
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+        if source.bias is not None:
+            layer.bias.copy_(source.bias[rows])

@@ -1,0 +1,83 @@
+"""FSDP2's groups, and what processes send each other. Numbers: `test_placements.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint as recompute
+
+from trainer.config import TrainerConfig
+from trainer.fsdp2 import FSDP2, precision_of
+from trainer.optimizer import make_optimizer
+
+
+@pytest.mark.parametrize(
+    ("precision", "cuda", "micro_steps", "sent"),
+    [("fp32", True, 1, None), ("bf16", False, 1, torch.bfloat16), ("bf16", True, 2, None),
+     ("auto", False, 1, None)],
+)  # fmt: skip
+def test_gradients_are_sent_in_the_precision_of_the_training(precision, cuda, micro_steps, sent):
+    config = TrainerConfig(precision=precision, gradient_accumulation_steps=micro_steps)
+    policy = precision_of(config, cuda)
+    assert (policy.param_dtype, policy.reduce_dtype) == (None, sent)
+
+
+class Layered(nn.Module):
+    """Layers, one of them called twice, and a head that is read and not called."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.heads = nn.ModuleList([nn.Linear(4, 7, bias=False)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in (*self.layers, self.layers[1]):
+            made = recompute(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+            x = torch.tanh(made)
+        return x @ self.heads[0].weight.T
+
+
+@pytest.fixture
+def process():
+    """A group of one process, whose collectives run."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "optimizer"), [(False, "adamw"), (True, "adamw"), (False, "muon")]
+)
+def test_every_layer_is_a_group_and_a_step_is_that_of_the_whole(process, checkpointed, optimizer):
+    torch.manual_seed(0)
+    plain, ids = Layered(checkpointed), torch.arange(7)[None]
+    config = TrainerConfig(optimizer=optimizer)
+    placed = FSDP2(Accelerator(cpu=True), config)
+    model, own = placed.prepare(plain, lambda m: make_optimizer(m, config))
+    groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert groups == ["", "layers.0", "layers.1", "layers.2", "heads.0"]
+    reference = make_optimizer(plain, config)
+    for _ in range(2):
+        placed.gather(model)
+        with torch.inference_mode():  # an evaluation calls layers, and not the whole
+            model.layers[0](torch.ones(1, 4))
+        for last in (False, True):
+            for network in (model, plain):
+                with placed.micro_step(model, last):
+                    network(ids).square().mean().backward()
+        norm = placed.clip(model)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)
+        assert torch.allclose(norm, expected)
+        for one in (own, reference):
+            one.step()
+            one.zero_grad()
+    weights = placed.weights(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], value)
