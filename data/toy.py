@@ -11,6 +11,7 @@ versions, which is why reports carry the hash of the prompts.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import inspect
@@ -20,9 +21,11 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 DOMAINS = ("code", "prose", "math")
 MAX_DOCUMENT_CHARS = 900
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 _EVAL_MODULES_TEXT = """
 calendar cmd colorsys configparser contextlib csv filecmp fnmatch fractions getopt gettext glob
@@ -120,21 +123,29 @@ def documents(domain: str, split: str) -> Iterator[Document]:
         "eval": lambda: EVAL_MODULES,
     }
     for module in modules[split]():
-        source = module_source(module)
-        if source:
-            yield from (_code if domain == "code" else _prose)(module, source)
+        yield from _of_module(module)[domain]
     if domain == "prose":
         yield from _language_reference(split)
 
 
-def _parse(source: str) -> ast.Module | None:
+# Parsing is most of what a short run on the toy costs beside imports, and it reads a module for
+# both domains; all modules of the two fixed lists are kept.
+@functools.lru_cache(maxsize=len(TRAIN_MODULES) + len(EVAL_MODULES))
+def _of_module(name: str) -> dict[str, list[Document]]:
+    """The documents of a standard library module by domain, none where it cannot be parsed."""
+    source = module_source(name) or ""
     try:
-        return ast.parse(source)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # lib2to3 and test data hold broken files
-        return None
+        return {"code": [], "prose": []}
+    definitions = list(_definitions(tree, name))
+    return {
+        "code": list(_code(definitions, source)),
+        "prose": list(_prose([(name, tree), *definitions])),
+    }
 
 
-def _definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+def _definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{prefix}.{node.name}"
@@ -143,12 +154,9 @@ def _definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
                 yield from _definitions(node, name)
 
 
-def _code(module: str, source: str) -> Iterator[Document]:
-    tree = _parse(source)
-    if tree is None:
-        return
+def _code(definitions: list[tuple[str, Definition]], source: str) -> Iterator[Document]:
     lines = source.splitlines()
-    for name, node in _definitions(tree, module):
+    for name, node in definitions:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         body = inspect.cleandoc("\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno]))
@@ -162,20 +170,15 @@ def _code(module: str, source: str) -> Iterator[Document]:
         yield Document("code", head + "\n".join(kept[:shown]) + "\n", head + body)
 
 
-def _prose(module: str, source: str) -> Iterator[Document]:
-    tree = _parse(source)
-    if tree is None:
-        return
-    found = [(module, ast.get_docstring(tree))]
-    for name, node in _definitions(tree, module):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.append((name, ast.get_docstring(node)))
-    for name, docstring in found:
+def _prose(documented: list[tuple[str, ast.Module | Definition]]) -> Iterator[Document]:
+    for name, node in documented:
+        docstring = ast.get_docstring(node)
         if docstring and "\n" in docstring:
             yield from _prose_document(f"Help on {name}:\n\n", docstring)
 
 
-def _language_reference(split: str) -> Iterator[Document]:
+@functools.cache
+def _language_reference(split: str) -> list[Document]:
     # named in full: this module is where Python keeps its language reference
     topics = importlib.import_module("pydoc_data.topics").topics
     paragraphs = {
@@ -185,6 +188,7 @@ def _language_reference(split: str) -> Iterator[Document]:
     held_out = {name for name in paragraphs if hashlib.sha256(name.encode()).digest()[0] % 8 == 0}
     # sections stand under several topics: what is trained on anywhere is evaluated nowhere
     trained = {p for name in paragraphs.keys() - held_out for p in paragraphs[name]}
+    made: list[Document] = []
     for name, found in paragraphs.items():
         if (name in held_out) != (split == "eval"):
             continue
@@ -193,7 +197,8 @@ def _language_reference(split: str) -> Iterator[Document]:
             if split == "eval" and trained.intersection(pair):
                 continue
             head = f"Topic {name}, part {index + 1}:\n\n"
-            yield from _prose_document(head, "\n\n".join(pair))
+            made += _prose_document(head, "\n\n".join(pair))
+    return made
 
 
 def _prose_document(head: str, text: str) -> Iterator[Document]:

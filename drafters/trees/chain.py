@@ -23,11 +23,15 @@ class Chain:
 
         A row has fewer where `stop` ends it.
         """
+        return self.behind(drafter.start(state, Budget(self.depth, self.stop)), drafter, state)
+
+    def behind(self, logits: torch.Tensor, drafter: ChainSteps, state: DraftState) -> TokenTree:
+        """The chain that begins with a token of `logits` [B, V], those of the drafter's `start`."""
         greedy, rule = state.sampling.temperature == 0, self.stop
         tokens, drawn_from = [], []
         stops = Stops(state.lengths)
         score = None  # of the token fed last
-        logits, fed = drafter.start(state, Budget(self.depth, rule)), 0
+        fed = 0
         parents = torch.full_like(state.lengths, -1).unsqueeze(1)
         for depth in range(1, self.depth + 1):
             if greedy:

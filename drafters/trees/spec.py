@@ -18,12 +18,14 @@ class TreeSpec(ABC):
     """A tree that `eval.tree` names.
 
     `siblings`: how the children of a node are chosen at temperatures above 0, where there is a
-    choice; `needs_accuracy`: whether it is built from the accuracies of a drafter's ranks.
+    choice; `needs_accuracy`: whether it is built from the accuracies of a drafter's ranks;
+    `drafter_alone`: whether all its tokens are the drafter's.
     """
 
     name: ClassVar[str]
     siblings: str = field(default=TOP, init=False)
     needs_accuracy: ClassVar[bool] = False
+    drafter_alone: ClassVar[bool] = True
 
     @abstractmethod
     def deepest(self, K: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drafters.round import Shape
 from drafters.trees.calibrated import CalibratedTree
+from drafters.trees.copy import CopyTree
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.eagle import EagleTree
 from drafters.trees.eagle2 import Eagle2Tree
@@ -13,7 +14,7 @@ from trainer.checks import UserError
 from trainer.specs import parse
 
 TREES: dict[str, type[TreeSpec]] = {
-    one.name: one for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree)
+    one.name: one for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree, CopyTree)
 }
 
 
@@ -25,6 +26,8 @@ def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
 
 
 def parse_shape(text: str, key: str = "eval.tree") -> Shape:
-    """The shape that `text` names, of a tree that is the same for every drafter."""
-    known = {name: one for name, one in TREES.items() if not one.needs_accuracy}
+    """The shape that `text` names, of a tree that every drafter drafts alike, and alone."""
+    known = {
+        name: one for name, one in TREES.items() if one.drafter_alone and not one.needs_accuracy
+    }
     return parse(key, text, known).shape(None, 1)

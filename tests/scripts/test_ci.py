@@ -50,8 +50,9 @@ def folder(tmp_path):
 
 
 def began(folder, script=".ci/run", **environment):
+    # tests that run in the background ignore SIGINT, and bash cannot trap what it finds ignored
     return subprocess.Popen(
-        ["bash", script],
+        ["env", "--default-signal=INT", "bash", script],
         cwd=folder,
         env={**os.environ, "CI_PAUSE_S": "0.01", **environment},
         stdout=subprocess.PIPE,
