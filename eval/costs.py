@@ -88,7 +88,8 @@ def draft_seconds(
 ) -> float:
     """Median seconds of drafting one round at batch 1."""
     device = target.device
-    ids = torch.ones(1, context, dtype=torch.long, device=device)
+    # no token twice, so that a shape that copies drafts
+    ids = torch.arange(context, device=device).unsqueeze(0) % target.vocab_size
     capacity = context + budget.max_tokens + budget.max_slots + 2
     hidden = target.outputs(ids, layers=drafter.target_layers, logits=False).hidden
     lengths = torch.tensor([context - 1], device=device)

@@ -11,7 +11,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter
 from drafters.training_free.base import TrainingFree
-from drafters.trees.tree import TOP
+from drafters.trees.tree import CHAIN, TOP
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
@@ -300,10 +300,13 @@ class Bench:
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
         share = (drafted or K) / K if tree is None else 1.0
-        # replay does not know how far a stop rule drafts past a rejection, and so not its cost
-        paid = None if budget.stop is not None and drafted == 0 else tokens
+        copies = tree is not None and tree.siblings == CHAIN
+        # replay does not know how far a stop rule drafts past a rejection, and so not its cost; how
+        # many rounds copy and draft nothing depends on the text
+        paid = None if copies or (budget.stop is not None and drafted == 0) else tokens
         verifier = self.verifier(budget, measured_by)
         sampled = tree is not None and tree.siblings != TOP and self.sampling.temperature > 0
+        children = None if tree is None or copies else "sampled" if sampled else "top"
         return summary | {
             "drafter": name,
             "role": role_of(name),
@@ -315,7 +318,7 @@ class Bench:
             "policy": budget.policy,
             "K": K,
             "tree": None if tree is None else tree.describe(),
-            "tree_children": None if tree is None else "sampled" if sampled else "top",
+            "tree_children": children,
             "nodes": budget.max_nodes,
             "counting": COUNTING,
             "bonus_counted": True,

@@ -14,7 +14,8 @@ from trainer.checks import UserError
 from trainer.specs import parse
 
 TREES: dict[str, type[TreeSpec]] = {
-    one.name: one for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree, CopyTree)
+    one.name: one
+    for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree, CopyTree)
 }
 
 

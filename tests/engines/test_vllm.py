@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from data.batches import Batches
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
+from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export
 from drafters.export.hf import export
@@ -54,15 +54,16 @@ NO_COST = Cost(0.0, 1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Case:
-    """`load(target)` -> our drafter; `export(drafter, target, folder)` writes it for vLLM."""
+    """`load(target, traces)` -> our drafter, trained on these where it is a head;
+    `export(drafter, target, folder)` writes it for vLLM."""
 
     name: str
     method: str
-    load: Callable[[Target], Any]
+    load: Callable[[Target, list[Trace]], Any]
     export: Callable[[Any, Target, Path], object]
 
 
-def load_causal_lm(target):
+def load_causal_lm(target, traces):
     return CausalLMDrafter.from_pretrained("assets/toy/draft", target)
 
 
@@ -76,13 +77,9 @@ def export_causal_lm(drafter, target, folder):
 def head(recipe, num_steps=60, **options):
     """A head trained for a minute on the toy: enough that drafts are accepted beyond the first."""
 
-    def load(target):
+    def load(target, traces):
         module = importlib.import_module(f"recipes.{recipe}")
         method = module.Recipe(module.Config(**options), target)
-        prompts = load_prompts("toy", count=160, seed=3)
-        plan = GenerationPlan("toy", tuple(prompts), (0.0, 1.0), max_new_tokens=48)
-        with tempfile.TemporaryDirectory() as folder:
-            traces = generate_traces(target, plan, Path(folder), batch_size=32, rows_per_shard=256)
         torch.manual_seed(0)
         drafter, objective = method.build(traces), method.stages()[-1].objective
         batches = Batches(traces, {"target": 1.0}, 16, seed=0)
@@ -159,11 +156,15 @@ def bench(target, drafters, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def drafters(target):
+def drafters(target, tmp_path_factory):
+    prompts = load_prompts("toy", count=160, seed=3)
+    plan = GenerationPlan("toy", tuple(prompts), (0.0, 1.0), max_new_tokens=48)
+    folder = tmp_path_factory.mktemp("training")
+    traces = list(generate_traces(target, plan, folder, batch_size=32, rows_per_shard=256))
     found: dict[Any, Any] = {}  # one training for both layouts
     for case in CASES:
         again = next((c for c in CASES if c.name in found and c.load is case.load), None)
-        found[case.name] = found[again.name] if again else case.load(target).eval()
+        found[case.name] = found[again.name] if again else case.load(target, traces).eval()
     return found
 
 
