@@ -49,7 +49,7 @@ class TreeReplay:
         on_tokens: Callable[[int], None] = lambda _: None,
     ):
         self.on_tokens = on_tokens
-        if budget.form != TOP and sampling.temperature > 0:
+        if not follows_the_text(budget, sampling):
             raise UserError(
                 "acceptance given the text is known for trees of the most likely tokens alone: "
                 f"only decoding measures those whose siblings are {budget.form}"
@@ -123,6 +123,11 @@ class TreeReplay:
             live = [live[place] for place in going]
             at = torch.tensor(going, dtype=torch.long, device=device)
         return found
+
+
+def follows_the_text(budget: Budget, sampling: Sampling) -> bool:
+    """Whether the path that is accepted is the longest one along the target's text."""
+    return budget.form == TOP or sampling.temperature == 0
 
 
 def longest_path(

@@ -30,7 +30,7 @@ from eval.costs import cost_of, read_per_round
 from eval.measure import Bench
 from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
-from eval.replay import rank_accuracy
+from eval.replay import follows_the_text, rank_accuracy
 from eval.report.rows import BASELINE, Row
 from eval.report.schema import (
     build_report,
@@ -219,7 +219,7 @@ def measure(
         out.rounds += [
             {"temperature": temperature, "tree": shape.describe(), **r.line()} for r in real.rounds
         ]
-        if bench.verifier(tree).replayable(sampling):
+        if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
             best = bench.replayed_tree(decoded, subject, tree_cost, tree)
             merge(best, real, temperature, config)
             out.rows.append(best.row)
