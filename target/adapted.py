@@ -3,6 +3,9 @@
 The adapter lies in a second tree of modules around the same weights: no weight exists twice, and
 the target does not contain the adapter. Frozen teacher, other rows of a report and adapted target
 exist at the same time, and nothing has to be switched on or off.
+
+peft is imported where it is used: beside bitsandbytes that takes a second and a half, which every
+command would pay.
 """
 
 from __future__ import annotations
@@ -18,16 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from peft import (
-    LoraConfig,
-    LoraModel,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -81,6 +74,8 @@ class AdaptedTarget:
     has an adapter of its own around the same weights."""
 
     def __init__(self, target: Target, settings: LoraSettings):
+        from peft import LoraConfig, PeftModel, get_peft_model
+
         self.target, self.settings, self.checkpointing = target, settings, False
         check_lora(target, settings)
         head = target.model.get_output_embeddings()
@@ -115,6 +110,8 @@ class AdaptedTarget:
 
     def modules(self) -> dict[str, nn.ModuleDict]:
         """The trained matrices A and B and their dropout, by the name of the adapted layer."""
+        from peft.tuners.lora import LoraLayer
+
         found = {}
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLayer):
@@ -146,6 +143,8 @@ class AdaptedTarget:
 
     def head(self) -> OutputHead:
         """The output head from final-normed states to logits of the true vocabulary."""
+        from peft.tuners.lora import LoraLayer
+
         plain = self.target.head
         if not self.settings.lm_head:
             return plain
@@ -184,6 +183,8 @@ class AdaptedTarget:
 
         It is made on the CPU, which needs memory for a second target meanwhile. `ours`: see
         `whole_folder`. Raises RunFault where the folder cannot be written."""
+        from peft import LoraModel
+
         copied = _copied(self.peft, self.peft, _on_cpu)
         tuner = copied.base_model
         assert isinstance(tuner, LoraModel)
@@ -211,6 +212,12 @@ class AdaptedTarget:
 
     def load(self, folder: Path) -> None:
         """Restore the adapter that `save` wrote. UserError where its shape differs."""
+        from peft import (
+            get_peft_model_state_dict,
+            load_peft_weights,
+            set_peft_model_state_dict,
+        )
+
         found = load_peft_weights(str(folder), device=str(self.target.device))
         own = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         if found.keys() != own.keys():

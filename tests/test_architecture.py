@@ -285,3 +285,13 @@ def test_a_recipe_on_a_network_that_is_there_is_two_files(tmp_path):
     assert "num_heads: 2" in done.stdout
     listed = subprocess.run([sys.executable, "train.py"], cwd=root, capture_output=True, text=True)
     assert "two_heads      Two Medusa heads." in listed.stdout + listed.stderr
+
+
+def test_what_few_runs_need_is_imported_by_those_alone():
+    """Every command waits for what the entry points import."""
+    script = "import sys, train, scripts.evaluate, recipes.eagle3; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    slow = {"peft", "bitsandbytes", "datasets", "matplotlib", "wandb", "deepspeed", "gguf", "vllm"}
+    assert not slow & set(done.stdout.split())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from peft import LoraConfig, LoraModel
 from torch import nn
 
 from trainer.config import TrainerConfig, UserError
@@ -19,6 +18,8 @@ from trainer.hidden import hidden_layers
 def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
     """Put adapters around the linear layers of `drafter`, in place. Returns a function that merges
     them into the weights and removes them. UserError where there is no linear layer."""
+    from peft import LoraConfig, LoraModel  # here: every command would wait for it
+
     names = [name for name, _ in hidden_layers(drafter)]
     if not names:
         raise UserError("trainer.lora_rank must be 0: the drafter has no linear layer to adapt")

@@ -54,7 +54,7 @@ NO_COST = Cost(0.0, 1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Case:
-    """`load(target, traces)` -> our drafter, trained on these where it is a head;
+    """`load(target, traces)` -> our drafter, where it is a head trained on these;
     `export(drafter, target, folder)` writes it for vLLM."""
 
     name: str
@@ -74,8 +74,8 @@ def export_causal_lm(drafter, target, folder):
     )  # fmt: skip
 
 
-def head(recipe, num_steps=60, **options):
-    """A head trained for a minute on the toy: enough that drafts are accepted beyond the first."""
+def head(recipe, num_steps=30, **options):
+    """A head trained on few texts for so long that drafts are accepted beyond the first."""
 
     def load(target, traces):
         module = importlib.import_module(f"recipes.{recipe}")
@@ -107,14 +107,14 @@ def export_speculators(drafter, target, folder):
     kind_of(drafter).writers["speculators"](drafter, folder, Export("", target.name, K))
 
 
-eagle3 = head("eagle3", 150, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
+eagle3 = head("eagle3", 40, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
 CASES = [
     Case("draft_model", "draft_model", load_causal_lm, export_causal_lm),
     Case("medusa", "medusa", head("medusa"), export_flat),
     Case("medusa reduced vocabulary", "medusa", head("medusa", draft_vocab_size=512), export_flat),
     Case("eagle", "eagle", head("eagle", steps=2), export_flat),
     Case("eagle3", "eagle3", eagle3, export_flat),
-    Case("eagle3 whole vocabulary", "eagle3", head("eagle3", 150, steps=K), export_flat),
+    Case("eagle3 whole vocabulary", "eagle3", head("eagle3", 40, steps=K), export_flat),
     Case("eagle3 speculators", "eagle3", eagle3, export_speculators),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -141,30 +141,31 @@ def target(vllm_python):
 
 
 @pytest.fixture(scope="module")
-def bench(target, drafters, tmp_path_factory):
-    """Held-out prompts of the toy with the target's answers, by our own decoding."""
+def answers(target, tmp_path_factory):
+    """The target's answers to prompts of the toy, by our own decoding."""
     prompts = load_prompts("toy", count=3 * PROMPTS, seed=21, toy_split="eval")
     plan = GenerationPlan(
         "toy eval", tuple(prompts), (0.0,), max_new_tokens=CONFIG.max_new_tokens, lookahead=K
     )
     folder = tmp_path_factory.mktemp("traces") / "traces"
-    traces = generate_traces(target, plan, folder, batch_size=16, rows_per_shard=64)
+    return list(generate_traces(target, plan, folder, batch_size=16, rows_per_shard=64))
+
+
+@pytest.fixture(scope="module")
+def bench(target, drafters, answers):
+    """Some of these answers, of which the heads have learnt enough to be accepted."""
     known = drafters.values()
-    traces = [trace for trace in traces if decided(target, known, trace)][:PROMPTS]
+    traces = [trace for trace in answers if decided(target, known, trace)][:PROMPTS]
     assert len(traces) == PROMPTS
     return Bench(target, traces, Sampling(0.0), CONFIG, {"name": "toy", "hash": ""})
 
 
 @pytest.fixture(scope="module")
-def drafters(target, tmp_path_factory):
-    prompts = load_prompts("toy", count=160, seed=3)
-    plan = GenerationPlan("toy", tuple(prompts), (0.0, 1.0), max_new_tokens=48)
-    folder = tmp_path_factory.mktemp("training")
-    traces = list(generate_traces(target, plan, folder, batch_size=32, rows_per_shard=256))
+def drafters(target, answers):
     found: dict[Any, Any] = {}  # one training for both layouts
     for case in CASES:
         again = next((c for c in CASES if c.name in found and c.load is case.load), None)
-        found[case.name] = found[again.name] if again else case.load(target, traces).eval()
+        found[case.name] = found[again.name] if again else case.load(target, answers).eval()
     return found
 
 

@@ -87,7 +87,7 @@ def test_what_peft_refuses_is_one_line(tiny_target, monkeypatch):
     def refuse(*_):
         raise ValueError("no dropout\nhere")
 
-    monkeypatch.setattr("target.adapted.get_peft_model", refuse)
+    monkeypatch.setattr("peft.get_peft_model", refuse)
     with pytest.raises(
         UserError, match=r"peft cannot adapt LlamaForCausalLM .* \(no dropout here\)"
     ):
