@@ -9,6 +9,7 @@ from data.traces import Trace
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
 from drafters.trees.calibrated import MAX_RANKS
+from drafters.trees.copy import CopyOrDraft
 from drafters.trees.dynamic import DynamicTree
 from eval.counters import counters_from_rounds
 from eval.engine import SpeculativeDecoder
@@ -53,7 +54,9 @@ def traces(target):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [BUSHY, DynamicTree(4, 3, 2)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "shape", [BUSHY, DynamicTree(4, 3, 2), CopyOrDraft(1, 4, K)], ids=["static", "dynamic", "copy"]
+)
 def test_replayed_counters_of_a_tree_are_those_of_decoding(target, drafter, traces, shape):
     budget = Budget(K, tree=shape)
     decoder = SpeculativeDecoder(
@@ -130,3 +133,9 @@ def test_traces_of_another_sampling_are_refused(target, traces):
     for sampling in (Sampling(1.0), Sampling(0.0, top_k=3)):
         with pytest.raises(UserError, match=r"traces were sampled with .* the evaluation needs"):
             TreeReplay(target, traces, sampling, Budget(K, tree=BUSHY))
+
+
+def test_copied_chains_are_replayed_at_temperature_0_alone(target, traces):
+    """Where they are not copied they are drawn, and accepted by chance."""
+    with pytest.raises(UserError, match="only decoding measures those whose siblings are chain"):
+        TreeReplay(target, traces, Sampling(1.0), Budget.of(CopyOrDraft(2, 8, K)))
