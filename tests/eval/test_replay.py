@@ -68,6 +68,8 @@ def test_replayed_counters_of_a_tree_are_those_of_decoding(target, drafter, trac
         one.request.tag: counters_from_rounds(one.rounds, one.request.tag, "all", K)
         for one in decoder.run(requests)
     }
+    for one in decoded.values():  # of chains, which replay does not compare with the target's law
+        one.overlap_sum = one.overlap_count = 0.0
     replayed = {one.prompt_hash: one for one in TreeReplay(target, traces, GREEDY, budget)(drafter)}
     assert replayed == decoded
     found = replayed.values()

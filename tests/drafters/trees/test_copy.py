@@ -122,25 +122,28 @@ def test_text_is_the_targets_and_rounds_of_both_kinds_follow_each_other(tiny_tar
             assert 0 < len(fed) < rounds * (K - 1)  # some rounds copied, some drafted
 
 
-def test_a_drafter_agrees_with_itself_after_rounds_that_copied(tiny_target):
-    """What was committed without it stands in its cache as if it had drafted it: the target as its
-    own drafter has every draft of its own accepted."""
+def test_a_drafter_has_read_what_was_copied(tiny_target):
+    """The target as its own drafter goes on as greedy decoding does, though it has not drafted the
+    tokens before."""
     target = tiny_target("llama")
     drafter = CausalLMDrafter.of_target(target)
-    decoder = SpeculativeDecoder(
-        CachedModel(target.model), drafter, sampling=GREEDY,
-        budget=Budget.of(CopyOrDraft(2, 8, K)), eos_ids=(), max_new_tokens=60, batch_size=1,
-    )  # fmt: skip
-    kinds = set()
-    for i, prompt in enumerate(prompts_of([5, 9, 12, 7])):
-        request = Request(prompt * 2, row_key(0, prompt, i), GREEDY, i)
-        for one in decoder.run([request]):
-            for r in one.rounds:
-                copied_round = r.draft_forwards == 1
-                kinds.add((copied_round, r.engine_accepted == K))
-    assert (False, True) in kinds
-    assert (False, False) not in kinds
-    assert {copied_round for copied_round, _ in kinds} == {True, False}
+    (fresh,) = prompts_of([14])
+    text = [*fresh[:8], *fresh[:2], *fresh[2:6], *fresh[8:]]
+    ids, shape = torch.tensor([[*text, *[0] * 8]]), CopyOrDraft(2, 8, 4)
+
+    def propose(length):
+        lengths = torch.tensor([length])
+        keys = KeyedRandom(torch.zeros_like(lengths))
+        return shape.grow(drafter, DraftState(ids, lengths, length, GREEDY, keys))
+
+    drafter.begin(1, 40)
+    drafter.prefill(torch.tensor([0]), ids[:, :9], torch.tensor([9]))
+    copied_round = propose(10)
+    assert copied_round.tokens[0].tolist() == fresh[2:6]
+    assert copied_round.draft_forwards == 1
+    drafted = propose(15)  # all four were accepted, and another token was emitted
+    assert drafted.draft_forwards == 4
+    assert drafted.tokens[0].tolist() == generated(target.model, text[:15], 4)
 
 
 class Table:
