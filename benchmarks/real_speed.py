@@ -1,7 +1,7 @@
 """Seconds of decoding on a real chat model: transformers, ours without a drafter, ours with one.
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
-        [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=eagle2:26:5:8]
+        [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
         [out=benchmarks/real/results/speed.json]
 
 One process, at temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a
@@ -35,7 +35,7 @@ from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
-from drafters.trees.table import parse_shape
+from drafters.trees.table import parse_tree
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
 from phases.run import provenance
@@ -111,7 +111,8 @@ def measure(
     limit = int(given["tokens"])
     budgets = {f"chain of {K}": make_budget("fixed", int(K)) for K in given["K"].split(",")}
     if given["tree"]:
-        budgets[given["tree"]] = Budget.of(parse_shape(given["tree"], "tree"))
+        deepest = max(budget.max_tokens for budget in budgets.values())
+        budgets[given["tree"]] = Budget.of(parse_tree(given["tree"], "tree").shape(None, deepest))
     result: dict[str, Any] = {
         "settings": given,
         **provenance(["benchmarks.real_speed", *arguments]),
