@@ -127,6 +127,32 @@ class _Source:
         )
 
 
+class Replaying:
+    """Gives the first row recorded outcomes; at the first call beyond them, tells what was
+    possible. Other rows get the first possible one."""
+
+    def __init__(self, outcomes):
+        self.outcomes, self.cursor, self.fork = outcomes, 0, None
+
+    def _next(self, law):
+        possible = [(i, w) for i, w in enumerate(law) if w > 0]
+        if self.cursor < len(self.outcomes):
+            chosen = self.outcomes[self.cursor]
+        else:
+            self.fork = self.fork or possible
+            chosen = possible[0][0]
+        self.cursor += 1
+        return chosen
+
+    def choice(self, probs, positions, stream):
+        first, *others = probs.tolist()
+        return torch.tensor([self._next(first), *(law.index(max(law)) for law in others)])
+
+    def flip(self, probability, positions, stream):
+        first, *others = probability.tolist()
+        return torch.tensor([bool(self._next([1 - first, first])), *(a > 0 for a in others)])
+
+
 @dataclass(frozen=True)
 class Outcome:
     emitted: tuple[int, ...]

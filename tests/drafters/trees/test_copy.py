@@ -20,7 +20,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import KeyedRandom, Sampling, row_key
 from tests.heads import GREEDY, randomised
-from tests.tabular import dirichlet_table
+from tests.tabular import Replaying, dirichlet_table
 from tests.tiny import assert_same_greedy, generated, perturbed, prompts_of
 from trainer.config import UserError
 
@@ -159,32 +159,6 @@ class Table:
 
     def extend(self, tokens, parents, depth):
         return self.table[tokens].log()
-
-
-class Replaying:
-    """Gives the first row recorded outcomes; at the first call beyond them, tells what was
-    possible. Other rows get the first possible one."""
-
-    def __init__(self, outcomes):
-        self.outcomes, self.cursor, self.fork = outcomes, 0, None
-
-    def _next(self, law):
-        possible = [(i, w) for i, w in enumerate(law) if w > 0]
-        if self.cursor < len(self.outcomes):
-            chosen = self.outcomes[self.cursor]
-        else:
-            self.fork = self.fork or possible
-            chosen = possible[0][0]
-        self.cursor += 1
-        return chosen
-
-    def choice(self, probs, positions, stream):
-        first, *others = probs.tolist()
-        return torch.tensor([self._next(first), *(law.index(max(law)) for law in others)])
-
-    def flip(self, probability, positions, stream):
-        first, *others = probability.tolist()
-        return torch.tensor([bool(self._next([1 - first, first])), *(a > 0 for a in others)])
 
 
 @pytest.mark.parametrize("context", [(0, 1, 2, 0, 1), (0, 1, 1, 2, 0)], ids=["copied", "drafted"])

@@ -24,35 +24,12 @@ from eval.verifiers.typical import Typical
 from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import Sampling, warp
-from tests.tabular import dirichlet_table
+from tests.tabular import Replaying, dirichlet_table
 from tests.tiny import assert_same_greedy, generated, prompts_of
 from trainer.config import UserError
 
 V = 3
 PLAIN = Sampling(1.0)
-
-
-class Replaying:
-    """Gives recorded outcomes; at the first call beyond them, tells what was possible."""
-
-    def __init__(self, outcomes):
-        self.outcomes, self.cursor, self.fork = outcomes, 0, None
-
-    def _next(self, law):
-        possible = [(i, w) for i, w in enumerate(law) if w > 0]
-        if self.cursor < len(self.outcomes):
-            chosen = self.outcomes[self.cursor]
-        else:
-            self.fork = self.fork or possible
-            chosen = possible[0][0]
-        self.cursor += 1
-        return chosen
-
-    def choice(self, probs, positions, stream):
-        return torch.tensor([self._next(row) for row in probs.tolist()])
-
-    def flip(self, probability, positions, stream):
-        return torch.tensor([bool(self._next([1 - a, a])) for a in probability.tolist()])
 
 
 class Tabular(TrainedDrafter):
