@@ -128,14 +128,18 @@ class _Source:
 
 
 class Replaying:
-    """Gives the first row recorded outcomes; at the first call beyond them, tells what was
-    possible. Other rows get the first possible one."""
+    """Gives recorded outcomes; at the first call beyond them, tells what was possible. Of more than
+    `rows` rows the further ones get the first possible outcome."""
 
-    def __init__(self, outcomes):
-        self.outcomes, self.cursor, self.fork = outcomes, 0, None
+    def __init__(self, outcomes, rows=None):
+        self.outcomes, self.rows, self.cursor, self.fork = outcomes, rows, 0, None
 
-    def _next(self, law):
-        possible = [(i, w) for i, w in enumerate(law) if w > 0]
+    def _of_all(self, laws):
+        found = [[(i, w) for i, w in enumerate(law) if w > 0] for law in laws]
+        recorded = [self._next(possible) for possible in found[: self.rows]]
+        return torch.tensor(recorded + [possible[0][0] for possible in found[len(recorded) :]])
+
+    def _next(self, possible):
         if self.cursor < len(self.outcomes):
             chosen = self.outcomes[self.cursor]
         else:
@@ -145,12 +149,10 @@ class Replaying:
         return chosen
 
     def choice(self, probs, positions, stream):
-        first, *others = probs.tolist()
-        return torch.tensor([self._next(first), *(law.index(max(law)) for law in others)])
+        return self._of_all(probs.tolist())
 
     def flip(self, probability, positions, stream):
-        first, *others = probability.tolist()
-        return torch.tensor([bool(self._next([1 - first, first])), *(a > 0 for a in others)])
+        return self._of_all([[1 - a, a] for a in probability.tolist()]).bool()
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def test_sampled_text_has_the_targets_law(context, beside):
     law, total, open_ = {}, 0.0, [((), 1.0)]
     while open_:
         outcomes, weight = open_.pop()
-        random = Replaying(outcomes)
+        random = Replaying(outcomes, rows=1)
         ids = torch.tensor([[*row, *[0] * 8] for row in rows])
         lengths = torch.tensor([len(row) for row in rows])
         state = DraftState(ids, lengths, len(context), PLAIN, random)
