@@ -17,6 +17,7 @@ from benchmarks import queue
 from benchmarks.cells import Cells
 from benchmarks.cells_table import engine_lines, speed_lines
 from recipes import base
+from scripts import evaluate
 from tests.commands import ROOT, SETTINGS
 
 TINY = " ".join(f"{key}={value}" for key, value in SETTINGS.items())
@@ -245,9 +246,13 @@ def test_the_table_of_the_real_target_has_words_that_its_commands_take(monkeypat
             recipes.add(config.recipe)
         else:
             assert words[:2] == ["python", "-m"]
-            assert words[2] in {"benchmarks.real_speed", "benchmarks.vllm_counters"}
             assert read
-            assert f"out={cell.reports[0]}" in words
+            if words[2] == "scripts.evaluate":
+                config = evaluate.resolve(words[3:])
+                assert cell.reports == [f"{config.script['out']}/report.json"]
+            else:
+                assert words[2] in {"benchmarks.real_speed", "benchmarks.vllm_counters"}
+                assert f"out={cell.reports[0]}" in words
     assert recipes == {*base.names()}
 
 
