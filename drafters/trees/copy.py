@@ -8,11 +8,11 @@ head with copies in this way (Hu et al. 2024, arXiv:2411.10666); it copies from 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
-from drafters.round import Budget, ChainSteps, DraftState
+from drafters.round import Budget, ChainSteps, DraftState, Steps
 from drafters.trees.chain import Chain
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.tree import CHAIN, TokenTree
@@ -54,8 +54,14 @@ class CopyOrDraft:
     shortest: int
     longest: int
     depth: int
-    siblings: ClassVar[str] = CHAIN
-    width: ClassVar[int] = 1
+
+    @property
+    def siblings(self) -> str:
+        return CHAIN
+
+    @property
+    def width(self) -> int:
+        return 1
 
     @property
     def num_nodes(self) -> int:
@@ -68,13 +74,14 @@ class CopyOrDraft:
     def describe(self) -> str:
         return f"K {self.depth}, copied after {self.shortest} known tokens"
 
-    def grow(self, drafter: ChainSteps, state: DraftState) -> TokenTree:
+    def grow(self, drafter: Steps, state: DraftState) -> TokenTree:
         logits = drafter.start(state, Budget.of(self))
         copied, found = copies(state.ids, state.lengths, self.shortest, self.longest, self.depth)
         if bool(found.all()):
             whole = torch.full_like(state.lengths, self.depth)
             return TokenTree.chain(copied, None, whole, 1, drafter.start_width)
-        drafted = Chain(self.depth).behind(logits, drafter, state)
+        # without a stop rule no acceptance head is asked
+        drafted = Chain(self.depth).behind(logits, cast(ChainSteps, drafter), state)
         drafted.tokens = torch.where(found.unsqueeze(1), copied, drafted.tokens)
         if drafted.probs is not None:
             certain = torch.zeros_like(drafted.probs).scatter_(-1, copied.unsqueeze(-1), 1.0)
