@@ -98,6 +98,9 @@ def copies(
     at least `shortest` tokens agree; where they do not, the tokens mean nothing. Agreement counts
     up to `longest`; of equal places the latest is taken. A copy that reaches the end of the text
     goes on with what it has copied, so that a text of period p is continued with that period.
+
+    The rule is that of `drafters.training_free.lookup`, for all rows at once and without a copy of
+    the texts to the host.
     """
     size = ids.shape[1]
     last = lengths.unsqueeze(1) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget, DraftState
+from drafters.training_free.lookup import PromptLookup
 from drafters.trees.copy import CopyOrDraft, copies
 from drafters.trees.table import parse_shape, parse_tree
 from eval.engine import SpeculativeDecoder
@@ -69,6 +71,18 @@ def test_rows_are_copied_by_themselves():
     tokens, found = copies(ids, torch.tensor([5, 6, 3]), 2, 8, 2)
     assert found.tolist() == [True, False, True]
     assert tokens[[0, 2]].tolist() == [[3, 1], [3, 3]]
+
+
+def test_copies_are_those_of_prompt_lookup():
+    """Up to the end of the text, where prompt lookup ends."""
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        text = generator.integers(0, 4, generator.integers(2, 30)).tolist()
+        longest = int(generator.integers(1, 5))
+        known = PromptLookup(longest).continuation(np.array(text), 4)
+        found = copied(text, shortest=1, longest=longest, padding=[1, 2])
+        assert (found or [])[: len(known)] == known
+        assert bool(found) == bool(known)
 
 
 def causal_lm(target):
