@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 
+from phases.run import end
 from target.adapted import LoraSettings, check_lora
 from target.model import Target, decoder_layers
 from tests.commands import TWO, finish, start
@@ -31,8 +30,9 @@ def test_one_process_has_nothing_to_share_out(tiny_folder):
     assert not hasattr(target.model, "hf_device_map")
 
 
-def ask(folder: str) -> None:
+def ask(words: list[str]) -> int:
     """One of the two processes."""
+    [folder] = words
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     whole, parts = Target.load(folder), Target.load(folder, device_map="fsdp2")
@@ -69,8 +69,8 @@ def ask(folder: str) -> None:
     with pytest.raises(UserError, match="whole on one device"):
         check_lora(parts, LoraSettings())
     parts.sync()
-    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    ask(sys.argv[1])
+    end(ask)

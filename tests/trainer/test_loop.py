@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
+from phases.run import end
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16
@@ -934,14 +935,18 @@ def join(folder: Path, mode: str) -> None:
             (folder / "result.json").write_text(json.dumps(vars(result)))
             if isinstance(objective, Noting):
                 (folder / "events.json").write_text(json.dumps(objective.events))
-    finally:  # gloo aborts a process that leaves, or is left, without a word
+    finally:  # gloo aborts a process that is left without a word
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
-    folder, mode = Path(sys.argv[1]), sys.argv[2]
+def main(words: list[str]) -> int:
+    folder, mode = Path(words[0]), words[1]
     if mode == "crash":
         crash(folder)
     else:
         join(folder, mode)
+    return 0
+
+
+if __name__ == "__main__":
+    end(main)
