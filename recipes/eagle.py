@@ -12,16 +12,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
-from recipes.base import check_kind
-from recipes.common.unrolled import UnrolledConfig, UnrolledRecipe
+from recipes.base import Stage, check_kind
+from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
+from trainer.config import require
 
 
 @dataclass
-class Config(UnrolledConfig):
+class Config(HeadConfig):
     divergence_weight: float = 0.1  # weight of the divergence; published: 0.1
     # weight of SmoothL1 between the head's states and the target's; published: 1
     feature_weight: float = 1.0
@@ -30,20 +32,53 @@ class Config(UnrolledConfig):
     feature_noise: float = 0.01
     depth_decay: float = 1.0
     steps: int = 1  # times the head reads its own states in training; more than 1: HASS
+
+    # steps of a first stage that trains EAGLE-1's head, for HASS to start from; left out where
+    # model.drafter names a trained head; null: no such stage
+    base_max_steps: int | None = None
     base_lr: float = 1e-3  # rate of that stage; published: 3e-5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
+        number = self.base_max_steps
+        require(number is None or number >= 1, "method.base_max_steps", "be >= 1", number)
+        require(self.base_lr > 0, "method.base_lr", "be > 0", self.base_lr)
 
-class Recipe(UnrolledRecipe[Config]):
+
+class Recipe(HeadRecipe[Config]):
     drafter_type = Eagle1Drafter
+    _trained = False
 
     def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
         head = check_kind(drafter, Eagle1Drafter, "eagle")
         head.settings.detach_recycled = self.config.steps > 1
+        self._trained = True
 
-    def one_step(self) -> Config:
-        # EAGLE-1's loss has no term for the best tokens
-        return dataclasses.replace(self.config, steps=1, top_weight=0.0)
+    def stages(self) -> list[Stage]:
+        (own,) = super().stages()
+        if self._trained or self.config.base_max_steps is None:
+            return [own]
+        first = dataclasses.replace(
+            own,
+            name="base",
+            objective=self._base_objective,
+            overrides={"max_steps": self.config.base_max_steps, "lr": self.config.base_lr},
+            row="before",
+            shared={"recipe": __name__, **dataclasses.asdict(self._base_objective.config)},
+        )
+        return [first, dataclasses.replace(own, start="previous")]
+
+    @cached_property
+    def _base_objective(self) -> HeadObjective:
+        """EAGLE-1's: one step, and no loss on the best tokens."""
+        config = dataclasses.replace(self.config, steps=1, top_weight=0.0)
+        return HeadObjective(config, self.target, config.steps, self.captures)
+
+    @property
+    def depth(self) -> int:
+        return self.config.steps
 
     @property
     def unroll(self) -> tuple[str, int] | None:

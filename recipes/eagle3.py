@@ -4,8 +4,7 @@ Li et al. 2025, arXiv:2503.01840. Training-time test: every step after the first
 own states under the mask that decoding has; no regression of states. Departures from the published
 code: positions are those that decoding visits (the code takes prompt tokens as anchors too), a
 token mean instead of a sum over all B L positions, and the head starts as the rows of the target's,
-the layer as its last layer. `method.base_max_steps` adds a first stage of one drafting step, which
-costs a third of several: where time is short, the first token is learnt on more text in it.
+the layer as its last layer.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
-from recipes.common.unrolled import UnrolledConfig, UnrolledRecipe
 from target.model import LayerId, Target, check_layers
-from trainer.config import UserError
+from trainer.config import UserError, require
 
 
 @dataclass
-class Config(VocabularyConfig, UnrolledConfig):
-    steps: int = 5  # drafting steps that training unrolls, as many as are drafted; published: 7
+class Config(VocabularyConfig):
+    # drafting steps that training unrolls, as many as are drafted at least; published: 7
+    steps: int = 5
     # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
     layers: list[int] = field(default_factory=list)
     head_from_target: bool = True  # the output matrix starts as rows of the target's
@@ -33,8 +32,12 @@ class Config(VocabularyConfig, UnrolledConfig):
     fc_norm: bool = False  # EAGLE-3.1: normalise each captured state
     norm_output: bool = False  # EAGLE-3.1: the next step reads the normed state
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
 
-class Recipe(VocabularyRecipe[Config], UnrolledRecipe[Config]):
+
+class Recipe(VocabularyRecipe[Config]):
     drafter_type = Eagle3Drafter
 
     def __init__(self, config: Config, target: Target):
@@ -50,6 +53,10 @@ class Recipe(VocabularyRecipe[Config], UnrolledRecipe[Config]):
                 f"method.layers={self.config.layers}: leave method.layers out"
             )
         self.objective.captures = self._captures = drafter.target_layers
+
+    @property
+    def depth(self) -> int:
+        return self.config.steps
 
     @property
     def unroll(self) -> tuple[str, int]:

@@ -152,8 +152,9 @@ class Recipe(base.Recipe):
         module = BASES[name]
         try:
             settings = make_settings(module.Config, {**known, **self.config.base_options})
-            rule, steps = "be null: GTO trains its base in one stage", settings.base_max_steps
-            require(steps is None, "method.base_max_steps", rule, steps)
+            if isinstance(settings, eagle.Config):
+                rule, steps = "be null: GTO trains its base in one stage", settings.base_max_steps
+                require(steps is None, "method.base_max_steps", rule, steps)
             return module.Recipe(settings, self.target)
         except UserError as error:
             raise UserError(f"method.base_options, of recipe {name}: {error}") from error

@@ -771,7 +771,6 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
             ["method.base=eagle", "method.base_options={base_max_steps: 3}"],
             "of recipe eagle: method.base_max_steps must be null: GTO trains its base in one stage",
         ),
-        ("method.base_options={base_max_steps: 3}", "of recipe eagle3: method.base_max_steps must"),
         ("method.base_max_steps=0", "method.base_max_steps must be >= 1"),
         ("method.base_batch_size=0", "method.base_batch_size must be >= 1"),
         ("method.base_lr=0", "method.base_lr must be > 0"),

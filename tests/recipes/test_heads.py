@@ -277,23 +277,6 @@ def test_hass_starts_from_a_trained_head_of_eagle(target, traces):
     assert plain.drafter.settings.detach_recycled
 
 
-def test_eagle3_may_train_one_drafting_step_first(target, traces):
-    """The first stage's loss is that of one step, the second goes on from its head with them all;
-    a given head has been through it."""
-    own = make("eagle3", target, traces, steps=3, base_max_steps=4, base_lr=0.5)
-    batch, plain = batch_of(traces), make("eagle3", target, traces, steps=1)
-    first, second = own.recipe.stages()
-    assert (first.start, first.row, second.start) == ("base", "before", "previous")
-    assert first.overrides == {"max_steps": 4, "lr": 0.5}
-    assert loss_of(own, batch) == loss_of(plain, batch)
-    later = trained(own.recipe, own.drafter, stage=1, traces=traces)
-    assert later.depth == 3
-    assert loss_of(later, batch) - loss_of(own, batch) > 1e-3
-    own.recipe.accept(plain.drafter)
-    (only,) = own.recipe.stages()
-    assert only.objective is second.objective
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_training_lowers_the_loss_and_leaves_the_target_alone(name, target, traces):
     recipe, batch = make(name, target, traces), batch_of(traces)
@@ -472,7 +455,6 @@ def test_acceptance_is_measured_over_the_whole_vocabulary(name, target, traces):
         ("eagle3", {"layers": []}, "collide on a target of 2 layers"),
         ("eagle3", {"steps": 0}, r"method\.steps must be >= 1"),
         ("eagle", {"base_max_steps": 0}, r"method\.base_max_steps must be >= 1"),
-        ("eagle3", {"base_max_steps": 0}, r"method\.base_max_steps must be >= 1"),
         ("eagle", {"base_lr": 0.0}, r"method\.base_lr must be > 0"),
         ("eagle", {"feature_weight": -1.0}, r"method\.feature_weight must be >= 0"),
         ("medusa", {"num_heads": 0}, r"method\.num_heads must be >= 1"),
