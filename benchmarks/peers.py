@@ -16,7 +16,8 @@ token are the answer's. Of `--traces`, a store of answers, the rows of 256 to 51
 trained on. AdamW, weight decay 0.01, clipping at 1, a linear schedule. Loss, initialisation and
 data path are each tool's own:
 
-- ours: recipe eagle3 in the loop of `trainer`, states cached in float32, or the target live;
+- ours: recipe eagle3 in the loop of `trainer`, states cached in float32, with the log-sum-exp of
+  the target's logits where a part of the vocabulary is drafted, or the target live;
 - speculators (cached): its command line and trainer on its own files, packed to `--tokens`. Its
   output head is the target's, frozen, where ours trains a copy;
 - modelopt (online, target in process): rows padded as ours are. By default it borrows the target's
@@ -79,7 +80,7 @@ from drafters.round import Budget
 from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
-from recipes.common.draft_vocabulary import frequent_tokens
+from recipes.common.draft_vocabulary import frequent_tokens, is_reduced
 from target.model import LayerId, Target, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
@@ -241,7 +242,8 @@ def prepare(sizes: argparse.Namespace) -> Data:
     target, work = Target.load(sizes.target, dtype="float32"), sizes.work
     traces, development, held_out = (stored if sizes.traces else generated)(target, sizes)
     traces = [trace for trace in traces if len(trace.response_ids) > UNROLL]
-    plan = FeaturesPlan((*default_captures(target.num_layers), "final_norm"), "fp32")
+    layers = (*default_captures(target.num_layers), "final_norm")
+    plan = FeaturesPlan(layers, "fp32", summary=is_reduced(sizes.draft_vocab, target))
     folder = features_folder(target, traces, plan, work)
     data = Data(
         target, traces, write_features(target, traces, plan, folder, batch_size=16),

@@ -2,7 +2,9 @@
 
     manifest.json              what the store was made with, and all shards once it is complete
     shard-00000.safetensors    per layer "hidden.<layer>" [tokens, H], with fp8 "scale.<layer>"
-                               [tokens, 1]; "sha256" [rows, 32] of the bytes of each row
+                               [tokens, 1]; for a reduced vocabulary "summary.log_z" and
+                               "summary.first" [tokens, 1], of the logits that predict tokens of the
+                               response; "sha256" [rows, 32] of the bytes of each row
 
 `data/features_layout.py` says which row lies where, `data/features_local.py` reads and writes the
 files in a folder, `data/features_remote.py` on object storage. A shard counts from the moment it
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +37,7 @@ from data.features_layout import (
     DTYPES,
     HEADER,
     MANIFEST,
+    SUMMARY,
     FeaturesPlan,
     Identity,
     Row,
@@ -50,6 +54,7 @@ from data.features_remote import RemoteFolder
 from data.served_states import ServedStates
 from data.traces import REMEDY, Trace, differences
 from target.model import LayerId, Target, TargetOutputs, check_layers
+from trainer.chunked import LogitsSummary
 from trainer.config import RunFault, UserError
 from trainer.device import sent
 from trainer.files import damaged
@@ -62,7 +67,8 @@ Folder: TypeAlias = LocalFolder | RemoteFolder
 
 class FeaturesStore:
     """Answers like `Target.outputs(..., layers=layers, logits=False)` where the rows are stored.
-    `layers`: those to answer with, all that are stored by default."""
+    `layers`: those to answer with, all that are stored by default. The answer has the summaries of
+    logits that are stored."""
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class FeaturesStore:
         self._dtype: torch.dtype = getattr(torch, str(identity["target"]["dtype"]))
         self.entries: list[ShardEntry] = []
         self._places: dict[bytes, Row] = {}
+        self.has_summaries = "summary" in identity
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="features")  # starts none before use
         self._asked: dict[Hashable, Future[_Tensors]] = {}  # batches under way
         for shard, entry in zip(shards, folder.entries(shards, identity), strict=True):
@@ -104,8 +111,9 @@ class FeaturesStore:
             raise UserError(f"data.features: no store in {place}: {place}/{MANIFEST} is missing")
         stored = manifest["identity"]
         plan = FeaturesPlan(
-            tuple(layers), stored["dtype"], stored["tokens_per_shard"], stored.get("engine", "hf")
-        )
+            tuple(layers), stored["dtype"], stored["tokens_per_shard"], stored.get("engine", "hf"),
+            "summary" in stored,
+        )  # fmt: skip
         wanted, shards = layout_of(target_fingerprint, stored["hidden_size"], traces, plan)
         _require_same(place, stored, wanted)
         if not manifest["complete"]:
@@ -121,9 +129,11 @@ class FeaturesStore:
     def with_further_layers(
         cls, target: Target, traces: Sequence[Trace], plan: FeaturesPlan, folder: Folder
     ) -> FeaturesStore | None:
-        """Open a complete store beside `folder` that holds the states of `plan` and those of
-        further layers, which another recipe needed. None where there is none."""
+        """Open a complete store beside `folder` that holds the states of `plan`, which another
+        recipe needed or an earlier version wrote: with the summaries of `plan` where there is such
+        a one, else without. None where there is none."""
         wanted, shards = layout_of(target.fingerprint, target.hidden_size, traces, plan)
+        found = None
         for other in folder.beside():
             try:
                 manifest = other.manifest()
@@ -132,11 +142,12 @@ class FeaturesStore:
             if manifest is None:  # gone since
                 continue
             stored: Identity = manifest["identity"]
-            same = {"layers": wanted["layers"], "after_final_norm": wanted["after_final_norm"]}
-            enough = manifest["complete"] and {*wanted["layers"]} < {*stored["layers"]}
-            if enough and {**stored, **same} == wanted:
-                return cls(other, stored, shards, plan.layers)
-        return None
+            more = {*wanted["layers"]} <= {*stored["layers"]} and stored != wanted
+            if manifest["complete"] and more and _besides(stored) == _besides(wanted):
+                found = cls(other, stored, shards, plan.layers)
+                if found.has_summaries or not plan.summary:
+                    break
+        return found
 
     def ahead(self, batch: Batch) -> None:
         """Begin to read the states of a batch to come, where they are stored, in a thread."""
@@ -156,16 +167,16 @@ class FeaturesStore:
         read = self._read(batch) if asked is None else asked.result()
         hidden: dict[LayerId, torch.Tensor] = {}
         for layer in self.layers:
-            states = sent(read[f"hidden.{layer}"], device)
+            states, scale = sent(read[f"hidden.{layer}"], device), None
             if self.identity["dtype"] == "fp8":
-                scale = sent(read[f"scale.{layer}"], device)
-                # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
-                bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
-                states = bits.view(torch.float16).float().mul_(scale.view(torch.float32) * 256)
-            else:
-                states = states.view(DTYPES[self.identity["dtype"]])
-            hidden[layer] = states.to(self._dtype)
-        return TargetOutputs(hidden)
+                scale = sent(read[f"scale.{layer}"], device).view(torch.float32)
+            hidden[layer] = _decoded(states, scale, self.identity["dtype"]).to(self._dtype)
+        if not self.has_summaries:
+            return TargetOutputs(hidden)
+        log_z, first = (
+            sent(read[name], device).view(dtype).squeeze(-1) for name, dtype in SUMMARY.items()
+        )
+        return TargetOutputs(hidden, summary=LogitsSummary(log_z, first.long()))
 
     def _holds(self, batch: Batch) -> bool:
         return all(key in self._places for key in _keys(batch))
@@ -175,8 +186,23 @@ class FeaturesStore:
         rows = self.folder.rows([self._places[key] for key in _keys(batch)], self.identity)
         parts = ("hidden", "scale") if self.identity["dtype"] == "fp8" else ("hidden",)
         names = [f"{part}.{layer}" for layer in self.layers for part in parts]
+        names += [*SUMMARY] if self.has_summaries else []
         places, shape = batch.starts(), tuple(batch.input_ids.shape)
         return {name: _placed([row[name] for row in rows], places, shape) for name in names}
+
+
+def _besides(identity: Identity) -> dict[str, object]:
+    """The identity of a store but for how much of each token it holds."""
+    return {k: v for k, v in identity.items() if k not in ("layers", "after_final_norm", "summary")}
+
+
+def _decoded(states: torch.Tensor, scale: torch.Tensor | None, dtype: str) -> torch.Tensor:
+    """Stored states [..., H], or the bytes of them, as numbers. `scale`: [..., 1], with fp8."""
+    if scale is None:
+        return states.view(DTYPES[dtype])
+    # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
+    bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).float().mul_(scale * 256)
 
 
 def _place(folder: str | Path | Folder) -> Folder:
@@ -251,7 +277,9 @@ def _check_budget(
     folder: Folder, identity: Identity, remaining: list[Shard], label: str | None
 ) -> None:
     """Print the bytes to write, if there is a label; UserError if they exceed the free space."""
-    each = bytes_per_token(identity["layers"], identity["hidden_size"], identity["dtype"])
+    each = bytes_per_token(
+        identity["layers"], identity["hidden_size"], identity["dtype"], "summary" in identity
+    )
     needed, free = sum(shard.num_tokens for shard in remaining) * each, folder.free()
     if label:
         rows, tokens = identity["rows"], identity["tokens"]
@@ -295,6 +323,9 @@ def _compute(
                 states = states.float() / scale
                 stored[f"scale.{layer}"] = scale.cpu()
             stored[f"hidden.{layer}"] = states.to(DTYPES[identity["dtype"]]).cpu()
+        if "summary" in identity:
+            final, scale = stored["hidden.final_norm"], stored.get("scale.final_norm")
+            stored |= _summary(target, batch, _decoded(final, scale, identity["dtype"]))
         for j, (i, trace) in enumerate(zip(rows, group, strict=True)):
             num_tokens = trace.num_tokens
             bad = [layer for layer in hidden if not bool(finite[layer][j, :num_tokens].all())]
@@ -309,6 +340,22 @@ def _compute(
             tensors["sha256"][i] = torch.tensor(list(sum_of_row), dtype=torch.uint8)
             progress.advance(num_tokens)
     return tensors
+
+
+def _summary(target: Target, batch: Batch, final: torch.Tensor) -> _Tensors:
+    """Summaries [B, L, 1] of the logits that states `final` [B, L, H], as they will be read, give
+    for the tokens of the responses; NaN elsewhere."""
+    shape = (*batch.input_ids.shape, 1)
+    found = {
+        "summary.log_z": torch.full(shape, math.nan, dtype=SUMMARY["summary.log_z"]),
+        "summary.first": torch.zeros(shape, dtype=SUMMARY["summary.first"]),
+    }
+    rows, index = batch.supervised().nonzero(as_tuple=True)
+    states = final[rows, index].to(target.device, target.model.dtype)
+    summary = LogitsSummary.of(target.head, states)
+    found["summary.log_z"][rows, index, 0] = summary.log_z.float().cpu()
+    found["summary.first"][rows, index, 0] = summary.first.to(torch.int32).cpu()
+    return found
 
 
 def _placed(

@@ -27,13 +27,15 @@ MANIFEST = "manifest.json"
 HEADER = "draftsmith.features"  # the one entry in the metadata of a shard, as JSON
 Bytes = dict[str, np.ndarray]  # tensors as uint8 [tokens or rows, bytes of one]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+SUMMARY = {"summary.log_z": torch.float32, "summary.first": torch.int32}
 
 
-class _Engine(TypedDict, total=False):
+class _Optional(TypedDict, total=False):
     engine: str  # what has computed the states, if another than transformers
+    summary: bool  # whether summaries of the logits are stored, if they are
 
 
-class Identity(_Engine):
+class Identity(_Optional):
     """What a store was made with, in its manifest and in the header of each shard."""
 
     target: Mapping[str, object]  # its fingerprint
@@ -71,26 +73,33 @@ class FeaturesPlan:
     `dtype`: fp32, bf16, or fp8: e4m3 with a float32 scale per token and layer, off by at most 2^-4
     of each number, or 2^-10 of the scale where that is more. A process holds `tokens_per_shard`
     tokens in memory and loses no more than those when it is killed. `engine`: what computes the
-    states, whose last digits differ.
+    states, whose last digits differ. `summary`: a `LogitsSummary` is stored with the states, of the
+    logits that predict tokens of a response.
     """
 
     layers: tuple[LayerId, ...]
     dtype: str = "bf16"
     tokens_per_shard: int = 1 << 15
     engine: str = "hf"
+    summary: bool = False
 
     def __post_init__(self) -> None:
         ordered = sorted(self.layers, key=lambda x: x if isinstance(x, int) else 1 << 30)
         object.__setattr__(self, "layers", tuple(ordered))
         require(bool(ordered), "data.features layers", "name at least one", ordered)
+        rule = "name final_norm, whose logits are summarised"
+        require("final_norm" in ordered or not self.summary, "data.features layers", rule, ordered)
         known, size = ", ".join(DTYPES), self.tokens_per_shard
         require(self.dtype in DTYPES, "data.features_dtype", f"be one of {known}", self.dtype)
         require(size >= 1, "data.features tokens_per_shard", "be >= 1", size)
 
 
-def bytes_per_token(layers: Sequence[LayerId], hidden_size: int, dtype: str) -> int:
+def bytes_per_token(
+    layers: Sequence[LayerId], hidden_size: int, dtype: str, summary: bool = False
+) -> int:
     """Bytes on disk per token, scales included; a row adds 32 bytes, a shard about 2 kB."""
-    return len(layers) * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "fp8"))
+    states = len(layers) * (hidden_size * DTYPES[dtype].itemsize + 4 * (dtype == "fp8"))
+    return states + sum(dtype.itemsize for dtype in SUMMARY.values()) * summary
 
 
 def row_key(prompt: Sequence[int], response: Sequence[int]) -> bytes:
@@ -120,6 +129,8 @@ class Shard(NamedTuple):
             tensors[f"hidden.{layer}"] = DTYPES[identity["dtype"]], shape
             if identity["dtype"] == "fp8":
                 tensors[f"scale.{layer}"] = torch.float32, (self.num_tokens, 1)
+        if "summary" in identity:
+            tensors |= {name: (dtype, (self.num_tokens, 1)) for name, dtype in SUMMARY.items()}
         return tensors
 
 
@@ -200,6 +211,8 @@ def layout_of(
     }
     if plan.engine != "hf":
         identity["engine"] = plan.engine
+    if plan.summary:
+        identity["summary"] = True
     return json.loads(json.dumps(identity)), shards  # so that tuples compare as they are stored
 
 

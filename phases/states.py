@@ -38,7 +38,10 @@ def target_states(
             print(f"data.{key}: this stage asks the target for nothing")
         yield None
         return
-    plan = FeaturesPlan(request.states, data.features_dtype, engine="vllm" if served else "hf")
+    plan = FeaturesPlan(
+        request.states, data.features_dtype, engine="vllm" if served else "hf",
+        summary=request.summary and cached,
+    )  # fmt: skip
     if not cached:
         with served_states(run, plan.layers, traces) as states:
             yield states
@@ -51,6 +54,11 @@ def target_states(
     if found is not None and everywhere:
         if accelerator.is_main_process:
             print(f"features: layers {list(plan.layers)} of those in {found.folder}")
+            if plan.summary and not found.has_summaries:
+                print(
+                    "features: without summaries of the logits, so that each step computes all of "
+                    "them; delete that store to have it made with them"
+                )
         yield found
         return
     yield write_features(

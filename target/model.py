@@ -40,7 +40,7 @@ from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
 from target.sharded import Sharded
 from trainer.checks import require_files
-from trainer.chunked import OutputHead
+from trainer.chunked import LogitsSummary, OutputHead
 from trainer.config import UserError
 
 if not sys.stderr.isatty():
@@ -68,10 +68,13 @@ class ProjectedLogits:
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What an objective needs of the target for a batch: hidden states of `layers`, and logits."""
+    """What an objective needs of the target for a batch: hidden states of `layers`, and logits.
+    `summary`: it reads the logits of a reduced vocabulary, and their summary where one is stored
+    beside the states."""
 
     layers: tuple[LayerId, ...] = ()
     logits: bool = True
+    summary: bool = False
 
     @property
     def states(self) -> tuple[LayerId, ...]:
@@ -83,10 +86,12 @@ class TargetRequest:
 @dataclass
 class TargetOutputs:
     """The answer to a `TargetRequest`. hidden[layer]: [B, L, H]; logits: [B, L, width], or computed
-    when they are indexed by row and position."""
+    when they are indexed by row and position; summary: [B, L], of the logits that the drafter is
+    trained on, NaN elsewhere in a text, or None where the logits have to be computed."""
 
     hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | ProjectedLogits | None = None
+    summary: LogitsSummary | None = None
 
 
 @dataclass

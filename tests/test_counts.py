@@ -32,7 +32,7 @@ from tests.tape import decoding_as_on_a_gpu
 from tests.target.test_decode import requests_for, responses
 from tests.tiny import perturbed, prompts_of, tiny_model
 from tests.watch import Waits
-from trainer.chunked import OutputHead, chunked_divergence
+from trainer.chunked import LogitsSummary, OutputHead, chunked_divergence
 from trainer.config import TrainerConfig
 from trainer.divergence import DIVERGENCES
 from trainer.loop import Fit
@@ -150,8 +150,9 @@ def distillspec_of(target):
     return recipe.distillation, recipe.build([])
 
 
-def take_step(target, objective, drafter, batch, counts, checkpointed):
-    """A step as the loop makes it under bfloat16, counted once the optimiser has its states."""
+def take_step(target, objective, drafter, batch, counts, checkpointed, summary=False):
+    """A step as the loop makes it under bfloat16, counted once the optimiser has its states.
+    `summary`: of the logits, as it is stored beside states."""
     optimizer = make_optimizer(drafter, TrainerConfig())
     for group in optimizer.param_groups:
         group["foreach"] = True  # what torch chooses on a GPU
@@ -169,6 +170,10 @@ def take_step(target, objective, drafter, batch, counts, checkpointed):
         batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
         project_later=True,
     )  # fmt: skip
+    if summary:
+        outputs.summary = LogitsSummary(
+            torch.zeros(batch.input_ids.shape), torch.zeros_like(batch.input_ids)
+        )
     with torch.autocast("cpu", torch.bfloat16):
         output = objective.loss(drafter, batch, outputs, 0)
     sum(weight * total / count for total, count, weight in output.terms).backward()
@@ -178,7 +183,9 @@ def take_step(target, objective, drafter, batch, counts, checkpointed):
 
 
 @functools.cache
-def counts_of_a_step(recipe, length, packed, checkpointed, drafted=None, processes=1):
+def counts_of_a_step(
+    recipe, length, packed, checkpointed, drafted=None, processes=1, summary=False
+):
     """`processes`: that share the text; counted is the first of them."""
     with counting() as counts:
         target = target_of_8b()
@@ -186,7 +193,7 @@ def counts_of_a_step(recipe, length, packed, checkpointed, drafted=None, process
         batch = batch_of(length, packed)
         if processes > 1:
             batch = TextShares(types.SimpleNamespace(at=lambda index: batch), 0, processes).at(0)
-        take_step(target, *made, batch, counts, checkpointed)
+        take_step(target, *made, batch, counts, checkpointed, summary)
     how = (
         f"{length} tokens, packed {packed}, checkpointed {checkpointed}, {drafted or 'all'} drafted"
     )
@@ -259,12 +266,13 @@ def test_an_evaluation_at_8b_fits_a_gpu(length):
     assert 1000 < max(positions) <= 2**29 // VOCABULARY
 
 
-@pytest.mark.parametrize("drafted", [None, 32_000])
-def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted):
+@pytest.mark.parametrize(("drafted", "summary"), [(None, False), (32_000, False), (32_000, True)])
+def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted, summary):
     """The operations that its formulas need, as a share of all that matrix products and attention
-    take."""
+    take. With a summary of the target's logits, those of the drafted tokens only."""
     length, width, groups, inner, steps = 2**13, 4096, 1024, 12_288, eagle3.Config().steps
-    counts = counts_of_a_step("eagle3", length, False, False, *([drafted] if drafted else []))
+    options = ([drafted] if drafted else []) + [1, True] * summary
+    counts = counts_of_a_step("eagle3", length, False, False, *options)
     batch = batch_of(length, packed=False)
     positions = [int(batch.supervised(depth).sum()) for depth in range(1, steps + 1)]
     columns, layer = positions[0], 2 * width**2 + 2 * width * groups + 3 * width * inner
@@ -273,13 +281,15 @@ def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted):
     drafting += 3 * (2 * width**2 + width**2 + 3 * width * inner) * steps * columns
     drafting += 3 * width * (drafted or VOCABULARY) * sum(positions)
     drafting += 2 * 3 * width**2 * length  # the captured states have no gradient
-    frozen = 36 * layer * length + width * VOCABULARY * positions[0]
+    rows = drafted if summary else VOCABULARY
+    frozen = 36 * layer * length + width * rows * positions[0]
     # scores and what they weigh, forward 2 and backward 5 products
     pairs = sum(range(length - columns, length))
     scores = 2 * width * (36 * length**2 // 2 * 2 + 7 * steps * pairs)
     useful = 2 * (drafting + frozen) + scores
     share = useful / (counts.products + counts.attention)
-    print(f"useful share of all operations, {drafted or 'all'} drafted: {share:.3f}")
+    how = f"{drafted or 'all'} drafted, summary {summary}"
+    print(f"useful share of all operations, {how}: {share:.3f}")
     assert 0.9 <= share <= 1.001
 
 

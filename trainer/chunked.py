@@ -87,11 +87,41 @@ class OutputHead:
             logits = F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
         return logits if self.transform is None else self.transform(logits)
 
+    def rows(self, kept: Tensor) -> OutputHead:
+        """A copy of the rows of the ids `kept` [W] int64, ascending: the head of a vocabulary
+        reduced to them."""
+        out = copy.copy(self)  # `replace` would check `kept`, for which the host waits
+        out.weight = self.weight.index_select(0, kept)
+        out.bias = None if self.bias is None else self.bias.index_select(0, kept)
+        out.kept, out.vocab_size, out.blocked = kept, None, None
+        return out
+
 
 def blocked_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """states [..., d] times a weight [W, d] in oneDNN's blocked layout -> [..., W], float32 on a
     CPU and without gradient."""
     return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+
+
+@dataclass
+class LogitsSummary:
+    """Of the target's logits [..., V], what a divergence over a reduced vocabulary needs beside the
+    logits of the ids that it keeps."""
+
+    log_z: Tensor  # [...] float32 (float64 stays), log-sum-exp over V
+    first: Tensor  # [...] int64, the likeliest id of all
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, head: OutputHead, states: Tensor) -> LogitsSummary:
+        """states: [N, d] float -> [N], in chunks."""
+        step = chunk_rows(states.device, head.target_width)
+        sums, first = [], []
+        for rows in states.split(step):
+            logits = head.logits(rows)
+            sums.append(wide(logits).logsumexp(-1))
+            first.append(logits.argmax(-1))
+        return cls(torch.cat(sums), torch.cat(first))
 
 
 @dataclass

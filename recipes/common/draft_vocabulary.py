@@ -55,11 +55,16 @@ class VocabularyRecipe(HeadRecipe[ConfigT]):
 
     @property
     def builds_from_traces(self) -> bool:
+        return self.is_reduced
+
+    @property
+    def is_reduced(self) -> bool:
         return is_reduced(self.config.draft_vocab_size, self.target)
 
     def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
         size, drafted = self.config.draft_vocab_size, drafter.draft_vocab_size
+        self.objective.is_reduced = drafted < self.target.vocab_size
         if size is not None and (size or self.target.vocab_size) != drafted:
             raise UserError(
                 f"model.drafter drafts {drafted} tokens, got {KEY}={size}: leave {KEY} out, or set "

@@ -24,6 +24,7 @@ from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, u
 from recipes.common.divergence import DivergenceConfig
 from target.model import LayerId, Target, TargetOutputs, TargetRequest
 from trainer.chunked import (
+    LogitsSummary,
     OutputHead,
     ReducedLogits,
     TeacherLogits,
@@ -90,11 +91,18 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         return ("final_norm",)
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether the head drafts some of the target's tokens only."""
+        return False
+
+    @property
     def objective(self) -> HeadObjective:
         """The objective of the stage, made at its first use: a given drafter, which decides what is
         captured, is known by then."""
         if self._objective is None:
-            self._objective = HeadObjective(self.config, self.target, self.depth, self.captures)
+            self._objective = HeadObjective(
+                self.config, self.target, self.depth, self.captures, self.is_reduced
+            )
         return self._objective
 
     def stages(self) -> list[Stage]:
@@ -124,16 +132,24 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 class HeadObjective(Objective):
     """The divergence between the target's distribution and the head's at each depth, and the
     further terms that `config` has weights for. `captures`: the target's layers that the head
-    reads."""
+    reads; `is_reduced`: whether it drafts some of the target's tokens only."""
 
     def __init__(
-        self, config: HeadConfig, target: Target, depth: int, captures: tuple[LayerId, ...]
+        self,
+        config: HeadConfig,
+        target: Target,
+        depth: int,
+        captures: tuple[LayerId, ...],
+        is_reduced: bool = False,
     ):
         self.config, self.target, self.depth, self.captures = config, target, depth, captures
+        self.is_reduced = is_reduced
         self.divergence: Divergence = config.parsed_divergence
+        self._kept_rows: OutputHead | None = None  # of the target's head
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        return TargetRequest(tuple(dict.fromkeys((*self.captures, "final_norm"))), logits=False)
+        layers = tuple(dict.fromkeys((*self.captures, "final_norm")))
+        return TargetRequest(layers, logits=False, summary=self.is_reduced)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
         """Count the trained positions, for each term: the divergence of each depth, then the
@@ -155,7 +171,8 @@ class HeadObjective(Objective):
         assert target_outputs is not None
         metrics: Metrics = {}
         final = target_outputs.hidden["final_norm"]
-        score = self.scorer(unwrapped(drafter), batch, final, self.target.head, metrics)
+        summary = target_outputs.summary
+        score = self.scorer(unwrapped(drafter), batch, final, self.target.head, metrics, summary)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
         return LossOutput(self.scored(drafter, batch, TargetOutputs(hidden), score), metrics)
 
@@ -185,10 +202,12 @@ class HeadObjective(Objective):
         final: torch.Tensor,
         head: OutputHead,
         metrics: Metrics,
+        summary: LogitsSummary | None = None,
     ) -> Callable[[int, torch.Tensor], list[Term]]:
         """Return (depth, states [B, L, d]) -> the terms of that depth, against the distribution
-        that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`."""
-        teacher = self._teacher(batch, final, head, drafter.output_head(1).kept)
+        that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`.
+        `summary`: of these logits, where it is known."""
+        teacher = self._teacher(batch, final, head, drafter.output_head(1).kept, summary)
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
             rows, index = batch.supervised(depth).nonzero(as_tuple=True)
@@ -218,30 +237,47 @@ class HeadObjective(Objective):
         return score
 
     def _teacher(
-        self, batch: Batch, final: torch.Tensor, head: OutputHead, kept: torch.Tensor | None
+        self,
+        batch: Batch,
+        final: torch.Tensor,
+        head: OutputHead,
+        kept: torch.Tensor | None,
+        summary: LogitsSummary | None,
     ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], TeacherLogits]]:
         """Return (rows [N], logit indices [N]) -> span -> the target's logits [n, V] at that span
         of them, or those `kept`. Depths ask for the same positions again, so all are computed once
-        where they fit."""
+        where they fit. With a `summary` only the rows `kept` of the head are read."""
+
+        def whole(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return head.logits(final[rows, index])
+
+        def reduced(rows: torch.Tensor, index: torch.Tensor) -> ReducedLogits:
+            assert kept is not None
+            if summary is None:
+                return ReducedLogits.of(whole(rows, index), kept)
+            if self._kept_rows is None:
+                self._kept_rows = head.rows(kept)
+            logits = self._kept_rows.logits(final[rows, index])
+            return ReducedLogits(logits, summary.log_z[rows, index], summary.first[rows, index])
+
+        read = whole if kept is None else reduced
         where = functools.reduce(torch.logical_or, map(batch.supervised, range(1, self.depth + 1)))
         rows, index = where.nonzero(as_tuple=True)
         width = self.target.vocab_size if kept is None else len(kept)
         size = len(rows) * width * final.element_size()
         free = free_bytes(final.device)
         if self.depth == 1 or size > (KEEP_TEACHER_BYTES if free is None else free // 4):
-            return lambda rows, index: lambda span: head.logits(final[rows[span], index[span]])
+            return lambda rows, index: lambda span: read(rows[span], index[span])
         place = torch.zeros(where.shape, dtype=torch.long, device=where.device)
         place[rows, index] = torch.arange(len(rows), device=where.device)
         logits: TeacherLogits
         with torch.no_grad():
             if kept is None:
-                logits = head.logits(final[rows, index])
+                logits = whole(rows, index)
             else:
                 step = chunk_rows(final.device, self.target.vocab_size)
                 spans = zip(rows.split(step), index.split(step), strict=True)
-                logits = ReducedLogits.joined(
-                    [ReducedLogits.of(head.logits(final[row, at]), kept) for row, at in spans]
-                )
+                logits = ReducedLogits.joined([reduced(row, at) for row, at in spans])
         return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -143,6 +143,28 @@ def test_states_come_back_within_the_rounding_of_the_dtype(target, tmp_path, dty
             assert bool(((states - live[layer]).abs() <= rounding(dtype, live[layer])).all())
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("rows", [2, 1000])
+def test_summaries_are_those_of_the_logits_that_the_stored_states_give(
+    target, tmp_path, monkeypatch, dtype, rows
+):
+    """For each token of a response, NaN where nothing is trained."""
+    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", rows * target.vocab_size)
+    plan = FeaturesPlan(LAYERS, dtype, 60, summary=True)
+    store = fill(target, tmp_path, plan=plan, batch_size=1)
+    batch = batch_of(*TRACES)
+    found = answer(store, batch)
+    logits = target.head.logits(found.hidden["final_norm"])
+    assert found.summary is not None
+    trained = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(LENGTHS):
+        trained[row, prompt - 1 : prompt + response - 1] = True
+    torch.testing.assert_close(found.summary.log_z[trained], logits[trained].logsumexp(-1))
+    assert torch.equal(found.summary.first[trained], logits[trained].argmax(-1))
+    assert bool(found.summary.log_z[~trained & (batch.document_ids >= 0)].isnan().all())
+    assert answer(fill(target, tmp_path / "without"), batch).summary is None
+
+
 def test_fp8_keeps_the_direction_of_each_token(target, tmp_path):
     """Of a whole token the errors are a few percent, also where one channel is far larger."""
     store = fill(target, tmp_path, plan=FeaturesPlan(LAYERS, "fp8"))
@@ -298,8 +320,8 @@ def test_a_finished_store_is_found_and_not_written(target, copy, capsys, monkeyp
 
 
 def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tmp_path):
-    def found(layers, traces=TRACES, dtype="fp32"):
-        plan = FeaturesPlan(layers, dtype, tokens_per_shard=60)
+    def found(layers, traces=TRACES, dtype="fp32", summary=False):
+        plan = FeaturesPlan(layers, dtype, tokens_per_shard=60, summary=summary)
         own = LocalFolder(features_folder(target, traces, plan, tmp_path))
         return FeaturesStore.with_further_layers(target, traces, plan, own)
 
@@ -316,6 +338,7 @@ def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tm
     assert found(LAYERS) is None  # its own store, which is opened as such
     assert found(("final_norm",), TRACES[1:]) is None
     assert found(("final_norm",), dtype="bf16") is None
+    assert not found(LAYERS, summary=True).has_summaries
     other = folder.parent / "0-damaged" / "manifest.json"
     other.parent.mkdir()
     other.write_text("")
@@ -323,6 +346,12 @@ def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tm
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
     assert found(("final_norm",)) is None
+    assert found(LAYERS, summary=True) is None
+    more = dataclasses.replace(PLAN, summary=True)
+    fill(target, features_folder(target, TRACES, more, tmp_path), plan=more)
+    assert found(LAYERS) is not None
+    fill(target, folder)
+    assert found(("final_norm",), summary=True).has_summaries
 
 
 def test_states_that_are_not_finite_are_named(tmp_path):
@@ -545,6 +574,7 @@ def test_layers_the_target_does_not_have_are_refused(target, tmp_path, layers):
         ({"dtype": "fp16"}, "data.features_dtype must be one of fp32, bf16, fp8, got 'fp16'"),
         ({"layers": ()}, "data.features layers must name at least one"),
         ({"tokens_per_shard": 0}, "data.features tokens_per_shard must be >= 1, got 0"),
+        ({"summary": True}, r"data.features layers must name final_norm, .* got \[0\]"),
     ],
 )
 def test_a_bad_plan_is_refused(options, words):
@@ -638,6 +668,7 @@ def test_bytes_per_token():
     assert bytes_per_token(LAYERS, 192, "fp32") == 3 * 192 * 4
     assert bytes_per_token(LAYERS, 192, "bf16") == 3 * 192 * 2
     assert bytes_per_token((3,), 4096, "fp8") == 4096 + 4
+    assert bytes_per_token((3,), 4096, "fp8", summary=True) == 4096 + 4 + 8
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import Any
+
 import pytest
 
 import train
+from data.features_layout import FeaturesPlan
 from tests.commands import command, read_jsonl
+from trainer.chunked import ReducedLogits
 
 
 def test_a_recipe_reads_the_states_that_another_one_stored(tmp_path, tiny_folder, capsys):
@@ -27,6 +32,40 @@ def test_a_recipe_reads_the_states_that_another_one_stored(tmp_path, tiny_folder
     assert len([*(tmp_path / "cache" / "features").iterdir()]) == 1
     assert shared
     assert shared == losses("own", "other", "recipe=medusa")
+
+
+def test_a_reduced_vocabulary_trains_the_same_from_stored_summaries(
+    tmp_path, tiny_folder, capsys, monkeypatch
+):
+    """As with the target live, and from a store of an earlier version, which has none."""
+
+    def losses(name: str, *given: str) -> list[float]:
+        words = command(
+            tmp_path, tiny_folder("llama"), "recipe=eagle3", "method.layers=[0,1]",
+            "run.stage=train", f"run.dir={tmp_path / name}", "data.features_dtype=fp32",
+            "trainer.log_every=1", *given,
+        )  # fmt: skip
+        words = [word for word in words if not word.startswith("method.draft_")]
+        assert train.main([*words, "method.draft_vocab_size=30"]) == 0
+        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        return [row["loss"] for row in rows if "loss" in row]
+
+    def without(*given: Any, summary: bool, **options: Any) -> FeaturesPlan:
+        return FeaturesPlan(*given, **options)
+
+    live = losses("live", "data.features=live")
+    with monkeypatch.context() as patch:
+        patch.setattr("phases.states.FeaturesPlan", without)
+        assert losses("earlier") == pytest.approx(live, rel=1e-5)
+    (store,) = (tmp_path / "cache" / "features").iterdir()
+    capsys.readouterr()
+    assert losses("found") == pytest.approx(live, rel=1e-5)
+    assert "features: without summaries of the logits" in capsys.readouterr().out
+    shutil.rmtree(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReducedLogits, "of", None)  # no logits of the whole vocabulary
+        assert losses("stored") == pytest.approx(live, rel=1e-5)
+    assert "without summaries" not in capsys.readouterr().out
 
 
 def test_states_of_held_out_texts_are_stored_too(tmp_path, tiny_folder, capsys):

@@ -20,7 +20,7 @@ from recipes.common.draft_vocabulary import frequent_tokens
 from tests.losses import divergence
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
-from trainer.chunked import OutputHead
+from trainer.chunked import LogitsSummary, OutputHead
 from trainer.config import UserError
 from trainer.divergence import DIVERGENCES
 from trainer.shift import supervised
@@ -144,6 +144,51 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
         assert sum(made) == times
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("name", REDUCED)
+def test_with_a_summary_only_the_drafted_rows_of_the_targets_head_are_read(
+    name, fits, target, traces, monkeypatch
+):
+    """Losses, gradients and metrics are those of all logits."""
+    monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", 1 << 28 if fits else 10)
+    recipe, batch = make(name, target, traces, draft_vocab_size=30), batch_of(traces)
+    assert recipe.target_request(batch, 0).summary
+    assert not make(name, target, traces, draft_vocab_size=0).target_request(batch, 0).summary
+    outputs = outputs_of(recipe, batch)
+    summary = LogitsSummary.of(target.head, outputs.hidden["final_norm"].flatten(0, 1))
+    shape = batch.input_ids.shape
+    known = LogitsSummary(summary.log_z.view(shape), summary.first.view(shape))
+    known.log_z[:, :-1].masked_fill_(~batch.supervised(), torch.nan)
+    found, read = [], []
+
+    def counted(head, states, _logits=OutputHead.logits):
+        read.append(len(head.weight))
+        return _logits(head, states)
+
+    monkeypatch.setattr(OutputHead, "logits", counted)
+    for given in (outputs, dataclasses.replace(outputs, summary=known)):
+        recipe.drafter.zero_grad()
+        read.clear()
+        made = recipe.loss(batch, given, 0)
+        sum(weight * total for total, _, weight in made.terms).backward()
+        found.append(
+            [*[total for total, _, _ in made.terms], *[value for value, _ in made.metrics.values()],
+             *[p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]]
+        )  # fmt: skip
+        assert set(read) == {30 if given.summary else len(target.head.weight)}
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_trained_head_decides_whether_its_vocabulary_is_reduced(target, traces):
+    """Not the setting, which may be left out then."""
+    batch = batch_of(traces)
+    for drafted, size in ((20, None), (0, None)):
+        given = make("eagle3", target, traces, draft_vocab_size=drafted).drafter
+        recipe = make("eagle3", target, traces, draft_vocab_size=size).recipe
+        recipe.accept(given)
+        assert recipe.objective.target_request(batch, 0).summary == bool(drafted)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -131,6 +131,10 @@ def test_stored_states_and_kept_logits_lie_where_the_texts_do(target, traces, tm
     layers = recipe.target_request(batch, 0).layers
     store = write_features(target, traces, FeaturesPlan(layers, "fp32"), tmp_path, batch_size=4)
     assert_same_terms(recipe, batch, one_a_row(batch), store.outputs)
+    plan = FeaturesPlan(layers, "fp32", summary=True)
+    store = write_features(target, traces, plan, tmp_path / "more", batch_size=4)
+    recipe = make("eagle3", target, traces, draft_vocab_size=30)
+    assert_same_terms(recipe, batch, one_a_row(batch), store.outputs)
     kept = CachedLogits(target, traces, ["target"])
     assert_same_terms(make("distillspec", target, []), batch, one_a_row(batch), kept.outputs)
 
