@@ -351,6 +351,7 @@ def test_a_store_with_further_layers_serves_a_recipe_that_reads_fewer(target, tm
     fill(target, features_folder(target, TRACES, more, tmp_path), plan=more)
     assert found(LAYERS) is not None
     fill(target, folder)
+    shutil.copytree(folder, folder.parent / "0-without")
     assert found(("final_norm",), summary=True).has_summaries
 
 
