@@ -37,6 +37,7 @@ from drafters.base import TrainedDrafter
 from recipes import distillspec, eagle3
 from target.attention import Capability
 from target.model import Target, TargetOutputs, decoder_layers
+from trainer.chunked import LogitsSummary
 from trainer.compiled import compiled
 from trainer.files import write_json
 
@@ -97,8 +98,9 @@ def useful_flops(
     attended = 4 * config.num_attention_heads * config.head_dim  # a pair: scores, weighted sum
     layers = sum(p.numel() for p in decoder_layers(target.model).parameters() if p.ndim > 1)
     teacher = 0.0 if stored else 2 * layers * tokens + attended * config.num_hidden_layers * pairs
-    teacher += 2 * config.hidden_size * target.vocab_size * answers
     head = drafter.output_head(1).weight
+    # a store has what the loss needs of the tokens that are not drafted
+    teacher += 2 * config.hidden_size * (len(head) if stored else target.vocab_size) * answers
     if drafter.target_layers:  # a head: a layer on all tokens, then on the answers alone
         eagle: Any = drafter
         body, pair = (
@@ -135,7 +137,10 @@ def measure(
     recipe = module.Recipe(module.Config(**options), target)
     objective = recipe.stages()[-1].objective
     torch.manual_seed(0)
-    traces: Any = [SimpleNamespace(response_ids=ids) for ids in batch.responses]
+    traces: Any = [
+        SimpleNamespace(response_ids=ids, conversation_id=str(row))
+        for row, ids in enumerate(batch.responses)
+    ]
     drafter = recipe.build(traces).train()
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-5)
     request, kind = objective.target_request(batch, 0), target.device.type
@@ -147,6 +152,10 @@ def measure(
         )  # fmt: skip
 
     kept = outputs() if stored else None
+    if kept is not None and request.summary:
+        summary = LogitsSummary.of(target.head, kept.hidden["final_norm"].flatten(0, 1))
+        shape = batch.input_ids.shape
+        kept.summary = LogitsSummary(summary.log_z.view(shape), summary.first.view(shape))
 
     def step() -> None:
         given = kept or outputs()
