@@ -100,8 +100,13 @@ def batches():
 
 def assert_same(store: FeaturesStore, local: FeaturesStore, watch=lambda: None) -> None:
     for batch in batches():
-        found, wanted = answer(store, batch).hidden, answer(local, batch).hidden
-        assert all(torch.equal(found[layer], wanted[layer]) for layer in wanted)
+        found, wanted = answer(store, batch), answer(local, batch)
+        assert all(torch.equal(found.hidden[n], states) for n, states in wanted.hidden.items())
+        assert (found.summary is None) == (wanted.summary is None)
+        if found.summary is not None and wanted.summary is not None:
+            pairs = zip(vars(found.summary).values(), vars(wanted.summary).values(), strict=True)
+            for one, other in pairs:  # NaN where nothing is trained
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         watch()
 
 
@@ -113,9 +118,13 @@ def cached_bytes(folder: Path) -> int:
 # what is read
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-def test_states_are_those_of_a_local_store_and_are_fetched_once(target, tmp_path, bucket, dtype):
-    plan = FeaturesPlan(LAYERS, dtype, 60)
+@pytest.mark.parametrize(
+    ("dtype", "summary"), [("fp32", False), ("fp32", True), ("bf16", False), ("fp8", True)]
+)
+def test_states_are_those_of_a_local_store_and_are_fetched_once(
+    target, tmp_path, bucket, dtype, summary
+):
+    plan = FeaturesPlan(LAYERS, dtype, 60, summary=summary)
     local = fill(target, tmp_path / "local", plan)
     fill(target, place(tmp_path), plan)
     bucket.requests.clear()
