@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from trainer.chunked import OutputHead, chunked_divergence
+from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 
 NAMES = ("fkl", "tvd", "jsd", "lk_hybrid")
 GOAL = {"memory": 0.25, "time": 1.4}

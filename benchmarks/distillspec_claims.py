@@ -42,7 +42,8 @@ from phases.dev import split_dev
 from phases.stage import sample_drafter
 from recipes.base import Context, Start
 from recipes.distillspec import Config, Recipe
-from target.model import Target, TargetOutputs, TargetRequest
+from target.model import Target
+from target.outputs import TargetOutputs, TargetRequest
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

@@ -29,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.batches import collate
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from recipes import eagle3
-from target.model import LayerId, Target, TargetOutputs
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs
 
 GOAL, STEPS, LAYERS = 1.5, 3, 4
 

@@ -46,7 +46,8 @@ from eval.offline import OfflineEvaluator
 from phases.dev import split_dev
 from recipes.base import Objective, Stage
 from recipes.fastdraft import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

@@ -27,7 +27,8 @@ from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace, TraceStore
 from recipes.distillspec import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
 from trainer.losses import LossOutput

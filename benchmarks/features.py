@@ -32,7 +32,8 @@ from data.features_layout import FeaturesPlan, bytes_per_token, shards_of
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.traces import Trace
-from target.model import LayerId, Target, TargetOutputs
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs
 
 RUNS, ROWS, BATCH = 51, 200, 8
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()

@@ -30,16 +30,17 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import trainer.chunked
+import trainer.logits
 from benchmarks.gpu import SHAPES, random_target, seconds
 from data.batches import Batch, collate
 from drafters.base import TrainedDrafter
 from recipes import distillspec, eagle3
 from target.attention import Capability
-from target.model import Target, TargetOutputs, decoder_layers
-from trainer.chunked import LogitsSummary
+from target.model import Target, decoder_layers
+from target.outputs import TargetOutputs
 from trainer.compiled import compiled
 from trainer.files import write_json
+from trainer.logits import LogitsSummary
 
 GOAL = 0.45
 STEPS, WARM_UP = 10, 3
@@ -172,9 +173,9 @@ def measure(
     uncounted = flex and bool(drafter.target_layers)
     with contextlib.nullcontext() if uncounted else counter:
         step()
-    usual = trainer.chunked.CHUNK_ELEMENTS
+    usual = trainer.logits.CHUNK_ELEMENTS
     if not chunks:
-        trainer.chunked.CHUNK_ELEMENTS = 2**62
+        trainer.logits.CHUNK_ELEMENTS = 2**62
     backend = "inductor" if compiles else None
     try:
         with compiled(backend, drafter), compiled(backend, target.model):
@@ -184,7 +185,7 @@ def measure(
                 torch.cuda.reset_peak_memory_stats()
             spent, _ = seconds(lambda: [step() for _ in range(STEPS)])
     finally:
-        trainer.chunked.CHUNK_ELEMENTS = usual
+        trainer.logits.CHUNK_ELEMENTS = usual
     useful = useful_flops(target, drafter, batch, options.get("steps", 1), stored)
     rate = useful * STEPS / spent
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name()), None)

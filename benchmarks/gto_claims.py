@@ -45,7 +45,8 @@ from phases.dev import split_dev
 from recipes.base import Start
 from recipes.common.tree_loss import advantages
 from recipes.gto import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

@@ -38,7 +38,7 @@ from eval.metrics import PromptCounters, hierarchical_difference
 from eval.replay import TreeReplay
 from phases.run import provenance
 from recipes import gto
-from target.model import TargetOutputs
+from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.files import write_json
 

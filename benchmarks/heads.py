@@ -46,7 +46,8 @@ from eval.offline import OfflineEvaluator
 from eval.replay import TreeReplay, rank_accuracy
 from eval.speed_model import COST_RATIOS, modelled_speedup
 from phases.dev import split_dev
-from target.model import LayerId, Target
+from target.model import Target
+from target.outputs import LayerId
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

@@ -45,7 +45,8 @@ from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
 from recipes.base import Context, Start
 from recipes.osd import Config, Recipe
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

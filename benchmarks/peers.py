@@ -81,7 +81,8 @@ from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
 from recipes.common.draft_vocabulary import frequent_tokens, is_reduced
-from target.model import LayerId, Target, TargetOutputs
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator

@@ -14,7 +14,8 @@ import torch
 
 from data.batches import Batch, response_of
 from data.traces import Trace
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32

@@ -53,12 +53,13 @@ from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.served_states import ServedStates
 from data.traces import REMEDY, Trace, differences
-from target.model import LayerId, Target, TargetOutputs, check_layers
-from trainer.chunked import LogitsSummary
+from target.model import Target, check_layers
+from target.outputs import LayerId, TargetOutputs
 from trainer.config import RunFault, UserError
 from trainer.device import sent
 from trainer.files import damaged
 from trainer.lock import lock
+from trainer.logits import LogitsSummary
 from trainer.progress import TokenProgress
 
 _Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,8 @@ import torch
 
 from data.trace_rows import chosen, num_tokens
 from data.traces import Trace
-from target.model import LayerId, Target
+from target.model import Target
+from target.outputs import LayerId
 from trainer.config import UserError, require
 
 MANIFEST = "manifest.json"

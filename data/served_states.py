@@ -12,7 +12,8 @@ from data.features_layout import row_key
 from data.traces import Trace
 from engines.states import TOLERANCE, StatesClient, layer_numbers
 from target.devices import in_place
-from target.model import LayerId, Target, TargetOutputs, final_norm
+from target.model import Target, final_norm
+from target.outputs import LayerId, TargetOutputs
 from trainer.config import UserError
 from trainer.device import sent
 

@@ -11,7 +11,8 @@ from data.cached_logits import CachedLogits
 from data.features import FeaturesStore
 from data.served_states import ServedStates
 from data.traces import Trace
-from target.model import Target, TargetOutputs, TargetRequest
+from target.model import Target
+from target.outputs import TargetOutputs, TargetRequest
 
 
 class Teacher:

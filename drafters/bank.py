@@ -19,9 +19,10 @@ from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.files import read_json
 from drafters.round import Budget, DraftState
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import RunFault, UserError
+from trainer.logits import OutputHead
 
 
 class NaiveBayes(torch.nn.Module):

@@ -26,9 +26,10 @@ import torch
 from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.chain import Chain
 from drafters.trees.tree import TokenTree
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,17 +16,12 @@ from drafters.round import Budget, DraftState
 from target.attention import packed
 from target.cache import CachedModel
 from target.devices import decoder_of
-from target.model import (
-    LayerId,
-    Target,
-    TargetOutputs,
-    load_causal_lm,
-    output_head,
-)
+from target.model import Target, load_causal_lm, output_head
 from target.nodes import TreeSlots
+from target.outputs import LayerId, TargetOutputs
 from target.vocabulary import check_same_vocabulary
-from trainer.chunked import OutputHead
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -26,8 +26,9 @@ from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import DecoderLayer, Shared, SlotKeys
 from drafters.round import Budget, DraftState, Steps
 from target.attention import Branches, Visible, branched
-from target.model import LayerId, Target, TargetOutputs, check_layers
+from target.model import Target, check_layers
 from target.nodes import TreeSlots
+from target.outputs import LayerId, TargetOutputs
 from trainer.config import UserError
 from trainer.shift import at_index
 

@@ -14,9 +14,10 @@ from torch import nn
 
 from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, layer_config
-from target.model import LayerId, Target
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import LayerId
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 
 @dataclass

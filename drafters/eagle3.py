@@ -16,9 +16,10 @@ from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
 from drafters.output_head import copy_rows, head_over
 from target.devices import decoder_of
-from target.model import LayerId, Target, decoder_layers
-from trainer.chunked import OutputHead
+from target.model import Target, decoder_layers
+from target.outputs import LayerId
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other captures are not dead
 

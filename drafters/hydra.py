@@ -35,9 +35,10 @@ from drafters.medusa import (
 )
 from drafters.round import Budget, DraftState
 from target.attention import Visible
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import UserError, require
+from trainer.logits import OutputHead
 from trainer.shift import at_index
 
 

@@ -24,9 +24,10 @@ from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
 from drafters.output_head import copy_rows, head_over
 from drafters.round import Budget, DraftState
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import UserError, require
+from trainer.logits import OutputHead
 from trainer.shift import at_index
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
 from target.adapted import AdaptedTarget, LoraSettings
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 T = TypeVar("T")
 ADAPTER = "adapter"  # the folder, and the beginning of its parameters' names

@@ -10,7 +10,7 @@ from torch import nn
 
 from target.layout import blocked
 from target.model import Target
-from trainer.chunked import OutputHead
+from trainer.logits import OutputHead
 
 _MADE: weakref.WeakKeyDictionary[nn.Module, OutputHead] = weakref.WeakKeyDictionary()
 

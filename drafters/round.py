@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from drafters.trees.tree import CHAIN, TokenTree
-from target.model import LayerId, Target, TargetOutputs
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import UserError
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
-from target.model import LayerId, Target
+from target.model import Target
+from target.outputs import LayerId
 from trainer.config import RunFault
 
 PLUGIN = Path(__file__).with_name("vllm_plugin")

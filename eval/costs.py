@@ -15,7 +15,8 @@ from drafters.causal_lm import parameters_read
 from drafters.round import Budget, Drafter, DraftState
 from eval.policies.base import Recorder
 from target.cache import CachedModel
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
 
 if TYPE_CHECKING:

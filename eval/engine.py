@@ -21,8 +21,8 @@ from eval.verifiers.base import Verdict, Verifier
 from eval.verifiers.token import Token
 from target.cache import CachedModel
 from target.decode import Request
-from target.model import LayerId, TargetOutputs
 from target.nodes import place_tree
+from target.outputs import LayerId, TargetOutputs
 from target.sampling import KeyedRandom, Sampling, warp
 from trainer.config import RunFault
 

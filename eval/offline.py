@@ -27,10 +27,11 @@ from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
 from eval.stops import SignalsByDepth, lengths_by_start
 from eval.texts import Texts
 from eval.walk import replay
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
-from trainer.chunked import chunk_rows, places
 from trainer.config import UserError
+from trainer.logits import chunk_rows, places
 
 
 def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:

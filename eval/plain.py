@@ -14,9 +14,10 @@ from data.traces import Trace
 from eval.engine import Speculated
 from target.model import Target
 from target.sampling import Sampling
-from trainer.chunked import OutputHead, chunked_divergence
+from trainer.chunked import chunked_divergence
 from trainer.config import RunFault
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 from trainer.shift import supervised
 
 T = TypeVar("T")

@@ -24,11 +24,12 @@ from eval.counters import PromptCounters, counters_from_rounds
 from eval.offline import check_sampling
 from eval.rounds import Round
 from eval.texts import Texts
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.padding import right_padded
 from target.sampling import KeyedRandom, Sampling, warp
-from trainer.chunked import chunk_rows
 from trainer.config import UserError
+from trainer.logits import chunk_rows
 
 
 class TreeReplay:

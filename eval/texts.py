@@ -8,7 +8,8 @@ import torch
 
 from data.batches import by_length
 from data.traces import Trace
-from target.model import LayerId, Target
+from target.model import Target
+from target.outputs import LayerId
 from target.padding import right_padded
 
 HELD_BYTES = 1 << 30  # most memory for states of the target between two replays of the same texts

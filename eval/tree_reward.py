@@ -20,9 +20,10 @@ from drafters.round import Branching, DraftState, Shape, Steps
 from drafters.trees.tree import TokenTree
 from target.branches import TextBranches
 from target.cache import CachedModel
-from target.model import LayerId, Target, TargetOutputs, captured
+from target.model import Target, captured
+from target.outputs import LayerId, TargetOutputs
 from target.sampling import KeyedRandom, Sampling
-from trainer.chunked import chunk_rows
+from trainer.logits import chunk_rows
 
 AGGREGATIONS = ("lse", "lse_mean", "max", "mean", "node_sum")
 ACCEPTANCES = ("greedy", "branch")

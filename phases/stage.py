@@ -26,7 +26,8 @@ from phases.states import target_states
 from recipes.base import Context, Needs, Stage, unwrapped
 from target.cache import CachedModel
 from target.decode import Request, decode
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError, require

@@ -20,7 +20,7 @@ from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
 from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
-from target.model import LayerId, TargetRequest
+from target.outputs import LayerId, TargetRequest
 from trainer.config import is_address
 
 

@@ -24,7 +24,7 @@ from data.packing import RawText
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.common.config import Config
-from target.model import TargetOutputs, TargetRequest
+from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_one_of
 from trainer.config import UserError, suggest
 from trainer.losses import LossOutput

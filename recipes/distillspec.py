@@ -37,10 +37,12 @@ from recipes.base import (
     unwrapped,
 )
 from recipes.common.divergence import DivergenceConfig
-from target.model import ProjectedLogits, Target, TargetOutputs, TargetRequest
-from trainer.chunked import OutputHead, chunked_divergence
+from target.model import Target
+from target.outputs import ProjectedLogits, TargetOutputs, TargetRequest
+from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
 from trainer.divergence import Divergence
+from trainer.logits import OutputHead
 from trainer.losses import LossOutput, position_weights, reduce
 from trainer.objective import State
 

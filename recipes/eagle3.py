@@ -16,7 +16,8 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
-from target.model import LayerId, Target, check_layers
+from target.model import Target, check_layers
+from target.outputs import LayerId
 from trainer.config import UserError, require
 
 

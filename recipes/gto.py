@@ -62,7 +62,8 @@ from recipes.common.reference_rewards import (
     gain,
 )
 from recipes.common.tree_loss import Paths, advantages, tree_loss
-from target.model import Target, TargetOutputs, TargetRequest
+from target.model import Target
+from target.outputs import TargetOutputs, TargetRequest
 from trainer.config import UserError, make_settings, require
 from trainer.losses import LossOutput
 

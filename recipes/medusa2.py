@@ -25,10 +25,12 @@ from recipes import medusa
 from recipes.base import Metrics, Needs, Stage, Start, check_kind, unwrapped
 from recipes.common.heads import HeadObjective, Term
 from target.adapted import AdaptedTarget, LoraSettings
-from target.model import Target, TargetOutputs
-from trainer.chunked import OutputHead, chunked_divergence
+from target.model import Target
+from target.outputs import TargetOutputs
+from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 from trainer.losses import LossOutput, position_weights
 
 RAMPS: dict[str, Callable[[float], float]] = {  # of the share of steps, this one included

@@ -52,7 +52,8 @@ from recipes.common.online import (
     target_logits,
 )
 from recipes.common.stream import Stream, check_context
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from trainer import fsdp2
 from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require

@@ -31,10 +31,11 @@ from drafters.acceptance_head import (
 from drafters.base import TrainedDrafter, acceptance_of
 from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
-from target.model import LayerId, Target, TargetOutputs, TargetRequest
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs, TargetRequest
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
-from trainer.chunked import chunk_rows
 from trainer.config import UserError, require
+from trainer.logits import chunk_rows
 from trainer.losses import LossOutput
 from trainer.shift import supervised
 

@@ -27,9 +27,9 @@ from transformers.pytorch_utils import Conv1D
 
 from target.devices import decoder_of
 from target.model import Target, decoder_layers
-from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
+from trainer.logits import OutputHead
 
 NAME = "default"  # peft's own name of a single adapter
 

@@ -22,8 +22,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from target.attention import Pair
 from target.devices import decoder_of, device_of
 from target.graphs import Graphs, Weights
-from target.model import LayerId, captured
+from target.model import captured
 from target.nodes import PlacedNodes, place_tree
+from target.outputs import LayerId
 from trainer.config import RunFault, UserError
 
 # Relative difference of logits. Rounding differs with the shape of a pass, in bfloat16 by some per

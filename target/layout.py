@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from target.devices import decoder_of, device_of
-from trainer.chunked import blocked_linear
+from trainer.logits import blocked_linear
 
 BLOCKED = 100_000  # elements of a decoder's matrix; smaller ones gain nothing
 PACKED = 2**22  # elements of a target's output matrix, which is stored twice

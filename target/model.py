@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,11 @@ from target.devices import (
 from target.fingerprint import eos_ids, fingerprint, vocabulary_size
 from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
+from target.outputs import LayerId, ProjectedLogits, TargetOutputs, TargetRequest
 from target.sharded import Sharded
 from trainer.checks import require_files
-from trainer.chunked import LogitsSummary, OutputHead
 from trainer.config import UserError
+from trainer.logits import OutputHead
 
 if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
@@ -49,49 +50,6 @@ if not sys.stderr.isatty():
 # what transformers raises for a folder that is no model: a broken file, a key that cannot be
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
               StrictDataclassError)  # fmt: skip
-Index = torch.Tensor | slice | int
-LayerId = int | str  # output of decoder layer i counted from 0, or "final_norm"
-
-
-@dataclass
-class ProjectedLogits:
-    """Logits of final-normed states [B, L, H], computed when they are indexed: those of all
-    positions of a long text would take most of the memory."""
-
-    head: OutputHead
-    states: torch.Tensor
-
-    def __getitem__(self, at: Index | tuple[Index, ...]) -> torch.Tensor:
-        """`at`: rows [N] and indices [N], or another index of [B, L] -> logits [N, vocab_size]."""
-        return self.head.logits(self.states[at])
-
-
-@dataclass(frozen=True)
-class TargetRequest:
-    """What an objective needs of the target for a batch: hidden states of `layers`, and logits.
-    `summary`: it reads the logits of a reduced vocabulary, and their summary where one is stored
-    beside the states."""
-
-    layers: tuple[LayerId, ...] = ()
-    logits: bool = True
-    summary: bool = False
-
-    @property
-    def states(self) -> tuple[LayerId, ...]:
-        """The layers whose states answer it: logits are computed from those behind the final
-        norm."""
-        return tuple(dict.fromkeys((*self.layers, *["final_norm"] * self.logits)))
-
-
-@dataclass
-class TargetOutputs:
-    """The answer to a `TargetRequest`. hidden[layer]: [B, L, H]; logits: [B, L, width], or computed
-    when they are indexed by row and position; summary: [B, L], of the logits that the drafter is
-    trained on, NaN elsewhere in a text, or None where the logits have to be computed."""
-
-    hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | ProjectedLogits | None = None
-    summary: LogitsSummary | None = None
 
 
 @dataclass

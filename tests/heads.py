@@ -16,7 +16,7 @@ from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
 from target.cache import CachedModel
 from target.decode import Request, decode
-from target.model import TargetOutputs
+from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling, row_key
 from tests.tiny import VOCAB_SIZE, assert_same_greedy, prompts_of
 

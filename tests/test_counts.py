@@ -32,9 +32,10 @@ from tests.tape import decoding_as_on_a_gpu
 from tests.target.test_decode import requests_for, responses
 from tests.tiny import perturbed, prompts_of, tiny_model
 from tests.watch import Waits
-from trainer.chunked import LogitsSummary, OutputHead, chunked_divergence
+from trainer.chunked import chunked_divergence
 from trainer.config import TrainerConfig
 from trainer.divergence import DIVERGENCES
+from trainer.logits import LogitsSummary, OutputHead
 from trainer.loop import Fit
 from trainer.optimizer import make_optimizer
 
@@ -53,7 +54,7 @@ def test_a_step_waits_equally_often_whatever_its_texts_and_chunks(
 
     def update(self, batches, denominators):
         size = 2**24 if self.counters.step % 2 else 600
-        monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", size)
+        monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", size)
         width = batches[0][0].input_ids.shape[1]
         with Waits() as waits:
             plain(self, batches, denominators)
@@ -128,7 +129,7 @@ def trace_of(prompt, response):
 @contextlib.contextmanager
 def counting():
     with pytest.MonkeyPatch.context() as patch, chosen_as_on_a_gpu(), Counting() as counts:
-        patch.setattr("trainer.chunked.CHUNK_ELEMENTS", CHUNK)
+        patch.setattr("trainer.logits.CHUNK_ELEMENTS", CHUNK)
         # what a trial with numbers that have only a shape would find is kept for later tests
         patch.setattr("trainer.chunked.adds_products_in_float32", lambda device: True)
         patch.setattr("recipes.common.heads.KEEP_TEACHER_BYTES", KEPT_TEACHER)
@@ -251,7 +252,7 @@ def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound
 def test_an_evaluation_at_8b_fits_a_gpu(length):
     """Of as many texts as are read together, in chunks that the memory of 80 GB leaves room for."""
     with counting() as counts, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.chunked.free_bytes", lambda device: 80 * GB - counts.live)
+        patch.setattr("trainer.logits.free_bytes", lambda device: 80 * GB - counts.live)
         target = target_of_8b()
         _, drafter = eagle3_of(target)
         text = trace_of([1] * (length // 4), [2] * (length - length // 4))
@@ -301,7 +302,7 @@ def test_a_loss_in_chunks_waits_for_no_device(name, kept, monkeypatch):
     states, teacher = torch.randn(7, 4, requires_grad=True), torch.randn(7, 10 if kept else 5)
     weight, ids = torch.randn(5, 4, requires_grad=True), torch.arange(0, 10, 2)
     head, labels = OutputHead(weight, kept=ids if kept else None), torch.zeros(7, dtype=torch.long)
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 30)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 30)
     with Waits() as waits:
         divergence = DIVERGENCES[name]()
         chunked_divergence(divergence, states, head, teacher.__getitem__, labels).total.backward()

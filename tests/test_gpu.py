@@ -28,8 +28,9 @@ from target.sampling import Sampling, row_key
 from tests.commands import command, own_words
 from tests.eval.test_offline import drafter_of
 from tests.tiny import assert_same_greedy, generated, perturbed, prompts_of
-from trainer.chunked import OutputHead, chunked_divergence
+from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,8 @@ from drafters.formats.files import Tensors
 from drafters.formats.head import PublishedHead
 from drafters.formats.reader import read
 from drafters.medusa import MedusaDrafter
-from target.model import LayerId, Target, TargetOutputs
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs
 from trainer.config import RunFault, UserError
 
 TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32

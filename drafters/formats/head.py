@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from drafters.formats.files import Tensors
-from target.model import LayerId
+from target.outputs import LayerId
 
 
 @dataclass

@@ -44,7 +44,7 @@ from drafters.formats.keys import (
     SpeculatorsConfig,
 )
 from drafters.formats.medusa import read_medusa
-from target.model import LayerId
+from target.outputs import LayerId
 from trainer.config import UserError
 
 

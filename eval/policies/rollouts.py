@@ -28,7 +28,8 @@ from eval.policies.base import Recorder
 from eval.speed_model import modelled_speedup
 from eval.stops import drafted_lengths
 from eval.walk import visits
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
 from trainer.config import UserError
 

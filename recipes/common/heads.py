@@ -22,18 +22,13 @@ from data.batches import Batch
 from drafters.base import TrainedDrafter
 from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
-from target.model import LayerId, Target, TargetOutputs, TargetRequest
-from trainer.chunked import (
-    LogitsSummary,
-    OutputHead,
-    ReducedLogits,
-    TeacherLogits,
-    chunk_rows,
-    chunked_divergence,
-)
+from target.model import Target
+from target.outputs import LayerId, TargetOutputs, TargetRequest
+from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
 from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
+from trainer.logits import LogitsSummary, OutputHead, ReducedLogits, TeacherLogits, chunk_rows
 from trainer.losses import LossOutput, position_weights
 
 Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, denominator, weight

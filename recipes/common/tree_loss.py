@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from recipes.base import unwrapped
-from target.model import TargetOutputs
-from trainer.chunked import OutputHead, chunked_divergence
+from target.outputs import TargetOutputs
+from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 
 CE_HARD = DIVERGENCES["ce_hard"]()
 Score = TypeVar("Score")

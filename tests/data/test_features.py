@@ -27,7 +27,8 @@ from data.batches import Batch, collate
 from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, bytes_per_token, features_folder
 from data.features_local import LocalFolder
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from tests.data.test_traces import cut, flip, make
 from tests.tiny import prompts_of, save_tiny, tiny_model
 from trainer.config import RunFault, UserError
@@ -149,7 +150,7 @@ def test_summaries_are_those_of_the_logits_that_the_stored_states_give(
     target, tmp_path, monkeypatch, dtype, rows
 ):
     """For each token of a response, NaN where nothing is trained."""
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", rows * target.vocab_size)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", rows * target.vocab_size)
     plan = FeaturesPlan(LAYERS, dtype, 60, summary=True)
     store = fill(target, tmp_path, plan=plan, batch_size=1)
     batch = batch_of(*TRACES)

@@ -10,7 +10,7 @@ from data.batches import Batches, collate
 from data.features import write_features
 from data.features_layout import FeaturesPlan
 from data.teacher import Teacher
-from target.model import TargetRequest
+from target.outputs import TargetRequest
 from tests.data.test_cached_logits import TRACES
 
 STATES = TargetRequest(("final_norm",), logits=False)

@@ -24,7 +24,8 @@ from drafters.round import Budget, Drafter
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.table import parse_shape
 from drafters.trees.tree import WITHOUT_REPLACEMENT
-from target.model import Target, TargetOutputs, decoder_layers
+from target.model import Target, decoder_layers
+from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
 from tests.eagle import build_eagle
 from tests.heads import (

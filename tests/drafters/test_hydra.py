@@ -9,7 +9,8 @@ from transformers import LlamaModel
 from drafters.hydra import HydraDrafter, HydraSettings, prefix_config
 from drafters.round import Budget, Drafter
 from drafters.trees.dynamic import DynamicTree
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from tests.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,

@@ -19,7 +19,8 @@ from drafters.round import Budget
 from eval.engine import SpeculativeDecoder
 from target.cache import CachedModel
 from target.decode import Request
-from target.model import Target, TargetOutputs
+from target.model import Target
+from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
 from tests.commands import command
 from tests.tiny import VOCAB_SIZE, generated, prompts_of

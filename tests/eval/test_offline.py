@@ -452,8 +452,8 @@ def test_distributions_live_for_a_few_positions_at_a_time(sampling, free, monkey
     traces = traces_of(target, prompts_of([5, 11, 20, 3]), sampling)
     whole = offline(target, traces, drafter, sampling)
     size = wide * len(traces) * target.vocab_size
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", size)
-    monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", size)
+    monkeypatch.setattr("trainer.logits.free_bytes", lambda device: free)
     if free is not None:  # more positions where a device has the memory for them
         size = free // 64
         wide = size // (len(traces) * target.vocab_size)

@@ -123,7 +123,7 @@ def test_ranks_are_measured_at_the_rows_own_temperature(target, drafter, traces)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.5, top_k=5)])
 def test_ranks_do_not_depend_on_the_chunks(target, drafter, traces, sampling, monkeypatch):
     whole = rank_accuracy(target, traces, drafter, K, sampling)
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 2 * target.vocab_size)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 2 * target.vocab_size)
     with Watch() as watch:
         parts = rank_accuracy(target, traces, drafter, K, sampling)
     torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole), rtol=1e-6, atol=1e-7)

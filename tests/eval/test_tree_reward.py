@@ -14,7 +14,7 @@ from drafters.trees.table import parse_shape
 from drafters.trees.tree import TokenTree
 from eval.tree_reward import AGGREGATIONS, ScoredTrees, TreeScorer
 from eval.verifiers.token import Token
-from target.model import TargetOutputs
+from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
 from tests.eagle import build_eagle, eagle_settings
 from tests.heads import BUSHY, randomised
@@ -196,7 +196,7 @@ def test_nodes_are_scored_in_chunks_of_the_vocabulary(tiny_target, monkeypatch):
     target = tiny_target("llama")
     drafter = head(target)
     _, whole = scored(target, drafter)
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
     _, parts = scored(target, drafter)
     torch.testing.assert_close(parts.log_p, whole.log_p, rtol=1e-5, atol=1e-5)
     assert torch.equal(parts.best, whole.best)

@@ -10,7 +10,7 @@ import pytest
 import train
 from data.features_layout import FeaturesPlan
 from tests.commands import command, read_jsonl
-from trainer.chunked import ReducedLogits
+from trainer.logits import ReducedLogits
 
 
 def test_a_recipe_reads_the_states_that_another_one_stored(tmp_path, tiny_folder, capsys):

@@ -23,9 +23,9 @@ from tests.commands import command, read_jsonl
 from tests.losses import divergence
 from tests.objectives import Trained, trained
 from tests.tiny import EOS, tiny_model
-from trainer.chunked import OutputHead
 from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES
+from trainer.logits import OutputHead
 from trainer.shift import align
 
 MIXED = {"target": 0.5, "draft": 0.5}

@@ -20,9 +20,9 @@ from recipes.common.draft_vocabulary import frequent_tokens
 from tests.losses import divergence
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
-from trainer.chunked import LogitsSummary, OutputHead
 from trainer.config import UserError
 from trainer.divergence import DIVERGENCES
+from trainer.logits import LogitsSummary, OutputHead
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")

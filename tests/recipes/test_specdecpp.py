@@ -20,7 +20,7 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes.base import Context
 from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted_loss
 from scripts import evaluate, export
-from target.model import TargetOutputs
+from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.eagle import build_eagle
@@ -118,7 +118,7 @@ def test_labels_are_the_chance_of_acceptance_under_the_laws_as_served(sampling, 
 def test_tokens_and_labels_do_not_depend_on_the_chunks(kind, target, traces, monkeypatch):
     recipe = recipe_of(target, kind)
     whole = drawn_of(recipe, traces)
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 5 * target.vocab_size)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 5 * target.vocab_size)
     with Watch() as watch:
         parts = drawn_of(recipe, traces)
     assert torch.equal(parts.mixed, whole.mixed)

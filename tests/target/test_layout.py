@@ -14,8 +14,8 @@ from target import layout
 from target.adapted import AdaptedTarget, LoraSettings
 from target.layout import can_pack, laid_out, lay_out
 from target.model import Target, output_head
-from trainer.chunked import OutputHead
 from trainer.compiled import compiled
+from trainer.logits import OutputHead
 
 
 def model(tied: bool) -> LlamaForCausalLM:

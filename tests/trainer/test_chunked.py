@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
-from trainer.chunked import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_rows
 from trainer.config import RunFault, UserError
 from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
+from trainer.logits import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_rows
 
 N, D, V = 7, 4, 12
 KEPT = [0, 2, 3, 5, 8, 9, 11]
@@ -271,7 +271,7 @@ def test_logits_live_one_chunk_at_a_time(name, frozen):
 )
 def test_a_chunk_is_as_large_as_the_free_memory_allows(free, rows, monkeypatch):
     """At a vocabulary of 151,936; memory that nobody knows of gives 64 MiB a tensor."""
-    monkeypatch.setattr("trainer.chunked.free_bytes", lambda device: free)
+    monkeypatch.setattr("trainer.logits.free_bytes", lambda device: free)
     found = chunk_rows(torch.device("cuda"), 151_936)
     assert found == rows
     least = found == CHUNK_ELEMENTS // 151_936
@@ -290,8 +290,8 @@ def test_a_loss_reads_the_free_memory_once_for_all_chunks(monkeypatch):
         return teacher[span]
 
     states, head, teacher, labels, _ = _problem()
-    monkeypatch.setattr("trainer.chunked.free_bytes", free_bytes)
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 2 * V)
+    monkeypatch.setattr("trainer.logits.free_bytes", free_bytes)
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 2 * V)
     chunked_divergence("fkl", states, head, get, labels)
     assert asked == [states.device]
     assert len(spans) == 4
@@ -339,7 +339,7 @@ def test_gradient_is_skipped_where_nothing_needs_it():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_projects_in_bfloat16_and_takes_the_softmax_in_float32(autocast, monkeypatch):
-    monkeypatch.setattr("trainer.chunked.CHUNK_ELEMENTS", 5 * D)  # the head in several pieces
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 5 * D)  # the head in several pieces
     states, head, teacher, labels, _ = _problem(torch.float32, bias=True, padding=2)
     if not autocast:
         leaves = [x.detach().bfloat16().requires_grad_() for x in (head.weight, head.bias)]

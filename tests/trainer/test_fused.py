@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 
 from tests.losses import chunked_divergence
 from trainer import fused as module
-from trainer.chunked import OutputHead
 from trainer.fused import FROM_VOCABULARY, fused
+from trainer.logits import OutputHead
 
 N, D, W = 7, 8, FROM_VOCABULARY
 
