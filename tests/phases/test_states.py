@@ -6,9 +6,11 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from data.features_layout import FeaturesPlan
+from target.model import Target
 from tests.commands import command, read_jsonl
 from trainer.logits import ReducedLogits
 
@@ -66,6 +68,28 @@ def test_a_reduced_vocabulary_trains_the_same_from_stored_summaries(
         patch.setattr(ReducedLogits, "of", None)  # no logits of the whole vocabulary
         assert losses("stored") == pytest.approx(live, rel=1e-5)
     assert "without summaries" not in capsys.readouterr().out
+
+
+def test_from_stored_states_the_target_reads_held_out_texts_once_and_nothing_else(
+    tmp_path, tiny_folder, monkeypatch
+):
+    """So that a target which does not fit beside the drafter may lie in the host's memory."""
+    read: list[torch.Tensor] = []
+
+    def outputs(self, input_ids, *given, _outputs=Target.outputs, **options):
+        read.append(input_ids)
+        return _outputs(self, input_ids, *given, **options)
+
+    for name in ("first", "second"):
+        words = command(
+            tmp_path, tiny_folder("llama"), "recipe=medusa", "run.stage=train",
+            f"run.dir={tmp_path / name}", "trainer.max_steps=6", "trainer.eval_every=2",
+        )  # fmt: skip
+        monkeypatch.setattr(Target, "outputs", outputs)
+        read.clear()
+        assert train.main([word for word in words if not word.startswith("method.draft")]) == 0
+    (texts,) = read
+    assert len(texts) == 1  # of eight
 
 
 def test_states_of_held_out_texts_are_stored_too(tmp_path, tiny_folder, capsys):
