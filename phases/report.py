@@ -365,7 +365,10 @@ def facts(drafter: ReportDrafter, target: Target) -> dict[str, object]:
     if drafter.target_layers:
         layers = tuple(dict.fromkeys((*drafter.target_layers, "final_norm")))
         found["captures"] = list(drafter.target_layers)
-        found["feature_bytes_per_token"] = bytes_per_token(layers, target.hidden_size, "bf16")
+        reduced = drafter.draft_vocab_size < target.vocab_size
+        found["feature_bytes_per_token"] = bytes_per_token(
+            layers, target.hidden_size, "bf16", summary=reduced
+        )
         found["draft_vocab_size"] = drafter.draft_vocab_size
     if drafter.provenance is not None:
         found["provenance"] = drafter.provenance

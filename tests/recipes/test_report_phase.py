@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Settings
@@ -110,6 +111,8 @@ def test_facts_count_what_is_read(target, medusa):
     assert found["parameters"] == found["trained_parameters"]
     assert found["active_parameters"] == found["parameters"] / 2  # one head a step
     assert found["feature_bytes_per_token"] == 2 * target.hidden_size
+    reduced = MedusaDrafter.build(target, MedusaSettings(2), torch.arange(20))
+    assert facts(reduced, target)["feature_bytes_per_token"] == 2 * target.hidden_size + 8
     eagle = build_eagle(target, Eagle1Settings(["final_norm"], target.hidden_size))
     head = target.head.weight.numel()
     assert facts(eagle, target)["active_parameters"] == eagle.num_parameters + head
