@@ -36,7 +36,7 @@ minutes() { # seconds
 # text has its prompt of about 70 tokens, too.
 # The report decodes ten times in batches, then one by one: chain and tree, two temperatures, with a
 # drafter and without, after one prompt that warms up.
-generated=150 read=550 trained=450 decoded=90 one_by_one=18
+generated=150 read=430 trained=450 decoded=90 one_by_one=18
 text=$((answer * 9 / 10)) row=$((answer * 9 / 10 + 70))
 answers=$((held_out * held_out_answer))
 report=$((10 * answers / decoded + 2 * 2 * 2 * (timed + 1) * held_out_answer / one_by_one))
