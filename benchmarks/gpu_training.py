@@ -154,9 +154,7 @@ def measure(
 
     kept = outputs() if stored else None
     if kept is not None and request.summary:
-        summary = LogitsSummary.of(target.head, kept.hidden["final_norm"].flatten(0, 1))
-        shape = batch.input_ids.shape
-        kept.summary = LogitsSummary(summary.log_z.view(shape), summary.first.view(shape))
+        kept.summary = LogitsSummary.of(target.head, kept.hidden["final_norm"])
 
     def step() -> None:
         given = kept or outputs()

@@ -35,7 +35,7 @@ def code(row: dict[str, Any]) -> str:
 
 
 def instructions(row: dict[str, Any]) -> str:
-    return instruction({"input": row["instances"][0]["input"], **row})
+    return instruction({**row, "input": row["instances"][0]["input"]})
 
 
 def instruction(row: dict[str, Any]) -> str:

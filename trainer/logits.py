@@ -106,14 +106,11 @@ class LogitsSummary:
     @classmethod
     @torch.no_grad()
     def of(cls, head: OutputHead, states: Tensor) -> LogitsSummary:
-        """states: [N, d] float -> [N], in chunks."""
-        step = chunk_rows(states.device, head.target_width)
-        sums, first = [], []
-        for rows in states.split(step):
-            logits = head.logits(rows)
-            sums.append(wide(logits).logsumexp(-1))
-            first.append(logits.argmax(-1))
-        return cls(torch.cat(sums), torch.cat(first))
+        """states: [..., d] float -> [...], in chunks."""
+        shape, step = states.shape[:-1], chunk_rows(states.device, head.target_width)
+        chunks = states.reshape(-1, states.shape[-1]).split(step)
+        parts = zip(*(_summarise(head.logits(rows)) for rows in chunks), strict=True)
+        return cls(*(torch.cat(part).view(shape) for part in parts))
 
 
 @dataclass
@@ -139,7 +136,11 @@ class ReducedLogits:
 
 
 def _reduce(logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return logits.index_select(-1, kept), wide(logits).logsumexp(-1), logits.argmax(-1)
+    return logits.index_select(-1, kept), *_summarise(logits)
+
+
+def _summarise(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return wide(logits).logsumexp(-1), logits.argmax(-1)
 
 
 TeacherLogits = Tensor | ReducedLogits  # the former over all of V

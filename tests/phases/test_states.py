@@ -73,7 +73,8 @@ def test_a_reduced_vocabulary_trains_the_same_from_stored_summaries(
 def test_from_stored_states_the_target_reads_held_out_texts_once_and_nothing_else(
     tmp_path, tiny_folder, monkeypatch
 ):
-    """So that a target which does not fit beside the drafter may lie in the host's memory."""
+    """As far as their states are held, so that a target which does not fit beside the drafter may
+    lie in the host's memory."""
     read: list[torch.Tensor] = []
 
     def outputs(self, input_ids, *given, _outputs=Target.outputs, **options):

@@ -157,9 +157,7 @@ def test_with_a_summary_only_the_drafted_rows_of_the_targets_head_are_read(
     assert recipe.target_request(batch, 0).summary
     assert not make(name, target, traces, draft_vocab_size=0).target_request(batch, 0).summary
     outputs = outputs_of(recipe, batch)
-    summary = LogitsSummary.of(target.head, outputs.hidden["final_norm"].flatten(0, 1))
-    shape = batch.input_ids.shape
-    known = LogitsSummary(summary.log_z.view(shape), summary.first.view(shape))
+    known = LogitsSummary.of(target.head, outputs.hidden["final_norm"])
     known.log_z[:, :-1].masked_fill_(~batch.supervised(), torch.nan)
     found, read = [], []
 
