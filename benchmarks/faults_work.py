@@ -116,9 +116,13 @@ class Work:
         whole = objective.loss
 
         def loss(
-            drafter: nn.Module, batch: Batch, outputs: TargetOutputs | None, step: int
+            drafter: nn.Module,
+            batch: Batch,
+            outputs: TargetOutputs | None,
+            step: int,
+            denominators: Sequence[float] | None = None,
         ) -> LossOutput:
-            output = whole(drafter, batch, outputs, step)
+            output = whole(drafter, batch, outputs, step, denominators)
             if step == self.broken_step:
                 total, count, weight = output.terms[0]
                 output = replace(output, terms=[(total * float("nan"), count, weight)])

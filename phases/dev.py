@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -17,10 +18,13 @@ from eval.metrics import per_domain
 from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
 from phases.run import Run
-from recipes.base import Evaluate, unwrapped
+from recipes.base import Evaluate, Share, unwrapped
 from target.model import Target
 from target.sampling import Sampling
 from trainer import zero
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 DEV_PROMPTS = 48
 DEV_SHARE = 0.125
@@ -51,6 +55,28 @@ def shared_out(sizes: Sequence[int], num_processes: int) -> list[int]:
     return owners
 
 
+def sharing(run: Run) -> Share:
+    """Return what shares out a computation on held-out texts among the processes.
+
+    They may compute unevenly then, and the target is told (`Target.sync`). FSDP2's processes may,
+    since its layers are gathered before an evaluation and stay so (`trainer.fsdp2`); under stage 3
+    of ZeRO, which compares what processes call, each of them computes everything."""
+    accelerator = run.accelerator
+    sharers = 1 if zero.compares_calls(accelerator) else accelerator.num_processes
+    rank = accelerator.process_index % sharers
+
+    def share(sizes: Mapping[K, int], compute: Callable[[K], V]) -> dict[K, V]:
+        owners = shared_out(list(sizes.values()), sharers)
+        own = {key: compute(key) for key, owner in zip(sizes, owners, strict=True) if owner == rank}
+        run.target.sync()
+        found: dict[K, V] = {}
+        for part in gather_object([own]):
+            found |= part
+        return {key: found[key] for key in sizes}
+
+    return share
+
+
 def dev_evaluation(
     run: Run, dev: list[Trace], drafter: TrainedDrafter, chooses: bool = True
 ) -> Evaluate | None:
@@ -59,10 +85,8 @@ def dev_evaluation(
     does not choose the checkpoint: raw text need not resemble what the target writes, so acceptance
     on the target's text must not decide how long to train on it.
 
-    Processes share the batches of these texts where they may compute unevenly: whole batches, whose
-    counters are added in the order of one process, so that the numbers do not depend on how many
-    processes there are. FSDP2's processes may, since its layers are gathered before an evaluation
-    and stay so (`trainer.fsdp2`)."""
+    Processes share these texts: whole batches, whose counters are added in the order of one
+    process, so that the numbers do not depend on how many processes there are."""
     first = 1 if drafter.target_layers else 0  # a head's first draft is an answer's second token
     if not any(len(trace.response_ids) > first for trace in dev):
         return None
@@ -79,31 +103,24 @@ def dev_evaluation(
         ]
 
     frozen = prepared(run.target)
-    accelerator = run.accelerator
-    sharers = 1 if zero.compares_calls(accelerator) else accelerator.num_processes
+    share = sharing(run)
     sizes = {
         (number, index): len(group) * max(trace.num_tokens for trace in group)
         for number, evaluator in enumerate(frozen)
         for index, group in enumerate(evaluator.texts.groups)
     }
-    owners = shared_out(list(sizes.values()), sharers)
-    rank = accelerator.process_index % sharers
-    mine = [batch for batch, owner in zip(sizes, owners, strict=True) if owner == rank]
 
     def evaluate(drafter: nn.Module, step: int) -> dict[str, object]:
         network = unwrapped(drafter)
         # a target that trains too is used with its present weights, on the text of the frozen one
         served = network.served_target()
         evaluators = frozen if served is None else prepared(served)
-        own = {
-            (number, index): evaluators[number](network, groups=[index]).counters
-            for number, index in mine
-        }
-        run.target.sync()
-        found: dict[tuple[int, int], list[PromptCounters]] = {}
-        for part in gather_object([own]):
-            found |= part
-        counters = [one for batch in sizes for one in found[batch]]
+
+        def counted(batch: tuple[int, int]) -> list[PromptCounters]:
+            number, index = batch
+            return evaluators[number](network, groups=[index]).counters
+
+        counters = [one for found in share(sizes, counted).values() for one in found]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         # a drafter that reads the target's states has another distribution at each depth
         where = "_at_depth_1" if network.target_layers else ""

@@ -20,7 +20,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from phases import shared
-from phases.dev import dev_evaluation
+from phases.dev import dev_evaluation, sharing
 from phases.run import Run
 from phases.states import target_states
 from recipes.base import Context, Needs, Stage, unwrapped
@@ -77,7 +77,7 @@ class StageRun:
         data, batches = self._batches()
         request = objective.target_request(batches.at(0), 0)
         usual = dev_evaluation(run, self.dev, self.drafter, chooses=data.text is None)
-        evaluate = objective.evaluated(usual, self.dev)
+        evaluate = objective.evaluated(usual, self.dev, sharing(run))
         cached = self._restore_from_cache()
         tracker = Tracker(
             self.settings, run.folder, run.folder.name, run.config.to_dict(),

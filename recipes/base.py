@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 
 DrafterT = TypeVar("DrafterT", bound=TrainedDrafter)
+K = TypeVar("K")
+V = TypeVar("V")
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor | float]]  # of LossOutput: (sum, count)
 # (drafter, maybe wrapped for several processes; step) -> numbers for JSON. The checkpoint with the
@@ -93,6 +95,18 @@ class Context:
     folder: Path = Path()
 
 
+class Share(Protocol):
+    """Computes a value for each of `sizes`, which says how much work each is, on one of the
+    processes, and returns all values in that order on each process."""
+
+    def __call__(self, sizes: Mapping[K, int], compute: Callable[[K], V]) -> dict[K, V]: ...
+
+
+def alone(sizes: Mapping[K, int], compute: Callable[[K], V]) -> dict[K, V]:
+    """The `Share` of one process."""
+    return {key: compute(key) for key in sizes}
+
+
 class Objective:
     """The loss of a stage, and what it needs of the target. An objective that runs the target by
     itself calls `target.sync()` before processes wait for each other: before it gathers, and in
@@ -113,20 +127,24 @@ class Objective:
         return [batch.num_supervised]
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         """Compute the terms of the loss: sums with a gradient, denominators and weights. `drafter`
         may be wrapped for several processes: call it, and read attributes of `unwrapped(drafter)`.
-        `target_outputs`: what `target_request` asked for."""
+        `target_outputs`: what `target_request` asked for; `denominators`: the sums that each term
+        is divided by, where this is known to be how the terms become a loss."""
         raise NotImplementedError
 
     def refresh(self, step: int, context: Context) -> Batch | None:
         """Return the batch to train on in place of the stored one; None to take no step on it."""
         return context.batch
 
-    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
+    def evaluated(
+        self, evaluate: Evaluate | None, dev: Sequence[Trace], share: Share = alone
+    ) -> Evaluate | None:
         """Return the function that evaluates the drafter on the held-out training texts `dev`, in
-        place of the usual `evaluate`; None for no evaluation."""
+        place of the usual `evaluate`; None for no evaluation. `share`: for what processes share."""
         return evaluate
 
     def state_dict(self) -> State:

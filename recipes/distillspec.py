@@ -235,8 +235,9 @@ class LabelObjective(Objective):
         return [batch.count(batch.supervised(), self.config.reduction)]
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         """Sum `score` over the response positions; prompts and padding are excluded."""
         full = target_outputs.logits if target_outputs is not None else None
         rows, index = batch.supervised().nonzero(as_tuple=True)

@@ -49,8 +49,10 @@ from recipes.base import (
     Metrics,
     Needs,
     Objective,
+    Share,
     Stage,
     Start,
+    alone,
     check_kind,
     unwrapped,
 )
@@ -275,9 +277,11 @@ class TreeObjective(Objective):
         return [*own, float(sum(len(starts) for _, starts in self.texts(batch)))]
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
-        output = self.tokens.loss(drafter, batch, target_outputs, step)
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
+        own = None if denominators is None else denominators[:-1]
+        output = self.tokens.loss(drafter, batch, target_outputs, step, own)
         assert target_outputs is not None
         config, metrics = self.config, Metrics()
         texts = self.texts(batch)
@@ -373,24 +377,31 @@ class TreeObjective(Objective):
 
     # --- which checkpoint is best ----------------------------------------------------------------
 
-    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
+    def evaluated(
+        self, evaluate: Evaluate | None, dev: Sequence[Trace], share: Share = alone
+    ) -> Evaluate | None:
         """Add the numbers of trees, which choose the checkpoint here, to the usual ones."""
         if evaluate is None:
             return None
-        return lambda drafter, step: evaluate(drafter, step) | self.dev_metrics(_head(drafter), dev)
+        return lambda drafter, step: (
+            evaluate(drafter, step) | self.dev_metrics(_head(drafter), dev, share)
+        )
 
-    def dev_metrics(self, drafter: EagleDrafter, traces: Sequence[Trace]) -> dict[str, float]:
+    def dev_metrics(
+        self, drafter: EagleDrafter, traces: Sequence[Trace], share: Share = alone
+    ) -> dict[str, float]:
         """Measure the expected tokens per round with trees, at the positions of held-out texts."""
-        values = []
-        for trace in traces:
-            ids = trace.prompt_ids + trace.response_ids
-            starts = self.groups(ids, len(trace.prompt_ids))
-            if starts:
-                (scored,) = self.tree_scorer(ids, self.lengths(starts), [drafter])
-                values.append(scored.node_sum())
-        if not values:
+        texts = [(t.prompt_ids + t.response_ids, len(t.prompt_ids)) for t in traces]
+        starts = [self.groups(ids, first) for ids, first in texts]
+
+        def expected(i: int) -> torch.Tensor:
+            (scored,) = self.tree_scorer(texts[i][0], self.lengths(starts[i]), [drafter])
+            return scored.node_sum().cpu()
+
+        sizes = {i: len(ids) for i, (ids, _) in enumerate(texts) if starts[i]}
+        if not sizes:
             return {}
-        tokens = 1 + float(torch.cat(values).mean())
+        tokens = 1 + float(torch.cat([*share(sizes, expected).values()]).mean())
         return {"select": tokens, "tree_tokens_per_round": tokens}
 
 

@@ -11,7 +11,7 @@ those of recipe medusa.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,8 +138,9 @@ class JointObjective(HeadObjective):
         return [float(count), *super().denominators(batch, step)]
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         """Compute both losses in one forward. `target_outputs`: of the original target."""
         assert target_outputs is not None
         original, metrics = target_outputs.hidden["final_norm"], Metrics()
@@ -152,7 +153,8 @@ class JointObjective(HeadObjective):
             nonlocal heads
             if depth == 0:
                 head = own.adapted.head()
-                heads = self.scorer(own, batch, states.detach(), head, metrics)
+                rest = None if denominators is None else denominators[1:]
+                heads = self.scorer(own, batch, states.detach(), head, metrics, denominators=rest)
                 return [self._lm_term(batch, original, states, head, metrics)]
             assert heads is not None
             # published: the first head too weighs less than 1; its `weight` here is 1

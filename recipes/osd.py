@@ -271,7 +271,9 @@ class OnlineObjective(Objective):
 
     # --- what is said about it -------------------------------------------------------------------
 
-    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace] = ()) -> Evaluate:
+    def evaluated(
+        self, evaluate: Evaluate | None, dev: Sequence[Trace] = (), share: base.Share = base.alone
+    ) -> Evaluate:
         """Return an evaluation that adds the acceptance on the requests since the last one,
         measured before they were trained on, to that on held-out text. No checkpoint is chosen: the
         weights that serve last are the result."""
@@ -347,8 +349,9 @@ class OnlineObjective(Objective):
         return [count for _, _, count in self._weights(batch)]
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         """Return for each drafter of the bank the weighted sum of D(p || q) over its trained
         positions. The target's logits come with the batch."""
         rows, index = supervised(batch.loss_mask).nonzero(as_tuple=True)

@@ -247,8 +247,9 @@ class AcceptanceObjective(Objective):
         return self.config.reject_weight * (1 - accept) + accept
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         if not isinstance(batch, Drawn):
             batch = _empty(batch)
         logits = self.judge(drafter, batch, target_outputs)
@@ -287,37 +288,41 @@ class AcceptanceObjective(Objective):
 
     # --- which checkpoint is best -----------------------------------------------------------------
 
-    def evaluated(self, evaluate: Evaluate | None, dev: Sequence[Trace]) -> Evaluate | None:
+    def evaluated(
+        self, evaluate: Evaluate | None, dev: Sequence[Trace], share: base.Share = base.alone
+    ) -> Evaluate | None:
         """Return an evaluation of the head on held-out text, with fixed draws."""
         if not dev:
             return evaluate
-        drawn: list[tuple[Drawn, TargetOutputs]] = []
+        groups = list(by_length(dev, lambda t: t.num_tokens, DEV_BATCH))
+        sizes = {i: sum(trace.num_tokens for trace in group) for i, group in enumerate(groups)}
+        drawn: dict[int, tuple[Drawn, TargetOutputs]] = {}  # of the texts that this process has
 
         @torch.no_grad()
         def judged(drafter: nn.Module, step: int) -> dict[str, object]:
             own = unwrapped(drafter)
-            if not drawn:
-                drawn.extend(self._draw_all(own, dev))
-            pairs = [(self.judge(own, batch, outputs), batch.accept) for batch, outputs in drawn]
-            logits, accept = (torch.cat(part) for part in zip(*pairs, strict=True))
+
+            def pair(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+                if i not in drawn:
+                    drawn[i] = self._draw_texts(own, groups[i])
+                batch, outputs = drawn[i]
+                return self.judge(own, batch, outputs).cpu(), batch.accept.cpu()
+
+            logits, accept = map(torch.cat, zip(*share(sizes, pair).values(), strict=True))
             found = quality(logits.softmax(-1)[:, ACCEPT], accept, self.config.reject_weight)
             return {"select": -found["binary_kl"], **found}
 
         return judged
 
-    def _draw_all(
-        self, drafter: TrainedDrafter, dev: Sequence[Trace]
-    ) -> list[tuple[Drawn, TargetOutputs]]:
-        found = []
-        for group in by_length(dev, lambda t: t.num_tokens, DEV_BATCH):
-            texts = [t.prompt_ids for t in group], [t.response_ids for t in group]
-            batch = collate(*texts, ["target"] * len(group)).to(self.target.device)
-            outputs = self.target.outputs(
-                batch.input_ids, batch.position_ids, layers=self.layers, project_later=True
-            )
-            drawn = self.draw(drafter, batch, outputs, salt=-1)
-            found.append((drawn, TargetOutputs(outputs.hidden)))
-        return found
+    def _draw_texts(
+        self, drafter: TrainedDrafter, traces: Sequence[Trace]
+    ) -> tuple[Drawn, TargetOutputs]:
+        texts = [t.prompt_ids for t in traces], [t.response_ids for t in traces]
+        batch = collate(*texts, ["target"] * len(traces)).to(self.target.device)
+        outputs = self.target.outputs(
+            batch.input_ids, batch.position_ids, layers=self.layers, project_later=True
+        )
+        return self.draw(drafter, batch, outputs, salt=-1), TargetOutputs(outputs.hidden)
 
 
 def _drawn(batch: Batch, parts: Sequence[torch.Tensor]) -> Drawn:

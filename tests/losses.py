@@ -18,6 +18,8 @@ def divergence(name, draft, teacher, labels=None, *, approx=None, **options):
     return named(name, **options)(draft, teacher, labels, approx=approx)
 
 
-def chunked_divergence(name, *given, chunk_positions=None, **options):
-    chosen = named(name, **options)
-    return chunked.chunked_divergence(chosen, *given, chunk_positions=chunk_positions)
+def chunked_divergence(name, *given, chunk_positions=None, joint=None, factor=1.0, **options):
+    chosen, chunks = named(name, **options), chunk_positions
+    return chunked.chunked_divergence(
+        chosen, *given, chunk_positions=chunks, joint=joint, factor=factor
+    )

@@ -20,8 +20,8 @@ class Trained:
     def objective(self) -> Objective:
         return self.stage.objective
 
-    def loss(self, batch, target_outputs, step):
-        return self.objective.loss(self.drafter, batch, target_outputs, step)
+    def loss(self, batch, target_outputs, step, denominators=None):
+        return self.objective.loss(self.drafter, batch, target_outputs, step, denominators)
 
     def __getattr__(self, name):
         found = self.__dict__["stage"].objective

@@ -176,7 +176,7 @@ def take_step(target, objective, drafter, batch, counts, checkpointed, summary=F
             torch.zeros(batch.input_ids.shape), torch.zeros_like(batch.input_ids)
         )
     with torch.autocast("cpu", torch.bfloat16):
-        output = objective.loss(drafter, batch, outputs, 0)
+        output = objective.loss(drafter, batch, outputs, 0, objective.denominators(batch, 0))
     sum(weight * total / count for total, count, weight in output.terms).backward()
     torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
     optimizer.step()
@@ -222,11 +222,12 @@ def test_a_step_makes_no_tensor_of_length_squared(recipe, packed):
 
 @pytest.mark.parametrize(
     ("length", "packed", "checkpointed", "bound"),
-    [(2**11, False, False, 80), (2**13, False, False, 80), (2**13, True, False, 80),
+    [(2**11, False, False, 48), (2**13, False, False, 80), (2**13, True, False, 80),
      (2**15, False, True, 141), (2**15, True, True, 141)],
 )  # fmt: skip
 def test_an_eagle3_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
-    """Target in bfloat16, float32 weights of the head over all tokens, and AdamW included."""
+    """Target in bfloat16, float32 weights of the head over all tokens, and AdamW included. With a
+    gradient of the output matrix for each depth the first would take 49.7 GB."""
     counts = counts_of_a_step("eagle3", length, packed, checkpointed)
     assert counts.peak < bound * GB, counts.largest()
 

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,35 @@ class ChunkedLoss:
     counted: Tensor  # [N] bool, False where a reduced vocabulary lacks the token to learn
 
 
+class JointGradients:
+    """One gradient by each output head for all terms of a loss that go through it. At a vocabulary
+    of 151,936 and a width of 4,096 it takes 2.5 GB, which every term would hold until backward.
+
+    The loss must be the sum of the terms, each times the `factor` that its call gave and one more
+    number, which all of them have in common and which may be known later."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[OutputHead, _ByHead]] = {}
+
+    def of(self, head: OutputHead) -> tuple[_ByHead, bool]:
+        """Return the gradients by weight and bias of `head`, None where there is none, and whether
+        this term is the first to ask for them, whose backward pass returns them."""
+        own = id(head.weight)
+        if own in self._of:
+            return self._of[own][1], False
+        by_head = _ByHead(*(
+            torch.zeros_like(x) if torch.is_grad_enabled() and x is not None and x.requires_grad
+            else None for x in (head.weight, head.bias)
+        ))  # fmt: skip
+        self._of[own] = head, by_head  # with the head, or its id may become another's
+        return by_head, True
+
+
+class _ByHead(NamedTuple):
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 def chunked_divergence(
     divergence: Divergence,
     states: Tensor,
@@ -51,6 +81,8 @@ def chunked_divergence(
     weights: Tensor | None = None,
     *,
     chunk_positions: int | None = None,
+    joint: JointGradients | None = None,
+    factor: float = 1.0,
 ) -> ChunkedLoss:
     """`divergence` of head.logits(states), chunk by chunk, with the same errors on a CPU. On a
     device that the host would have to wait for, what is not sound is NaN instead.
@@ -64,7 +96,8 @@ def chunked_divergence(
     whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
 
     The gradients are complete when this returns; backward only scales them, in place, so it can run
-    once.
+    once. With `joint`, that by the head is complete after the last term's call, and `factor`, not
+    0, is what the caller multiplies the total by, see there.
     """
     name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
@@ -83,7 +116,8 @@ def chunked_divergence(
     spans = [slice(i, min(i + chunk_positions, len(labels))) for i in starts]
     weights = torch.ones_like(labels) if weights is None else weights.detach()
     weights = weights.to(torch.promote_types(dtype, torch.float32))
-    job = _Job(divergence, plain, teacher, labels, weights, spans)
+    by_head, first = (joint or JointGradients()).of(head)
+    job = _Job(divergence, plain, teacher, labels, weights, spans, factor, by_head, first)
     outputs = _Chunked.apply(states, head.weight, head.bias, job, torch.is_grad_enabled())
     return ChunkedLoss(*outputs)
 
@@ -96,6 +130,9 @@ class _Job:
     labels: Tensor
     weights: Tensor
     spans: list[slice]
+    factor: float  # that the gradients have before backward
+    by_head: _ByHead
+    returns_by_head: bool
 
     @property
     def width(self) -> int:
@@ -153,10 +190,9 @@ class _Chunked(torch.autograd.Function):
         job: _Job,
         with_grad: bool,
     ) -> tuple[Tensor, ...]:
-        gradients = [
-            torch.zeros_like(x) if with_grad and x is not None and x.requires_grad else None
-            for x in (states, weight, bias)
-        ]
+        by_states = torch.zeros_like(states) if with_grad and states.requires_grad else None
+        # `data`: later terms add to what is saved here, which autograd would take for a mistake
+        gradients = by_states, *(None if g is None else g.data for g in job.by_head)
         differentiate = any(g is not None for g in gradients)
         values, shared = torch.zeros_like(job.weights), torch.zeros_like(job.weights)
         match, counted, good = (torch.zeros_like(job.labels, dtype=torch.bool) for _ in range(3))
@@ -170,7 +206,8 @@ class _Chunked(torch.autograd.Function):
             values[span] = found.detach()
             shared[span], match[span], good[span], counted[span] = others
             if differentiate:
-                by_logits = torch.autograd.grad(found, chunk.draft, job.weights[span].to(found))[0]
+                slope = (job.factor * job.weights[span]).to(found)
+                by_logits = torch.autograd.grad(found, chunk.draft, slope)[0]
                 if job.head.kept is not None:  # 0 * inf is not 0
                     by_logits.masked_fill_(~counted[span, None], 0)
                 _fold(job, by_logits, states, span, *gradients)
@@ -181,7 +218,9 @@ class _Chunked(torch.autograd.Function):
             shared.masked_fill_(~good, math.nan)
         elif not bool(good.all()):
             _complain(job, states, good, mean_reward)
-        ctx.save_for_backward(*gradients)  # type: ignore[arg-type] - None is allowed
+        returned = job.by_head if job.returns_by_head else (None, None)
+        ctx.save_for_backward(by_states, *returned)  # type: ignore[arg-type] - None is allowed
+        ctx.factor = job.factor  # type: ignore[attr-defined] - as custom functions keep numbers
         ctx.mark_non_differentiable(values, shared, match, counted)
         return (values * job.weights).sum(), values, shared, match, counted
 
@@ -190,6 +229,7 @@ class _Chunked(torch.autograd.Function):
     def backward(  # type: ignore[override] - once_differentiable hides the name of ctx
         ctx: BackwardCFunction, factor: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
+        factor = factor / ctx.factor  # type: ignore[attr-defined]
         # In place, or a second [W, d] would live beside the first. autograd notices a second call.
         return *(None if g is None else g.mul_(factor) for g in ctx.saved_tensors), None, None
 

@@ -2,8 +2,8 @@
 
 - `batches.at(index) -> batch` is stateless and shards by rank; `index` = step * accumulation +
   micro-step.
-- `objective.loss(drafter, batch, target_outputs, step) -> LossOutput`. `drafter` is the prepared
-  one and may be wrapped: an objective calls it and does not read its attributes.
+- `objective.loss(drafter, batch, target_outputs, step, denominators) -> LossOutput`. `drafter` is
+  the prepared one and may be wrapped: an objective calls it and does not read its attributes.
 - `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass.
   Their sums over ranks and accumulation divide the loss, so that batch 1 x 4 steps = 4 x 1 for any
   lengths. Where one rank of several has nothing to train on, it runs a batch with an empty mask,
@@ -268,7 +268,9 @@ class Fit(Generic[B, O, C]):
                 self.sync()
                 try:
                     with self.placement.autocast():
-                        output = self.objective.loss(self.model, batch, target_outputs, step)
+                        output = self.objective.loss(
+                            self.model, batch, target_outputs, step, denominators
+                        )
                 except RunFault as fault:
                     path = self.window.save([Tokens.of(batch)], step)
                     raise RunFault(f"step {step + 1}: {fault}; its batch is in {path}") from fault

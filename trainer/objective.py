@@ -62,7 +62,12 @@ class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
     def denominators(self, batch: B, step: int) -> Sequence[float]: ...
 
     def loss(
-        self, drafter: nn.Module, batch: B, target_outputs: O_contra, step: int
+        self,
+        drafter: nn.Module,
+        batch: B,
+        target_outputs: O_contra,
+        step: int,
+        denominators: Sequence[float] | None = None,
     ) -> LossOutput: ...
 
     def refresh(self, step: int, context: C_contra) -> B | None: ...

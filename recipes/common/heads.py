@@ -10,7 +10,7 @@ final-normed state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -24,7 +24,7 @@ from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, u
 from recipes.common.divergence import DivergenceConfig
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
-from trainer.chunked import chunked_divergence
+from trainer.chunked import ChunkedLoss, JointGradients, chunked_divergence
 from trainer.config import UserError, require
 from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
@@ -161,13 +161,16 @@ class HeadObjective(Objective):
         return (self.config.feature_weight > 0) + (self.config.top_weight > 0)
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int
-    ) -> LossOutput:
+        self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
+        denominators: Sequence[float] | None = None,
+    ) -> LossOutput:  # fmt: skip
         assert target_outputs is not None
         metrics: Metrics = {}
         final = target_outputs.hidden["final_norm"]
         summary = target_outputs.summary
-        score = self.scorer(unwrapped(drafter), batch, final, self.target.head, metrics, summary)
+        score = self.scorer(
+            unwrapped(drafter), batch, final, self.target.head, metrics, summary, denominators
+        )
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
         return LossOutput(self.scored(drafter, batch, TargetOutputs(hidden), score), metrics)
 
@@ -198,10 +201,13 @@ class HeadObjective(Objective):
         head: OutputHead,
         metrics: Metrics,
         summary: LogitsSummary | None = None,
+        denominators: Sequence[float] | None = None,
     ) -> Callable[[int, torch.Tensor], list[Term]]:
         """Return (depth, states [B, L, d]) -> the terms of that depth, against the distribution
         that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`.
-        `summary`: of these logits, where it is known."""
+        `summary`: of these logits, where it is known. `denominators`: what the terms of all depths
+        will be divided by; the depths then share one gradient by the output head."""
+        joint = None if denominators is None else JointGradients()
         teacher = self._teacher(batch, final, head, drafter.output_head(1).kept, summary)
 
         def score(depth: int, states: torch.Tensor) -> list[Term]:
@@ -211,19 +217,26 @@ class HeadObjective(Objective):
             texts = batch.texts_of(rows, index)
             weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
             own = drafter.output_head(depth)
-            scale = self.config.depth_decay ** (depth - 1)
-            target_logits = teacher(rows, index)
-            value = chunked_divergence(self.divergence, picked, own, target_logits, labels, weights)
-            terms: list[Term] = [(value.total, count, scale * self.config.divergence_weight)]
+            scale, target_logits = self.config.depth_decay ** (depth - 1), teacher(rows, index)
+            terms = list[Term]()
+
+            def add(divergence: Divergence, weight: float) -> ChunkedLoss:
+                # the terms of a depth have one denominator; 0 where nobody has a position
+                divisor = denominators[(depth - 1) * (1 + self._further)] if denominators else 1
+                made = chunked_divergence(
+                    divergence, picked, own, target_logits, labels, weights,
+                    joint=joint, factor=scale * weight / (divisor or 1),
+                )  # fmt: skip
+                terms.append((made.total, count, scale * weight))
+                return made
+
+            value = add(self.divergence, self.config.divergence_weight)
             if self.config.feature_weight:
                 error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
                 total = (error * weights).sum()
                 terms.append((total, count, scale * self.config.feature_weight))
             if self.config.top_weight:
-                best = chunked_divergence(
-                    DIVERGENCES["ce_top"](), picked, own, target_logits, labels, weights
-                )
-                terms.append((best.total, count, scale * self.config.top_weight))
+                add(DIVERGENCES["ce_top"](), self.config.top_weight)
             number = float(len(rows))
             metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
             metrics[f"match_{depth}"] = (value.match.float().sum(), number)

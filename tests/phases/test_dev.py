@@ -13,9 +13,13 @@ from accelerate.utils import DistributedType
 
 import phases.dev as dev
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from recipes import base
+from recipes import specdecpp as specdecpp_recipe
 from target.sampling import Sampling
+from tests import heads
 from tests.eval.test_offline import drafter_of, target_of, traces_of
-from tests.heads import randomised
+from tests.recipes import test_gto as gto
+from tests.recipes import test_specdecpp as specdecpp
 from tests.tiny import perturbed, prompts_of, tiny_model
 
 PATIENCE_S = 60
@@ -74,7 +78,7 @@ def drafter(kind: str, target):
     if kind == "causal_lm":
         return drafter_of(perturbed(target.model, 0.1), target)
     torch.manual_seed(0)
-    return randomised(MedusaDrafter(MedusaSettings(num_heads=3), target), 0.02)
+    return heads.randomised(MedusaDrafter(MedusaSettings(num_heads=3), target), 0.02)
 
 
 def evaluated(monkeypatch, texts, kind, number, zero_stage=None):
@@ -121,6 +125,51 @@ def test_under_stage_3_of_zero_each_process_reads_all(monkeypatch, texts, kind):
     found, read = evaluated(monkeypatch, texts, kind, 2, zero_stage=3)
     assert found == [alone] * 2
     assert read == [whole] * 2
+
+
+def measured_by(recipe: str, target, monkeypatch):
+    """What a recipe adds to the evaluation, by a `Share`, and the sizes of the texts it reads."""
+    seen: list[int] = []
+
+    def noted(call):
+        return lambda first, *rest: (seen.append(len(first)), call(first, *rest))[1]
+
+    if recipe == "gto":
+        made = gto.tuned(target)
+        plain = zip(heads.PROMPTS, heads.plain_texts(target), strict=True)
+        texts = [SimpleNamespace(prompt_ids=p, response_ids=r) for p, r in plain]
+        monkeypatch.setattr(made.objective, "tree_scorer", noted(made.tree_scorer))
+    else:
+        made = specdecpp.recipe_of(target)
+        monkeypatch.setattr("recipes.specdecpp.DEV_BATCH", 3)
+        texts = traces_of(target, prompts_of([3, 9, 5, 8] * 3, seed=3), Sampling(1.0), lookahead=0)
+        monkeypatch.setattr(specdecpp_recipe, "collate", noted(specdecpp_recipe.collate))
+
+    def measure(share):
+        evaluated = made.objective.evaluated(lambda drafter, step: {}, texts, share)
+        return evaluated(made.drafter.eval(), 0)
+
+    return measure, seen
+
+
+@pytest.mark.parametrize("recipe", ["gto", "specdecpp"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_processes_share_what_a_recipe_measures_itself(recipe, number, tiny_target, monkeypatch):
+    measure, seen = measured_by(recipe, tiny_target("llama"), monkeypatch)
+    alone = measure(base.alone)
+    whole = seen.copy()
+    seen.clear()
+    processes = Processes(number)
+    monkeypatch.setattr(dev, "gather_object", processes.gather)
+
+    def work(rank):
+        accelerator = placed(rank, number, None)
+        run = SimpleNamespace(target=tiny_target("llama"), accelerator=accelerator)
+        return measure(dev.sharing(run))
+
+    assert processes.run(work) == [alone] * number
+    assert alone["select"] != 0
+    assert sorted(seen) == sorted(whole)  # everything once
 
 
 @pytest.mark.parametrize(("kind", "evaluates"), [("causal_lm", True), ("medusa", False)])

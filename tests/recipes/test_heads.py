@@ -82,6 +82,36 @@ def loss_of(recipe, batch):
     return sum(weight * total / max(float(n), 1) for total, n, weight in terms_of(recipe, batch))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in HEADS), *SHARED.items(), ("eagle3", {"draft_vocab_size": 20}),
+     ("eagle3", {"top_weight": 0.3, "feature_weight": 0.2})],
+)  # fmt: skip
+def test_depths_share_the_gradient_of_their_output_head(name, options, target, traces):
+    """Where the denominators of all terms are known, those of other processes included, which are
+    not in proportion to this one's; a depth that nobody trains has 0."""
+    recipe = make(name, target, traces, **options)
+    recipe.drafter.requires_grad_(True)  # a frozen output matrix too
+    batch = batch_of(traces)
+    outputs = outputs_of(recipe, batch)
+    own = recipe.denominators(batch, 0)
+    number = len(own) // recipe.depth
+    sums = [n * (1 + i // number) + 3 for i, n in enumerate(own)]
+    sums[-number:] = [0.0] * number
+
+    def gradients(known):
+        torch.manual_seed(2)
+        terms = recipe.loss(batch, outputs, 0, known).terms
+        loss = sum(w * total / (n or 1) for (total, _, w), n in zip(terms, sums, strict=True))
+        recipe.drafter.zero_grad()
+        (2 * loss).backward()
+        return {name: p.grad for name, p in recipe.drafter.named_parameters() if p.grad is not None}
+
+    shared = gradients(sums)
+    for part, expected in gradients(None).items():
+        assert (shared[part] - expected).abs().max() <= 1e-5 * expected.abs().max(), part
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces):
     """Term by term against the plain divergence of `draft_logits` at the positions that a round can

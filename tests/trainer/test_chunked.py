@@ -1,6 +1,7 @@
 """The chunked loss against `losses.divergence` on all logits at once: values, gradients, memory."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
+from trainer.chunked import JointGradients
 from trainer.config import RunFault, UserError
 from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
@@ -154,6 +156,50 @@ def test_backward_runs_once():
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_terms_through_one_head_may_share_its_gradient(name, kept):
+    """Three terms, of which the loop multiplies each by its factor and all by one more number; in
+    front of a second head, whose gradient is another."""
+    states, head, teacher, labels, weights = _problem(kept=kept, bias=True, weights=True)
+    _, other, *_ = _problem(kept=kept, bias=True)
+    with torch.no_grad():
+        other.weight.mul_(0.5)
+    inputs = states, head.weight, head.bias, other.weight, other.bias
+
+    def gradients(joint):
+        loss = torch.zeros((), dtype=torch.float64)
+        for i, (way, factor) in enumerate([(head, 0.02), (other, 5.0), (head, 3.0), (head, 1.0)]):
+            moved = states * (1 + 0.1 * i)
+            made = chunked_divergence(
+                name, moved, way, teacher.__getitem__, labels, weights, beta=0.3,
+                chunk_positions=3, joint=joint, factor=factor,
+            )  # fmt: skip
+            loss = loss + factor * made.total
+        return torch.autograd.grad(7 * loss, inputs)
+
+    torch.testing.assert_close(gradients(JointGradients()), gradients(None), rtol=1e-10, atol=0)
+
+
+def test_a_shared_gradient_is_allocated_once():
+    states, head, teacher, labels, _ = _problem()
+    made = Counter()
+
+    class Zeros(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.zeros_like.default:
+                made[tuple(out.shape)] += 1
+            return out
+
+    for joint in (None, JointGradients()):
+        made.clear()
+        with Zeros():
+            for _ in range(3):
+                chunked_divergence("fkl", states, head, teacher.__getitem__, labels, joint=joint)
+        assert made[V, D] == (3 if joint is None else 1)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

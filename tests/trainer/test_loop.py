@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from io import BufferedReader
@@ -135,7 +136,12 @@ class CrossEntropy:
     def load_state_dict(self, state: dict) -> None: ...
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: object, step: int
+        self,
+        drafter: nn.Module,
+        batch: Batch,
+        target_outputs: object,
+        step: int,
+        denominators: Sequence[float] | None = None,
     ) -> LossOutput:
         logits = drafter(batch.input_ids)[:, :-1].float()
         labels = batch.input_ids[:, 1:]
@@ -154,7 +160,12 @@ class Counting(CrossEntropy):
         self.calls = torch.zeros((), dtype=torch.long)
 
     def loss(
-        self, drafter: nn.Module, batch: Batch, target_outputs: object, step: int
+        self,
+        drafter: nn.Module,
+        batch: Batch,
+        target_outputs: object,
+        step: int,
+        denominators: Sequence[float] | None = None,
     ) -> LossOutput:
         self.calls += 1
         output = super().loss(drafter, batch, target_outputs, step)
@@ -283,7 +294,7 @@ def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
         def denominators(self, batch: Batch, step: int) -> list[float]:
             return [float(batch.num_supervised), float(len(batch.input_ids))]
 
-        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+        def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
             ((total, count, _),) = super().loss(drafter, batch, target_outputs, step).terms
             return LossOutput([(total, count, 1.0), (total, len(batch.input_ids), 0.25)])
 
@@ -293,6 +304,21 @@ def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
     num_tokens = plain[0]["num_tokens"]
     expected = plain[0]["loss"] * (1 + 0.25 * num_tokens / 2)
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_is_told_what_its_terms_are_divided_by(tmp_path):
+    """The sums over the micro-steps."""
+    told = []
+
+    class Told(CrossEntropy):
+        def loss(self, drafter, batch, target_outputs, step, denominators) -> LossOutput:
+            told.append((step, batch.num_supervised, denominators))
+            return super().loss(drafter, batch, target_outputs, step)
+
+    train(tmp_path, Told(), gradient_accumulation_steps=2, evaluate=None, max_steps=3)
+    assert len(told) == 6
+    for step, _, given in told:
+        assert given == [sum(number for of, number, _ in told if of == step)]
 
 
 def test_a_loss_that_divides_by_something_unannounced_is_refused(tmp_path):
@@ -390,7 +416,7 @@ def test_a_stage_may_let_parameters_learn_at_their_own_rate(tmp_path):
 
 def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_path):
     class Still(CrossEntropy):
-        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+        def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
             ((total, count, weight),) = super().loss(drafter, batch, target_outputs, step).terms
             return LossOutput([(0.0 * total, count, weight)])
 
@@ -431,7 +457,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path):
     seen = []
 
     class Looking(CrossEntropy):
-        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+        def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
             seen.append((drafter.head.weight @ drafter.head.weight.T).dtype)
             return super().loss(drafter, batch, target_outputs, step)
 
@@ -530,7 +556,7 @@ def test_a_run_that_goes_on_shows_no_preview(tmp_path, capsys):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
     class Broken(CrossEntropy):
-        def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+        def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
             output = super().loss(drafter, batch, target_outputs, step)
             ((total, count, weight),) = output.terms
             if step == 6 and where == "loss":
@@ -910,7 +936,7 @@ class Noting(CrossEntropy):
         self.events.append(f"batch {num_batches}")
         return super().denominators(batch, step)
 
-    def loss(self, drafter, batch, target_outputs, step) -> LossOutput:
+    def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
         self.events.append(f"loss of step {step}")
         return super().loss(drafter, batch, target_outputs, step)
 
