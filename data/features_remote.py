@@ -8,7 +8,6 @@ the store once its manifest, which is written last, calls it complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -74,7 +73,8 @@ class RemoteFolder:
 
     def write_manifest(self, content: Mapping[str, object]) -> None:
         data = json.dumps(content, indent=1).encode()
-        with contextlib.suppress(PermissionError):  # to make a bucket, which is there
+        # a path that begins with a bucket needs no folders, and a bucket of that name is not made
+        if self._path.startswith("/"):
             self._call("write", lambda: self._fs.makedirs(self._path, exist_ok=True))
         self._call("write", lambda: self._fs.pipe_file(f"{self._path}/{MANIFEST}", data))
 

@@ -225,6 +225,18 @@ def test_storage_that_cannot_be_listed_is_named(bucket, monkeypatch):
         check_storage("bucket://empty")
 
 
+@pytest.mark.parametrize(("path", "made"), [("bucket/digest", 0), ("/folder/digest", 1)])
+def test_folders_are_made_but_no_bucket(tmp_path, monkeypatch, path, made):
+    """By s3fs, to make the folders of a path makes its bucket, whose name may be a mistake."""
+    done = []
+    folder = place(tmp_path)
+    monkeypatch.setattr(folder, "_path", path)
+    monkeypatch.setattr(folder._fs, "makedirs", lambda *_, **__: done.append("folders"))
+    monkeypatch.setattr(folder._fs, "pipe_file", lambda name, _: done.append(name))
+    folder.write_manifest({})
+    assert done == ["folders"] * made + [f"{path}/manifest.json"]
+
+
 @pytest.mark.parametrize("where", ["states", "sums", "header"])
 def test_bytes_that_are_not_those_that_were_written_are_not_used(target, tmp_path, bucket, where):
     store = fill(target, place(tmp_path))
