@@ -11,23 +11,38 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 set_up
 
+set -- "${@/#prompts=/data.prompts=}"
 target=runs/smollm2
-prompts=260 answer=96 steps=120 rows=8
-held_out=24 held_out_answer=64 timed=6
-words=(
-    recipe=eagle3 preset=laptop
-    data.num_prompts=$prompts data.max_new_tokens=$answer
-    trainer.max_steps=$steps trainer.batch_size=$rows trainer.eval_every=60 trainer.save_every=20
-    eval.num_prompts=$held_out eval.max_new_tokens=$held_out_answer eval.timing_prompts=$timed
+defaults=(
+    recipe=eagle3 preset=laptop data.prompts=questions
+    data.num_prompts=260 data.max_new_tokens=96
+    trainer.max_steps=120 trainer.batch_size=8 trainer.eval_every=60 trainer.save_every=20
+    eval.num_prompts=24 eval.max_new_tokens=64 eval.timing_prompts=6
 )
-source=questions
-for word in "$@"; do
-    case $word in
-        prompts=*) source=${word#prompts=} ;;
-        *) words+=("$word") ;;
-    esac
+words=()
+for word in "${defaults[@]}"; do
+    [[ " $* " == *" ${word%%=*}="* ]] || words+=("$word")
 done
-words+=("data.prompts=$source")
+words+=("$@")
+
+number() { # key: its value among the words
+    local word found=
+    for word in "${words[@]}"; do
+        [[ $word != "$1="* ]] || found=${word#*=}
+    done
+    if [[ ! $found =~ ^[0-9]+$ ]]; then
+        echo "error: $1 must be a whole number, got '$found'" >&2
+        exit 2
+    fi
+    echo "$found"
+}
+prompts=$(number data.num_prompts)
+answer=$(number data.max_new_tokens)
+steps=$(number trainer.max_steps)
+rows=$(number trainer.batch_size)
+held_out=$(number eval.num_prompts)
+held_out_answer=$(number eval.max_new_tokens)
+timed=$(number eval.timing_prompts)
 
 minutes() { # seconds
     echo "about $((($1 + 59) / 60)) min"

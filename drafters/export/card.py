@@ -142,11 +142,12 @@ def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
         shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
         config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
         prompts = _line(shown(row["prompts"]["name"]))
-        for name, value in (("tokens_per_round", row["tokens_per_round"]), ("alpha", row["alpha"])):
+        for kind, name in (("tokens_per_round", "tokens per round"), ("alpha", "alpha, depth 1")):
+            value: float | None = row[kind]
             if value is not None:
                 found.append(EvalResult(
                     task_type="text-generation", dataset_type=prompts, dataset_name=prompts,
-                    metric_type=name, metric_value=round(value, 4), metric_name=name,
+                    metric_type=kind, metric_value=round(value, 4), metric_name=name,
                     metric_config=config,
                 ))  # fmt: skip
     return found

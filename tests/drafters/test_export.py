@@ -257,6 +257,7 @@ def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
         ("tokens_per_round", 2.25, "T=1, tree eagle, 96 prompts"),
     ]
     assert card.data.eval_results[0].dataset_name == "gsm8k"
+    assert card.data.eval_results[1].metric_name == "alpha, depth 1"  # of a head the first of many
     assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "Drafter for b"
 
 

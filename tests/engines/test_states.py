@@ -283,9 +283,9 @@ def test_states_are_asked_for_while_a_step_before_is_trained(tiny_folder, server
         order.append(("ask", batch.index))
         return ahead(self, batch)
 
-    def trained(self, drafter, batch, outputs, step):
+    def trained(self, drafter, batch, outputs, step, *denominators):
         order.append(("train", batch.index))
-        return loss(self, drafter, batch, outputs, step)
+        return loss(self, drafter, batch, outputs, step, *denominators)
 
     with (
         mock.patch.object(ServedStates, "ahead", asked),

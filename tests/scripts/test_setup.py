@@ -263,6 +263,14 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert "got it" not in done.stdout
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
     assert train.resolve(words)[0].data.prompts == "questions"
+    done = bash("bash scripts/real.sh trainer.max_steps=1200 eval.K=3", installed, **environment)
+    assert int(re.search(r"training, 1200 steps of 8 rows: about (\d+) min", done.stdout)[1]) > 40
+    words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
+    config, _ = train.resolve(words)
+    assert (config.trainer.max_steps, config.trainer.eval_every, config.eval.K) == (1200, 60, 3)
+    done = bash("bash scripts/real.sh data.num_prompts=all", installed, **environment)
+    assert done.returncode == 2
+    assert done.stderr == "error: data.num_prompts must be a whole number, got 'all'\n"
 
 
 @pytest.mark.slow

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import gguf
 import numpy
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import get_smollm2
@@ -184,3 +187,24 @@ def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, c
     assert ours.eos_ids == original.eos_ids
     assert get_smollm2.main([str(out)]) == 0  # once is enough
     assert "is there already" in capsys.readouterr().out
+
+
+def test_the_original_says_what_quantising_costs(tmp_path, model, monkeypatch, capsys):
+    quantised, original = tmp_path / "smollm2", tmp_path / "original"
+    file = tmp_path / "tiny.gguf"
+    write(file, model, quantised=True)
+    monkeypatch.setattr(get_smollm2, "FOLDER", quantised)
+    monkeypatch.setattr(get_smollm2, "download", lambda folder: file)
+    assert get_smollm2.main([str(quantised)]) == 0
+    plain = Target.load(str(quantised))
+    plain.model.save_pretrained(original)
+    plain.tokenizer.save_pretrained(original)
+    capsys.readouterr()
+    assert get_smollm2.main([str(original), "source=hub"]) == 0
+    said = capsys.readouterr().out
+    first, second = (get_smollm2.loss(folder) for folder in (quantised, original))
+    assert f"nats per token: {first:.3f} by {quantised}, {second:.3f} by {original}\n" in said
+    ids = torch.tensor([plain.tokenizer(inspect.getsource(textwrap))["input_ids"]])
+    logits = plain.model(ids).logits[0, :-1]
+    whole = float(F.cross_entropy(logits.float(), ids[0, 1:]))
+    assert get_smollm2.loss(original, ids.shape[1]) == pytest.approx(whole, rel=1e-4)
