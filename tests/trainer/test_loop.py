@@ -33,12 +33,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from phases.run import end
+from tests import commands
+from tests.commands import TWO, finish
 from trainer import tracking
 from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16
 from trainer.loop import Fit, fit, learning_rate, make_accelerator
 from trainer.losses import LossOutput
 from trainer.optimizer import make_optimizer
+from trainer.processes import PATIENCE
 from trainer.replicated import Replicated
 from trainer.tracking import Tracker
 
@@ -858,6 +861,16 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_fault_on_one_of_two_processes_ends_both(tmp_path):
+    """Within seconds, and not after the day that a process waits for another: the launcher sees to
+    it. The fault is what is said."""
+    began = time.monotonic()
+    code, out, err = finish(commands.start(*TWO, "-m", __name__, str(tmp_path), "fault"))
+    assert code != 0
+    assert "no such batch" in out + err
+    assert time.monotonic() - began < 120
+
+
 def test_two_processes_make_a_step_ready_during_the_one_before(tmp_path):
     """Unless the objective computes its batches with the weights that the step leaves; not a bit of
     the training differs."""
@@ -946,6 +959,19 @@ class Ending(CrossEntropy):
         return context if step < 2 else None
 
 
+class BrokenBatches(Batches):
+    def at(self, index: int) -> Batch:
+        if index == 6 and self.rank == 1:
+            raise RunFault("no such batch")
+        return super().at(index)
+
+
+def break_down(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", timeout=PATIENCE)
+    rank = torch.distributed.get_rank()
+    train(folder, Noting(late=False), batches=BrokenBatches(2, rank, 2, EMPTY), **JOINT)
+
+
 def join(folder: Path, mode: str) -> None:
     kind = SignalledBatches if mode == "signal" else Batches
     rank = int(os.environ["RANK"])
@@ -969,6 +995,8 @@ def main(words: list[str]) -> int:
     folder, mode = Path(words[0]), words[1]
     if mode == "crash":
         crash(folder)
+    elif mode == "fault":
+        break_down(folder)
     else:
         join(folder, mode)
     return 0
