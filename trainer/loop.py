@@ -18,8 +18,9 @@
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None selects the last step.
   The random state is restored afterwards.
 
-A process waits for its device only to log, evaluate and save. Several agree on the denominators of
-a step on the CPU, while the step before computes, unless the objective computes its batches.
+The loop waits for its device only to log, evaluate and save; the waits of a loss are counted in
+`tests/test_counts.py`. Several processes agree on the denominators of a step on the CPU, while the
+step before computes, unless the objective computes its batches.
 Precision, devices and sharding are the accelerator's.
 """
 
