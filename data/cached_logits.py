@@ -12,10 +12,11 @@ from typing import TypeAlias
 
 import torch
 
-from data.batches import Batch, response_of
+from data.batches import Batch, by_length, response_of
 from data.traces import Trace
 from target.model import Target
 from target.outputs import TargetOutputs
+from target.padding import right_padded
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32
@@ -33,7 +34,7 @@ class CachedLogits:
         self._logits: dict[_Row, torch.Tensor] = {}
 
     def fits(self, limit_bytes: int = LIMIT_BYTES) -> bool:
-        """Whether the logits at response positions take at most `limit_bytes`."""
+        """Whether the logits at response positions, which are kept, take at most `limit_bytes`."""
         width = self.target.vocab_size * self.target.model.dtype.itemsize
         most, total = limit_bytes // width, 0
         for _, response in self._rows():
@@ -52,20 +53,18 @@ class CachedLogits:
                     seen.add(row)
                     yield row
 
+    @torch.no_grad()
     def _fill(self) -> None:
         """Compute the logits that score a response token, by one parallel pass over all rows."""
-        rows = sorted(self._rows(), key=lambda row: (len(row[0]) + len(row[1]), row))
-        for i in range(0, len(rows), GROUP):
-            group = rows[i : i + GROUP]
-            ids = torch.zeros(len(group), max(len(p) + len(r) for p, r in group), dtype=torch.long)
-            for j, (prompt, response) in enumerate(group):
-                ids[j, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
-            logits = self.target.outputs(ids.to(self.target.device)).logits
+        rows = sorted(self._rows())
+        for group in by_length(rows, lambda row: len(row[0]) + len(row[1]), GROUP):
+            ids, _ = right_padded([[*prompt, *response] for prompt, response in group])
+            logits = self.target.outputs(ids.to(self.target.device), project_later=True).logits
             assert logits is not None
             for j, (prompt, response) in enumerate(group):
                 first = len(prompt) - 1
-                own = logits[j, first : first + len(response), : self.target.vocab_size]
-                self._logits[group[j]] = own.clone()
+                own = logits[j, slice(first, first + len(response))]
+                self._logits[prompt, response] = own.contiguous()  # without a padded head's columns
 
     def outputs(self, batch: Batch) -> TargetOutputs | None:
         """Logits [B, L, V], zero where nothing is supervised; None if a row is no stored text."""

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from data.batches import by_length
 from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
 from data.prompts import Prompt, Turn, user_turns
@@ -28,10 +29,12 @@ from engines.completions import complete
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
 from target.model import Target
+from target.outputs import ProjectedLogits
 from target.padding import right_padded
 from target.sampling import Sampling, row_key
 from trainer.config import UserError
-from trainer.losses import compress
+from trainer.logits import chunk_rows
+from trainer.losses import CompressedTeacher, compress
 from trainer.progress import TokenProgress
 
 TEACHER_GROUP = 16
@@ -349,24 +352,38 @@ class _Teacher:
         return self.rest() if len(self.waiting) == TEACHER_GROUP else []
 
     def rest(self) -> list[Trace]:
-        group, self.waiting = self.waiting, []
-        if not group:
-            return []
-        ids, _ = right_padded([t.prompt_ids + t.response_ids for t in group])
-        logits = self.target.outputs(ids.to(self.target.device), project_later=True).logits
-        assert logits is not None
-        for i, trace in enumerate(group):
-            first = len(trace.prompt_ids) - 1
-            own = logits[i, slice(first, first + len(trace.response_ids))].float()
-            # drawn on the CPU and seeded by the row, so that neither device nor grouping matters
-            generator = torch.Generator().manual_seed(
-                row_key(self.plan.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)
-            )
-            shape = len(own), self.plan.teacher_samples
-            uniforms = torch.empty(shape, dtype=torch.float64).uniform_(generator=generator)
-            block = compress(own, self.plan.teacher_top_k, shape[1], uniforms=uniforms.to(own))
-            trace.teacher_ids, trace.teacher_logp = block.ids.tolist(), block.logp.tolist()
-            trace.teacher_log_tail = block.log_tail.tolist()
-            if block.tail_ids is not None and block.tail_logp is not None:
-                trace.tail_ids, trace.tail_logp = block.tail_ids.tolist(), block.tail_logp.tolist()
-        return group
+        finished, self.waiting = self.waiting, []
+        for group in by_length(finished, lambda t: t.num_tokens, TEACHER_GROUP):
+            ids, _ = right_padded([t.prompt_ids + t.response_ids for t in group])
+            logits = self.target.outputs(ids.to(self.target.device), project_later=True).logits
+            assert logits is not None
+            for row, trace in enumerate(group):
+                blocks = list(self._blocks(trace, logits, row))
+                trace.teacher_ids = _rows(block.ids for block in blocks)
+                trace.teacher_logp = _rows(block.logp for block in blocks)
+                trace.teacher_log_tail = _rows(block.log_tail for block in blocks)
+                if self.plan.teacher_samples:
+                    trace.tail_ids = _rows(block.tail_ids for block in blocks)
+                    trace.tail_logp = _rows(block.tail_logp for block in blocks)
+        return finished
+
+    def _blocks(
+        self, trace: Trace, logits: torch.Tensor | ProjectedLogits, row: int
+    ) -> Iterator[CompressedTeacher]:
+        """Compress the distributions of a response, whose logits are in this row, in chunks."""
+        top_k, samples = self.plan.teacher_top_k, self.plan.teacher_samples
+        # drawn on the CPU and seeded by the row, so that neither device nor grouping matters
+        generator = torch.Generator().manual_seed(
+            row_key(self.plan.seed, trace.prompt_ids, trace.sample_index) & (2**63 - 1)
+        )
+        uniforms = torch.empty(len(trace.response_ids), samples, dtype=torch.float64)
+        uniforms.uniform_(generator=generator)
+        at = len(trace.prompt_ids) - 1
+        for drawn in uniforms.split(chunk_rows(self.target.device, self.target.vocab_size)):
+            own = logits[row, slice(at, at + len(drawn))].float()
+            yield compress(own, top_k, samples, uniforms=drawn.to(own))
+            at += len(drawn)
+
+
+def _rows(parts: Iterable[torch.Tensor | None]) -> list[Any]:
+    return [row for part in parts if part is not None for row in part.tolist()]

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from data.batches import by_length
 from target.decode import Continuation
 from target.model import Target
 from target.padding import right_padded
 from target.sampling import LEAST, warp
+from trainer.logits import chunk_rows
 
 UNLIKE, SURPRISE = 0.1, 0.5  # share of greedy tokens that differ; nats beyond the entropy
 # A greedy token differs where the target's own is more likely by this much, in nats. Closer ones
@@ -32,7 +34,7 @@ LIMIT = math.log(50_000)
 TILTS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 CHECKED = 8  # rows of a check; the first check of a server covers all its rows
 ENOUGH = 64  # tokens of a check, if the window has them
-# A check is one forward of the target over CHECKED rows: 1 row in 32, and no token is decoded.
+# The target reads the CHECKED rows of a check, 1 row in 32, and decodes no token.
 WINDOW = 32 * CHECKED
 HOLD_S = 60.0  # then a slow server's rows are checked: unchecked ones are lost if a run is killed
 
@@ -130,24 +132,26 @@ def judged(rows: Sequence[Evidence]) -> str | None:
 
 @torch.inference_mode()
 def measured(target: Target, rows: Sequence[Continuation]) -> list[Evidence]:
-    """The evidence of each row, from one forward of the target for every CHECKED rows."""
-    found = list[Evidence]()
-    for begin in range(0, len(rows), CHECKED):
-        group = rows[begin : begin + CHECKED]
-        ids, positions = right_padded([[*r.request.prompt_ids, *r.response_ids] for r in group])
+    """The evidence of each row, from forwards of the target over at most CHECKED rows. The
+    distributions of a row are computed in chunks."""
+    found = dict[int, Evidence]()
+    texts = [[*row.request.prompt_ids, *row.response_ids] for row in rows]
+    for group in by_length(range(len(rows)), lambda i: len(texts[i]), CHECKED):
+        ids, positions = right_padded([texts[i] for i in group])
         ids = ids.to(target.device)
         places = positions.to(target.device)
         logits = target.outputs(ids, places, project_later=True).logits
         assert logits is not None
-        for i, row in enumerate(group):
-            first, count = len(row.request.prompt_ids) - 1, len(row.response_ids)
-            own = logits[i, slice(first, first + count)].float()
-            tokens = ids[i, first + 1 : first + 1 + count]
-            if row.request.sampling.temperature == 0:
-                found.append(_greedy(own, tokens))
-            else:
-                found.append(_drawn(warp(own, row.request.sampling), tokens))
-    return found
+        chunk = chunk_rows(target.device, target.vocab_size)
+        for place, i in enumerate(group):
+            sampling, at = rows[i].request.sampling, len(rows[i].request.prompt_ids)
+            greedy, total, nats = sampling.temperature == 0, 0.0, torch.zeros(len(TILTS))
+            for tokens in ids[place, at : len(texts[i])].split(chunk):
+                own = logits[place, slice(at - 1, at - 1 + len(tokens))].float()
+                part = _greedy(own, tokens) if greedy else _drawn(warp(own, sampling), tokens)
+                total, nats, at = total + part.total, nats + part.nats, at + len(tokens)
+            found[i] = Evidence(greedy, len(rows[i].response_ids), total, nats)
+    return [found[i] for i in range(len(rows))]
 
 
 def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Evidence:
@@ -162,15 +166,12 @@ def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Evidence:
 def _drawn(probs: torch.Tensor, tokens: torch.Tensor) -> Evidence:
     """The evidence of drawn tokens [n] int64, of target probabilities [n, V] float.
 
-    How much -log p of a token varies by chance follows from the distribution itself. Some tokens
-    are computed at a time: a whole vocabulary for each of thousands takes much memory."""
-    total, nats = 0.0, torch.zeros(len(TILTS))
-    for p, ids in zip(probs.split(64), tokens.split(64), strict=True):
-        cost = -p.clamp(min=LEAST).log()
-        beyond = cost - (p * cost).sum(-1, keepdim=True)
-        found = beyond.gather(-1, ids[:, None])[:, 0]
-        total += float(found.sum())
-        for i, tilt in enumerate(TILTS):
-            chance = (p * (tilt * beyond).exp()).sum(-1).log()
-            nats[i] += float((tilt * found - chance).sum())
-    return Evidence(False, len(tokens), total, nats)
+    How much -log p of a token varies by chance follows from the distribution itself."""
+    cost = -probs.clamp(min=LEAST).log()
+    beyond = cost - (probs * cost).sum(-1, keepdim=True)
+    found = beyond.gather(-1, tokens[:, None])[:, 0]
+    nats = torch.zeros(len(TILTS))
+    for i, tilt in enumerate(TILTS):
+        chance = (probs * (tilt * beyond).exp()).sum(-1).log()
+        nats[i] = float((tilt * found - chance).sum())
+    return Evidence(False, len(tokens), float(found.sum()), nats)

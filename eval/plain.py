@@ -104,19 +104,18 @@ def difference(
         min(len(plain), len(mine)),
     )
     ids = torch.tensor([prompt_ids + plain[:where]], device=target.device)
-    outputs = target.outputs(ids, layers=("final_norm",))
-    assert isinstance(outputs.logits, torch.Tensor)
-    best = outputs.logits[0, -1, : target.vocab_size].float().topk(2).indices
+    states = target.outputs(ids, layers=("final_norm",), logits=False).hidden["final_norm"][0, -1:]
+    head = target.head
+    best = head.logits(states)[0].float().topk(2).indices
     parted = [answer[where] for answer in (plain, mine) if where < len(answer)]
     asked = torch.tensor(parted, device=target.device) if len(parted) == 2 else best
     tokens = torch.cat([asked, best])
-    head = target.head
     exact = OutputHead(
         head.weight[tokens].float(),
         None if head.bias is None else head.bias[tokens].float(),
         transform=head.transform,
     )
-    logits = exact.logits(outputs.hidden["final_norm"][0, -1])
+    logits = exact.logits(states)[0]
     gap = float(logits.max() - logits[: len(asked)].min())
     return {"position": where, "logit_gap": gap, "near_tie": gap < near_tie(target, logits)}
 

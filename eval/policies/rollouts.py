@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
@@ -228,12 +229,11 @@ def draw(
     rng = np.random.default_rng(seed)
     places = [_places(len(t.response_ids), starts, float(rng.random())) for t in usable]
     rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
-    order = sorted(range(len(rows)), key=lambda r: len(usable[rows[r][0]].prompt_ids) + rows[r][1])
+    tokens = [len(usable[p].prompt_ids) + n + K for p, n in rows]  # that the target reads
     shape = (len(rows), K)
     names = ("confidence", "probability", "score", "ratio", "uniform", "ends")
     table = {name: torch.zeros(shape, dtype=torch.double) for name in names}
-    for i in range(0, len(order), batch_size):
-        taken = order[i : i + batch_size]
+    for taken in by_length(range(len(rows)), lambda r: tokens[r], batch_size):
         texts = [
             usable[p].prompt_ids + usable[p].response_ids[:n] for p, n in (rows[r] for r in taken)
         ]

@@ -1,6 +1,7 @@
 """Kept logits are the live ones, and a batch with unknown text is left to the live target."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from data.cached_logits import CachedLogits
 from target.model import Target
 from tests.data.test_batches import make
 from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
+from tests.watch import Watch
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,43 @@ def test_unknown_text_is_left_to_the_live_target(target):
     assert CachedLogits(target, TRACES, ("draft",)).fits() is False
     assert kept.fits() is True
     assert kept.fits(limit_bytes=10) is False
+
+
+def test_what_is_kept_decides_whether_it_fits(target):
+    kept = CachedLogits(target, TRACES, ("target",))
+    num_tokens = sum(len(trace.response_ids) for trace in TRACES)
+    size = num_tokens * target.vocab_size * target.model.dtype.itemsize
+    assert kept.fits(size) is True
+    assert kept.fits(size - 1) is False
+
+
+def test_only_the_logits_of_responses_are_computed_and_of_a_few_texts_at_a_time(
+    target, monkeypatch
+):
+    whole = CachedLogits(target, TRACES, ("target", "fixed"))
+    whole._fill()
+    tokens = 24
+    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    kept = CachedLogits(target, TRACES, ("target", "fixed"))
+    sizes = []
+    hook = target.model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        with Watch() as watch:
+            kept._fill()
+    finally:
+        hook.remove()
+    assert tokens / 2 < max(sizes) <= tokens
+    matrix = target.head.weight.T[:, : target.vocab_size].shape
+    over_vocabulary = {s for s in watch.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix}
+    longest = max(len(response) for _, response in kept._logits)
+    assert max(math.prod(shape[:-1]) for shape in over_vocabulary) == longest
+    assert kept._logits.keys() == whole._logits.keys()
+    for row, logits in kept._logits.items():
+        assert logits.shape == (len(row[1]), target.vocab_size)
+        assert logits.untyped_storage().nbytes() == logits.nbytes
+        torch.testing.assert_close(logits, whole._logits[row], rtol=0, atol=1e-4)
 
 
 def test_a_large_store_is_not_read_to_see_that_it_does_not_fit(target):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -30,6 +31,7 @@ from target.sampling import Sampling
 from tests.commands import stored_traces
 from tests.servers import NEW, filled, plan_of, played
 from tests.tiny import EOS, VOCAB_SIZE, perturbed
+from tests.watch import Watch
 from trainer.config import RunFault, UserError
 
 COUNT = 40
@@ -442,3 +444,34 @@ def test_a_target_that_computes_no_numbers_is_like_no_server(target, known):
     broken = perturbed(target.model, 0.0)
     broken.lm_head.weight.data.fill_(float("nan"))
     assert unlike(dataclasses.replace(target, model=broken), rows_of(known, 8)) is not None
+
+
+def test_long_answers_are_read_a_few_texts_and_positions_at_a_time(target, known, monkeypatch):
+    """One text of 32,000 tokens has 20 GB of logits over a vocabulary of 152,000."""
+    hot = Sampling(1.0, 20, 0.9)
+    rows = [
+        dataclasses.replace(row, request=dataclasses.replace(row.request, sampling=hot))
+        if number % 3 else dataclasses.replace(row, response_ids=row.response_ids[: 1 + number])
+        for number, row in enumerate(rows_of(known, 12))
+    ]  # fmt: skip
+    whole, chunk, tokens = check.measured(target, rows), 5, 100
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", chunk * target.vocab_size)
+    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    sizes = []
+    hook = target.model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        with Watch() as watch:
+            found = check.measured(target, rows)
+    finally:
+        hook.remove()
+    assert tokens / 2 < max(sizes) <= tokens
+    matrix = target.head.weight.T.shape
+    over_vocabulary = {s for s in watch.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix}
+    assert max(math.prod(shape[:-1]) for shape in over_vocabulary) == chunk < NEW
+    for one, other, row in zip(found, whole, rows, strict=True):
+        assert one.greedy == other.greedy == (row.request.sampling != hot)
+        assert one.num_tokens == other.num_tokens == len(row.response_ids)
+        assert one.total == pytest.approx(other.total, rel=1e-4, abs=1e-4)
+        torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-3)

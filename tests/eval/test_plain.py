@@ -10,6 +10,7 @@ from eval.plain import difference
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
+from tests.watch import Watch
 
 PROMPT = [3, 5, 7, 9]
 
@@ -77,3 +78,23 @@ def test_an_answer_that_ends_early_parts_there(half):
     found = difference(half, PROMPT, [1, 2], ours)
     assert found["position"] == 1
     assert found["logit_gap"] >= 0
+
+
+def test_the_gap_where_one_answer_ends_is_that_of_the_two_best_of_the_vocabulary(tiny_target):
+    target = tiny_target("llama_padded")
+    ours = Speculated(Request(PROMPT, 0, Sampling(0.0), "a"), [1], "length", [])
+    found = difference(target, PROMPT, [1, 2], ours)
+    logits = target.outputs(torch.tensor([[*PROMPT, 1]])).logits[0, -1, : target.vocab_size]
+    first, second = logits.topk(2).values.tolist()
+    assert found["logit_gap"] == pytest.approx(first - second, abs=1e-4)
+
+
+def test_one_position_of_a_long_text_is_projected(tiny_target):
+    """All of 32,000 tokens over a vocabulary of 152,000 would take 20 GB."""
+    target = tiny_target("llama")
+    prompt = PROMPT * 20
+    ours = Speculated(Request(prompt, 0, Sampling(0.0), "a"), [1, 3], "length", [])
+    with Watch() as watch:
+        assert difference(target, prompt, [1, 2], ours) is not None
+    assert (1, len(prompt) + 1) in watch.shapes
+    assert not [s for s in watch.shapes if s[-1:] == (target.vocab_size,) and len(prompt) + 1 in s]

@@ -98,6 +98,27 @@ def test_drafts_are_accepted_as_often_as_the_laws_overlap(target, drafter):
         assert float(coins) == pytest.approx(float(bank.ratio.mean()), abs=0.06)
 
 
+def test_long_texts_are_read_a_few_at_a_time(target, drafter, monkeypatch):
+    """Thirty-two texts of 32,000 tokens are a million."""
+    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5]), SAMPLED)
+    whole, tokens = rollouts.draw(target, drafter, traces, SAMPLED, K), 200
+    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    sizes = []
+    hook = target.model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        parts = rollouts.draw(target, drafter, traces, SAMPLED, K)
+    finally:
+        hook.remove()
+    assert tokens / 2 < max(sizes) <= tokens
+    for name in ("confidence", "probability", "score", "ratio", "uniform"):
+        ours, theirs = getattr(parts, name), getattr(whole, name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
+    assert torch.equal(parts.ends, whole.ends)
+    assert torch.equal(parts.room, whole.room)
+
+
 # --- counters ---------------------------------------------------------------------------------
 
 
