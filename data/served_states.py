@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import chain
 
 import torch
 
@@ -34,7 +35,12 @@ class ServedStates:
         self._asked: dict[bytes, Future[torch.Tensor]] = {}
 
     def ahead(self, batch: Batch) -> None:
-        """Ask for the states of a batch to come."""
+        """Ask for the states of a batch to come, unless the drafter has yet to write text of it:
+        another batch may take its place."""
+        if "draft" not in batch.sources:
+            self._ask(batch)
+
+    def _ask(self, batch: Batch) -> None:
         for prompt, response in zip(batch.prompts, batch.responses, strict=True):
             key = row_key(prompt, response)
             if key not in self._asked:
@@ -44,7 +50,7 @@ class ServedStates:
     def outputs(self, batch: Batch, device: torch.device | str = "cpu") -> TargetOutputs:
         """States of a batch: hidden[layer] [B, L, H] in the target's dtype, on `device`. Raises
         RunFault where the server does not give them."""
-        self.ahead(batch)
+        self._ask(batch)
         keys = [row_key(p, r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
         texts = {key: self._asked[key].result() for key in dict.fromkeys(keys)}
         for key in texts:
@@ -66,24 +72,41 @@ class ServedStates:
 
     def check(self, traces: Sequence[Trace]) -> None:
         """Compare the states of a few texts with those that transformers computes. UserError where
-        they are another model's or other layers'."""
+        they are another model's or other layers': too far off, or nearer to a layer beside."""
         texts = [(t.prompt_ids + t.response_ids)[:CHECKED_TOKENS] for t in traces[:CHECKED_TEXTS]]
         prompts, responses = [ids[:1] for ids in texts], [ids[1:] for ids in texts]
         batch = collate(prompts, responses, ["target"] * len(texts))
         device = self.target.device
         served = self.outputs(batch, device).hidden
         batch = batch.to(device)
-        own = self.target.outputs(batch.input_ids, layers=self.layers, logits=False).hidden
+        near = {layer: _near(layer, self.target.num_layers) for layer in self.layers}
+        every = tuple(dict.fromkeys(chain(*near.values())))
+        own = self.target.outputs(batch.input_ids, layers=every, logits=False).hidden
         lengths = torch.tensor([len(ids) for ids in texts], device=device)
         real = torch.arange(batch.input_ids.shape[1], device=device) < lengths.unsqueeze(1)
         for layer in self.layers:
-            mine, other = own[layer][real].float(), served[layer][real].float()
-            apart = float((mine - other).norm() / mine.norm())
-            if not apart <= TOLERANCE[self.target.model.dtype]:
+            states = served[layer][real]
+            apart = {other: _apart(states, own[other][real]) for other in near[layer]}
+            nearest = min(apart, key=apart.__getitem__)
+            if nearest != layer or not apart[layer] <= TOLERANCE[self.target.model.dtype]:
                 dtype = str(self.target.model.dtype).removeprefix("torch.")
                 raise UserError(
                     f"data.features_engine: the states of layer {layer} from {self.client.root} "
-                    f"are {apart:.1%} off those of {self.target.name} here: it must serve this "
-                    f"model, in {dtype}, and write the layers {self.client.numbers} as vLLM counts "
-                    "them"
+                    f"are {apart[layer]:.1%} off those of {self.target.name} here, and nearest to "
+                    f"layer {nearest}: it must serve this model, in {dtype}, and write the layers "
+                    f"{self.client.numbers} as vLLM counts them"
                 )
+
+
+def _near(layer: LayerId, num_layers: int) -> list[LayerId]:
+    """The layer, then those before and behind it."""
+    if isinstance(layer, str):
+        return [layer]
+    return [layer, *(other for other in (layer - 1, layer + 1) if 0 <= other < num_layers)]
+
+
+def _apart(states: torch.Tensor, own: torch.Tensor) -> float:
+    """Relative difference of [N, H] states from our own, of the median token: a few tokens have
+    massive activations, which hardly change between layers and would decide a norm of all."""
+    states, own = states.float(), own.float()
+    return float(((states - own).norm(dim=-1) / own.norm(dim=-1)).median())

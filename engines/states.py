@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from trainer.config import RunFault
 
 PLUGIN = Path(__file__).with_name("vllm_plugin")
 FILE_S = 60.0  # from the answer to its file
+CLOSE_S = 5.0  # for what is under way when the run ends, so that its files are deleted
 LONGEST_PAUSE_S = 0.05
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -70,20 +72,44 @@ class StatesClient:
         self.root = address.rstrip("/").removesuffix("/v1")
         self.numbers = sorted({*numbers})  # vLLM's, in the order of the files
         self.hidden_size, self._alive = hidden_size, alive
-        self._closed, self._answered = threading.Event(), time.monotonic()
+        self._closed = threading.Event()
         self._model: str | None = None
-        self._waiting = False  # for a server that fails, which is said
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="states")
+        self._failing: float | None = None  # since when no request has been answered
+        self._todo: queue.SimpleQueue[tuple[list[int], Future[torch.Tensor]] | None]
+        self._todo = queue.SimpleQueue()
+        # daemons: a process that ends does not wait for a server that hangs
+        self._threads = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, ids: Sequence[int]) -> Future[torch.Tensor]:
         """States [n, layers, H] of a text, on the CPU in the server's dtype; the layers are
         `numbers`. The result raises RunFault where the server does not give them."""
-        return self._pool.submit(self._states, list(ids))
+        future = Future[torch.Tensor]()
+        self._todo.put((list(ids), future))
+        return future
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is not under way, and wait CLOSE_S at most for what is."""
         self._closed.set()
-        self._pool.shutdown(cancel_futures=True)
+        for _ in self._threads:
+            self._todo.put(None)
+        until = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        while (one := self._todo.get()) is not None:
+            ids, future = one
+            if self._closed.is_set():
+                future.cancel()
+                continue
+            try:
+                future.set_result(self._states(ids))
+            except Exception as error:  # of whoever waits for the result
+                future.set_exception(error)
 
     def _states(self, ids: list[int]) -> torch.Tensor:
         for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
@@ -91,14 +117,15 @@ class StatesClient:
                 found = self._try(ids)
             except ServerError as error:
                 self._alive()
-                late = time.monotonic() - self._answered > PATIENCE_S
+                known = self._failing
+                self._failing = since = known or time.monotonic()
+                late = time.monotonic() - since > PATIENCE_S
                 if late or not error.transient or self._closed.wait(delay):
                     raise RunFault(f"data.features_engine: {error}; {RESUME}") from error
-                if not self._waiting:
-                    self._waiting = True
+                if known is None:
                     print(f"{error}: asked again for {PATIENCE_S:g} s", flush=True)
             else:
-                self._answered, self._waiting = time.monotonic(), False
+                self._failing = None
                 return found
         raise AssertionError
 
@@ -132,8 +159,7 @@ class StatesClient:
             if time.monotonic() - began > FILE_S:
                 said = f"no file {path} after {FILE_S:g} s: it must lie in a folder that both see"
                 raise ServerError(self.root, said, True)
-            if self._closed.wait(pause):
-                raise ServerError(self.root, "the run has ended", False)
+            time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         try:
             return torch.load(path, weights_only=True)

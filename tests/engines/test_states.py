@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
-import json
+import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,89 +25,11 @@ from engines import states as module
 from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
 from engines.vllm_server import vllm_server
 from recipes.common.heads import HeadObjective
-from target.model import Target, final_norm
-from tests.commands import command, read_jsonl
+from target.model import Target, decoder_layers, final_norm
+from tests.commands import ROOT, command, read_jsonl
+from tests.engines.states_server import LAYERS, Server, written
 from tests.tiny import ARCHITECTURES
 from trainer.config import RunFault, UserError
-
-LAYERS = (0, 1, "final_norm")
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Answers with the target's own states, after `faults`: words for what goes wrong first."""
-
-    def __init__(self, target, folder: Path):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.target, self.folder, self.faults, self.asked = target, folder, [], []
-        self.ended = False
-        self.lock = threading.Lock()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def reply(self, content, status=200):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def do_GET(self):
-        self.reply({"data": [{"id": "tiny"}]})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            server.asked.append(asked["prompt"])
-            fault = server.faults.pop(0) if server.faults else ""
-        if fault == "busy":
-            self.reply({"error": "busy"}, 503)
-        elif fault == "cut":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
-        elif fault == "no connector":
-            self.reply({"choices": [{"text": ""}]})
-        else:
-            self.answer(asked, fault)
-
-    def answer(self, asked, fault):
-        server = self.server
-        ids = asked["prompt"][:-1] if fault == "other text" else asked["prompt"]
-        with server.lock:
-            states = written(server.target, ids)
-        if fault == "one layer off":
-            states = states.roll(1, 1)
-        if fault == "two layers":
-            states = states[:, :2]
-        path = server.folder / asked["kv_transfer_params"]["states"]
-        content = {"ids": torch.tensor(ids), "states": states}
-        if fault == "not a file":
-            path.write_text("nothing")
-        elif fault == "late":
-            threading.Timer(0.3, lambda: save(content, path)).start()
-        elif fault != "no file":
-            save(content, path)
-        self.reply({"choices": [{"text": ""}], "kv_transfer_params": {"path": str(path)}})
-
-    def log_message(self, *_):
-        pass
-
-
-def save(content, path):
-    torch.save(content, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
-
-
-@torch.no_grad()
-def written(target, ids):
-    """The states that vLLM would write: [n, layers, H], of the last layer before the norm."""
-    last = target.num_layers - 1
-    layers = sorted({layer for layer in LAYERS if layer != "final_norm"} | {last})
-    hidden = target.outputs(torch.tensor([ids]), layers=layers, logits=False).hidden
-    return torch.stack([hidden[layer][0] for layer in layers], 1)
 
 
 @pytest.fixture(scope="module")
@@ -227,12 +151,91 @@ def test_a_server_of_the_run_that_ended_is_not_waited_for(server, client):
     assert len(server.asked) == 1
 
 
+def test_patience_begins_with_the_first_failure(server, client, monkeypatch):
+    """Not with the last answer: nothing is asked for during an evaluation."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    client.submit([5, 6, 7, 8]).result()
+    time.sleep(0.3)
+    server.faults += ["busy"]
+    client.submit([5, 6, 7, 8]).result()
+
+
+def test_nothing_is_asked_for_that_no_batch_may_use(server, client, target):
+    """The drafter has yet to write a row, and text of another batch may take this one's place."""
+    source, batch = ServedStates(client, target, LAYERS), batch_of(traces_of(target, 2))
+    source.ahead(collate(batch.prompts, [batch.responses[0], []], ["target", "draft"]))
+    other = batch_of(traces_of(target, 2, seed=1))
+    source.outputs(collate(other.prompts, other.responses, ["target", "draft"]))
+    client.close()
+    texts = [[*p, *r] for p, r in zip(other.prompts, other.responses, strict=True)]
+    assert sorted(server.asked) == sorted(texts)
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(server, client, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    server.faults += ["hang"] * 3
+    futures = [client.submit([5, 6, 7, 8]) for _ in range(5)]
+    while len(server.asked) < 3:
+        time.sleep(0.01)
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 10
+    server.released.set()
+    for future in futures[:3]:
+        future.result(timeout=20)
+    for future in futures[3:]:
+        with pytest.raises(CancelledError):
+            future.result(timeout=20)
+    assert not list(server.folder.iterdir()), "what is answered later is read and deleted"
+
+
+def test_a_file_that_comes_while_the_run_ends_is_deleted(server, client):
+    server.faults += ["late"]
+    future = client.submit([5, 6, 7, 8])
+    while not server.asked:
+        time.sleep(0.01)
+    client.close()
+    assert len(future.result(timeout=0)) == 4
+    assert not list(server.folder.iterdir())
+
+
+def test_a_process_ends_while_a_server_hangs():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code = (
+            "import time; from engines import states; states.CLOSE_S = 0.1; client = states."
+            f"StatesClient('{address}', [1], 8, concurrency=1, alive=print); client.submit([5]);"
+            "time.sleep(1); client.close()"
+        )
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
 def test_layers_of_another_number_are_refused(server, client, target):
     """Off by one is the mistake that trains a drafter on states it never sees in serving."""
     source, traces = ServedStates(client, target, LAYERS), traces_of(target)
     source.check(traces)
     server.faults += ["one layer off"] * 4
     with pytest.raises(UserError, match=r"states of layer 0 from .* off those of"):
+        source.check(traces)
+
+
+@pytest.mark.parametrize("growth", [1.0, 0.003])
+def test_a_massive_token_does_not_hide_other_layers(growth, tiny_folder, server, client):
+    """Its states, 1000 times the others', hardly change between layers; times `growth`, those of
+    the others hardly do either."""
+    target = Target.load(str(tiny_folder("llama", layers=3)), dtype="bfloat16")
+    with torch.no_grad():
+        target.embedding.weight[5] *= 1000
+        for layer in decoder_layers(target.model):
+            layer.self_attn.o_proj.weight *= growth
+            layer.mlp.down_proj.weight *= growth
+    server.target, source = target, ServedStates(client, target, LAYERS)
+    traces = traces_of(target)
+    for trace in traces:
+        trace.prompt_ids[0] = 5
+    source.check(traces)
+    server.faults += ["one layer late"] * 4
+    with pytest.raises(UserError, match=r"layer 0 from .* nearest to layer 1:"):
         source.check(traces)
 
 
