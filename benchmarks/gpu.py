@@ -1,22 +1,25 @@
 """Generation and decoding on a GPU: an 8B-size target and a 0.6B-size drafter, bfloat16.
 
-    python -m benchmarks.gpu              # needs a GPU with 40 GB or more
+    python -m benchmarks.gpu              # needs a GPU with 80 GB; goes on where it was stopped
+    python -m benchmarks.gpu budget=12    # begins no arm after 12 minutes
     python -m benchmarks.gpu tiny         # the same code on any machine, to see that it runs
 
-Both models are randomly initialised (Qwen3 shapes), so acceptance means nothing here; speed does.
-Also the share of greedy prompts whose speculative output differs from plain decoding in bfloat16,
-with the gaps between the two best logits where they part. Training: `benchmarks.gpu_training`.
+An arm decodes greedily behind the ragged prompts of a chat, or behind prompts of one length:
+plainly and speculatively (K=4), one by one and all at once. It gives the tokens per second of the
+prompts and, without their time, of the answers. Both models are randomly initialised (Qwen3
+shapes), so acceptance means nothing here; speed does. Also the share of prompts whose speculative
+output differs from plain decoding in bfloat16, with the gaps between the two best logits where they
+part. Training: `benchmarks.gpu_training`.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,8 +30,16 @@ from transformers import (
     Qwen3Config,
 )
 
+from benchmarks.arms import (
+    Result,
+    chat_lengths,
+    peak_memory_gib,
+    reset_peak_memory,
+    run_arms,
+    sizes_of,
+)
 from drafters.causal_lm import CausalLMDrafter
-from eval.engine import SpeculativeDecoder
+from eval.engine import Speculated, SpeculativeDecoder
 from eval.measure import difference
 from eval.policies.table import make_budget
 from target.cache import CachedModel
@@ -38,6 +49,13 @@ from target.model import Target
 from target.sampling import Sampling, row_key
 
 T = TypeVar("T")
+A = TypeVar("A")  # an answer
+NEW = {"full": 128, "tiny": 6}  # tokens of an answer
+# longest prompt of a chat, then the prompts of one length each
+CONTEXTS = {"full": (2048, 2048, 8192, 32768), "tiny": (64, 32, 64, 128)}
+CHAT_ROWS = {"full": 32, "tiny": 4}
+TOKENS = {"full": 2**16, "tiny": 256}  # of all prompts of one length
+RESULT = Path("benchmarks/results/gpu.json")
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "full": {
         "target": {
@@ -54,12 +72,7 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
         },
-        "common": {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 4096},
-        "run": {
-            "prompt": 512,
-            "new": 128,
-            "rows": 32,
-        },
+        "common": {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960},
     },
     "tiny": {
         "target": {
@@ -77,7 +90,6 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
             "num_key_value_heads": 1,
         },
         "common": {"vocab_size": 300, "head_dim": 16, "max_position_embeddings": 256},
-        "run": {"prompt": 32, "new": 16, "rows": 8},
     },
 }
 
@@ -124,74 +136,86 @@ def _sync() -> None:
         torch.cuda.synchronize()
 
 
-def main(arguments: list[str]) -> None:
-    size = "tiny" if arguments[:1] == ["tiny"] else "full"
-    if size == "full" and not torch.cuda.is_available():
-        sys.exit("error: no GPU here; `python -m benchmarks.gpu tiny` runs the same code small")
-    shapes, run = SHAPES[size], SHAPES[size]["run"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def prompt_lengths(size: str) -> dict[str, list[int]]:
+    """Tokens of each prompt, by arm."""
+    chat, *contexts = CONTEXTS[size]
+    found = {f"{n} tokens of context": [n] * max(1, TOKENS[size] // n) for n in contexts}
+    return {"chat": chat_lengths(CHAT_ROWS[size], chat), **found}
+
+
+def rates(
+    answer: Callable[[int], Sequence[A]], prompt_tokens: int, rows: int, new: int
+) -> tuple[dict[str, float], Sequence[A]]:
+    """Rates of reading the prompts, and of writing `new` tokens behind each without that, and the
+    answers. `answer(n)`: answers of n tokens."""
+    answer(1)
+    prompts_s, _ = seconds(lambda: answer(1))
+    answer(new)
+    spent, found = seconds(lambda: answer(new))
+    written = rows * (new - 1) / (spent - prompts_s)
+    return {"prompt_tokens_per_s": prompt_tokens / prompts_s, "new_tokens_per_s": written}, found
+
+
+def measure(target: Target, drafter: CausalLMDrafter, lengths: list[int], new: int) -> Result:
+    """Plain and speculative decoding of prompts of these lengths, one by one and all at once."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, target.vocab_size, (n,), generator=draw).tolist() for n in lengths]
+    requests = [Request(p, row_key(0, p, 0), Sampling(0.0), str(i)) for i, p in enumerate(prompts)]
+    found: Result = {"prompts": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+    reset_peak_memory()
+
+    def plain(batch_size: int, some: list[Request], count: int) -> list[Continuation]:
+        return list(
+            decode(
+                CachedModel(target.model), list(some), max_new_tokens=count, eos_ids=(),
+                batch_size=batch_size,
+            )
+        )  # fmt: skip
+
+    def speculative(batch_size: int, some: list[Request], count: int) -> list[Speculated]:
+        decoder = SpeculativeDecoder(
+            CachedModel(target.model), drafter, sampling=Sampling(0.0),
+            budget=make_budget("fixed", 4), eos_ids=(), max_new_tokens=count,
+            batch_size=batch_size,
+        )  # fmt: skip
+        return list(decoder.run(some))
+
+    for batch_size in (1, len(requests)):
+        some = requests if batch_size > 1 else requests[:4]
+        size = sum(len(request.prompt_ids) for request in some), len(some), new
+        speed, answers = rates(functools.partial(plain, batch_size, some), *size)
+        found[f"plain, batch {batch_size}"] = speed
+        by_tag = {row.request.tag: row.response_ids for row in answers}
+        speed, drafted = rates(functools.partial(speculative, batch_size, some), *size)
+        gaps = [
+            difference(target, one.request.prompt_ids, by_tag[one.request.tag], one)
+            for one in drafted
+        ]
+        found[f"speculative, batch {batch_size}"] = {
+            **speed,
+            "differing_share": sum(gap is not None for gap in gaps) / len(gaps),
+            "logit_gaps": sorted(gap["logit_gap"] for gap in gaps if gap is not None),
+        }
+    return {**found, "peak_memory_gib": peak_memory_gib()}
+
+
+def main(arguments: list[str], path: Path | None = None) -> None:
+    size, minutes = sizes_of("benchmarks.gpu", arguments)
+    shapes, device = SHAPES[size], "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     target = random_target(shapes, size, device, dtype)
-    model, tokenizer = target.model, target.tokenizer
-    draft = build(shapes["draft"], shapes["common"], device, torch.float32)
-    drafter = CausalLMDrafter(draft, tokenizer, target.vocab_size, target.fingerprint)
-    prompts = torch.randint(
-        2, shapes["common"]["vocab_size"], (run["rows"], run["prompt"])
-    ).tolist()
-    requests = [Request(p, row_key(0, p, 0), Sampling(0.0), str(i)) for i, p in enumerate(prompts)]
-    result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "target_parameters": sum(p.numel() for p in model.parameters()),
-        "draft_parameters": drafter.num_parameters,
+    model = build(shapes["draft"], shapes["common"], device, dtype)
+    drafter = CausalLMDrafter(model, target.tokenizer, target.vocab_size, target.fingerprint)
+    arms = {
+        name: functools.partial(measure, target, drafter, lengths, NEW[size])
+        for name, lengths in prompt_lengths(size).items()
     }
-
-    def generate() -> list[Continuation]:
-        return list(
-            decode(
-                CachedModel(model),
-                list(requests),
-                max_new_tokens=run["new"],
-                eos_ids=(),
-                batch_size=run["rows"],
-            )
-        )
-
-    generate()
-    spent, plain = seconds(generate)
-    result["generation_tokens_per_s"] = run["rows"] * run["new"] / spent
-
-    drafter.model.to(dtype)
-    by_tag = {row.request.tag: row.response_ids for row in plain}
-    for batch_size in (1, run["rows"]):
-        decoder = SpeculativeDecoder(
-            CachedModel(model),
-            drafter,
-            sampling=Sampling(0.0),
-            budget=make_budget("fixed", 4),
-            eos_ids=(),
-            max_new_tokens=run["new"],
-            batch_size=batch_size,
-        )
-        some = requests if batch_size > 1 else requests[:4]
-        spent, found = seconds(lambda d=decoder, r=some: list(d.run(r)))
-        gaps = [
-            difference(target, one.request.prompt_ids, by_tag[one.request.tag], one)
-            for one in found
-        ]
-        result[f"speculative_batch_{batch_size}"] = {
-            "tokens_per_s": len(some) * run["new"] / spent,
-            "differing_share": sum(g is not None for g in gaps) / len(gaps),
-            "logit_gaps": sorted(g["logit_gap"] for g in gaps if g is not None),
-        }
-    if device == "cuda":
-        result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps(result, indent=1))
-    if size == "full":
-        Path("benchmarks/results").mkdir(exist_ok=True)
-        Path("benchmarks/results/gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    run_arms(
+        arms, path or (RESULT if size == "full" else None), minutes,
+        target_parameters=sum(p.numel() for p in target.model.parameters()),
+        draft_parameters=drafter.num_parameters,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,53 +1,64 @@
 """Training on a GPU: EAGLE-3 and DistillSpec on an 8B-size target, bfloat16, 2k to 32k tokens.
 
-    python -m benchmarks.gpu_training         # needs a GPU with 80 GB; goes on where it was stopped
-    python -m benchmarks.gpu_training tiny    # the same code on any machine, to see that it runs
+    python -m benchmarks.gpu_training              # needs a GPU with 80 GB
+    python -m benchmarks.gpu_training budget=12    # begins no arm after 12 minutes
+    python -m benchmarks.gpu_training tiny         # the same on any machine, to see that it runs
 
-Per recipe, length and kind of text: tokens per second, peak memory and model FLOP utilisation of a
-step as the loop makes it (target's forward, loss, backward, AdamW), compiled or not; at the
-shortest length also with the loss at once and with the target's states stored. `whole` texts fill
-their row and are all answer but for a short prompt; `chat` is ragged, and half of it is prompt.
+The arms that matter most come first, and the same command goes on with those that are left. An arm
+is a stage that `phases.stage` trains as in a run, with the settings of the arm: tokens per second,
+peak memory and model FLOP utilisation of its steps. Times are those of the second row of
+metrics.jsonl; compilation and warm-up are in the first. Nothing is evaluated and no checkpoint is
+written. `whole` texts fill their row and are all answer but for a short prompt; those of a `chat`
+are ragged and half prompt, a text a row (padded to few lengths) or, `packed`, several.
 
 Utilisation counts useful FLOPs alone: each product once, of real tokens, and of the answer's tokens
-in the output heads; what is computed again, or for padding, does not count. The share of these in
-all FLOPs that torch counts is given beside it, but not for a head on a GPU, whose attention is a
-compiled kernel that torch cannot count. Weights are random (Qwen3 shapes). Goal: 45 %.
-An arm that needs more memory than there is says so.
+in the output heads; what is computed again, or for padding, does not count. Weights are random
+(Qwen3 shapes). Goal: 45 %. An arm that needs more memory than there is says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import gc
+import dataclasses
+import functools
 import json
-import platform
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import trainer.logits
-from benchmarks.gpu import SHAPES, random_target, seconds
-from data.batches import Batch, collate
+from benchmarks.arms import (
+    Result,
+    chat_lengths,
+    peak_memory_gib,
+    reset_peak_memory,
+    run_arms,
+    sizes_of,
+)
+from benchmarks.gpu import SHAPES, random_target
+from data.batches import Batch
+from data.traces import Trace
 from drafters.base import TrainedDrafter
-from recipes import distillspec, eagle3
-from target.attention import Capability
+from phases.run import Run
+from phases.stage import StageRun
+from phases.train import build
+from recipes import base
+from recipes.base import Needs, Start
+from recipes.common.config import compose
 from target.model import Target, decoder_layers
-from target.outputs import TargetOutputs
-from trainer.compiled import compiled
-from trainer.files import write_json
-from trainer.logits import LogitsSummary
+from trainer.loop import make_accelerator
+from trainer.objective import BatchSource
 
 GOAL = 0.45
-STEPS, WARM_UP = 10, 3
-LENGTHS = {"full": (2048, 8192, 32768), "tiny": (64, 128)}
+STEPS = 8  # that are timed, after as many to warm up
+LENGTHS = {"full": (2048, 8192, 32768), "tiny": (32, 64, 128)}
 TOKENS = {"full": 8192, "tiny": 128}  # of a batch, one row at least
-# kind of text -> share of the prompt, and of the row that the texts of a batch fill, in turn
-TEXTS = {"whole": (0.01, (1.0,)), "chat": (0.5, (1.0, 0.7, 0.45, 0.3))}
+BACKEND = {"full": "inductor", "tiny": "eager"}  # of torch.compile
 # dense bfloat16, by a word of the device's name
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
@@ -60,30 +71,125 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "distillspec": {"draft_layers": 1, "draft_hidden_size": 32},
     },
 }
-# name -> (compiled, loss in chunks, states stored)
-ARMS = {
-    "as it ships": (False, True, False),
-    "compiled": (True, True, False),
-    "loss at once": (False, False, False),
-    "stored states": (False, True, True),
-    "stored states, compiled": (True, True, True),
-}
-EVERYWHERE = ("as it ships", "compiled")  # the others at the shortest length alone
 RESULT = Path("benchmarks/results/gpu_training.json")
 
 
-def make_batch(kind: str, rows: int, length: int, vocabulary: int) -> Batch:
-    """Texts of random tokens; the lengths of `chat` are the same in every run."""
-    share, fill = TEXTS[kind]
-    draw = torch.Generator().manual_seed(length)
-    prompts, responses = [], []
-    for row in range(rows):
-        size = max(8, int(length * fill[row % len(fill)]))
-        ids = torch.randint(2, vocabulary, (size,), generator=draw).tolist()
-        split = max(1, int(size * share))
-        prompts.append(ids[:split])
-        responses.append(ids[split:])
-    return collate(prompts, responses, ["target"] * rows)
+@dataclass(frozen=True)
+class Arm:
+    """`length`: tokens of the longest text; `texts`: whole, chat or packed; `settings`: of a run,
+    where they are not those of `settings_of`; `at_once`: the loss of all positions at once."""
+
+    recipe: str
+    length: int
+    texts: str = "whole"
+    settings: Mapping[str, object] = field(default_factory=dict)
+    at_once: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.recipe, f"{self.length} tokens", self.texts]
+        parts += [f"{key}={value}" for key, value in self.settings.items()]
+        return ", ".join([*parts, *["loss at once"] * self.at_once])
+
+
+def arms(size: str) -> list[Arm]:
+    """The most important first. States are live and layers compiled, unless an arm says otherwise;
+    no store holds the whole distribution that DistillSpec learns."""
+    short, middle, long = LENGTHS[size]
+    main = [
+        arm
+        for recipe in ("eagle3", "distillspec")
+        for arm in (
+            Arm(recipe, short),
+            Arm(recipe, middle),
+            Arm(recipe, long, settings={"trainer.gradient_checkpointing": "true"}),
+        )
+    ]
+    of_each = [
+        arm
+        for recipe in ("eagle3", "distillspec")
+        for arm in (
+            Arm(recipe, short, "packed"),
+            Arm(recipe, short, "chat"),
+            Arm(recipe, short, settings={"trainer.compile": "null"}),
+            Arm(recipe, short, at_once=True),
+        )
+    ]
+    stored = Arm("eagle3", short, settings={"data.features": "cached"})
+    return [*main, stored, *of_each, Arm("eagle3", long)]
+
+
+def settings_of(arm: Arm, size: str, folder: str) -> dict[str, object]:
+    """The configuration of a run, by key."""
+    rows = max(1, TOKENS[size] // arm.length)
+    return {
+        "model.drafter": "null", "data.features": "live", "data.cache_dir": folder,
+        # texts of a chat are a quarter as long
+        "trainer.batch_size": {"whole": rows, "chat": 4 * rows, "packed": 1}[arm.texts],
+        "trainer.pack_tokens": TOKENS[size] if arm.texts == "packed" else 0,
+        "trainer.compile": BACKEND[size], "trainer.lr": 5e-5,
+        # no step is the last one, after which a checkpoint would be written
+        "trainer.max_steps": 2 * STEPS + 2, "trainer.save_every": 100 * STEPS,
+        "trainer.log_every": STEPS,
+        **{f"method.{key}": value for key, value in METHODS[size][arm.recipe].items()},
+        **arm.settings,
+    }  # fmt: skip
+
+
+def make_traces(arm: Arm, size: str, vocabulary: int) -> list[Trace]:
+    """Texts of random tokens for `STEPS` steps, the same in every run."""
+    rows = max(1, TOKENS[size] // arm.length) * STEPS
+    whole = arm.texts == "whole"
+    lengths = [arm.length] * rows if whole else chat_lengths(4 * rows, arm.length)
+    draw, found = torch.Generator().manual_seed(0), []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(2, vocabulary, (length,), generator=draw).tolist()
+        split = max(1, int(length * (0.01 if whole else 0.5)))
+        facts = ("target", "random", str(index), 0, 0, 1.0, 0, 1.0, 0, "length", "", "")
+        found.append(Trace(ids[:split], ids[split:], *facts, index=index))
+    return found
+
+
+class Ended(Exception):
+    """The steps that are timed are done."""
+
+
+@dataclass
+class Timed:
+    """The batches of a stage until its second row is logged."""
+
+    batches: BatchSource[Batch]
+
+    def at(self, index: int) -> Batch:
+        if index == STEPS:
+            reset_peak_memory()
+        if index > 2 * STEPS:  # of stored states, the batch of the next step is asked for already
+            raise Ended
+        return self.batches.at(index)
+
+
+class TimedStage(StageRun):
+    """A stage that ends after the steps that are timed."""
+
+    def _batches(self) -> tuple[Needs, BatchSource[Batch]]:
+        data, batches = super()._batches()
+        # without a mix: logits of so few texts might be held in memory
+        return dataclasses.replace(data, mix={}), Timed(batches)
+
+    def timed(self) -> list[Batch]:
+        """The batches of the steps that are timed."""
+        _, batches = super()._batches()
+        return [batches.at(index) for index in range(STEPS, 2 * STEPS)]
+
+
+@contextlib.contextmanager
+def loss_at_once(wanted: bool) -> Iterator[None]:
+    usual = trainer.logits.CHUNK_ELEMENTS
+    trainer.logits.CHUNK_ELEMENTS = 2**62 if wanted else usual
+    try:
+        yield
+    finally:
+        trainer.logits.CHUNK_ELEMENTS = usual
 
 
 def useful_flops(
@@ -130,122 +236,53 @@ def useful_flops(
     return teacher + 3 * own  # a backward pass is two products for each
 
 
-def measure(
-    target: Target, name: str, options: dict[str, Any], batch: Batch, arm: str
-) -> dict[str, Any]:
-    compiles, chunks, stored = ARMS[arm]
-    module: Any = {"eagle3": eagle3, "distillspec": distillspec}[name]
-    recipe = module.Recipe(module.Config(**options), target)
-    objective = recipe.stages()[-1].objective
-    torch.manual_seed(0)
-    traces: Any = [
-        SimpleNamespace(response_ids=ids, conversation_id=str(row))
-        for row, ids in enumerate(batch.responses)
-    ]
-    drafter = recipe.build(traces).train()
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-5)
-    request, kind = objective.target_request(batch, 0), target.device.type
-
-    def outputs() -> TargetOutputs:
-        return target.outputs(
-            batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
-            project_later=True,
-        )  # fmt: skip
-
-    kept = outputs() if stored else None
-    if kept is not None and request.summary:
-        kept.summary = LogitsSummary.of(target.head, kept.hidden["final_norm"])
-
-    def step() -> None:
-        given = kept or outputs()
-        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-            terms = objective.loss(drafter, batch, given, 0).terms
-        loss: Any = sum(weight * total / float(count) for total, count, weight in terms)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    counter, width = FlopCounterMode(display=False), target.model.config.head_dim
-    flex = Capability.here(target.device, torch.bfloat16, width).flex
-    uncounted = flex and bool(drafter.target_layers)
-    with contextlib.nullcontext() if uncounted else counter:
-        step()
-    usual = trainer.logits.CHUNK_ELEMENTS
-    if not chunks:
-        trainer.logits.CHUNK_ELEMENTS = 2**62
-    backend = "inductor" if compiles else None
-    try:
-        with compiled(backend, drafter), compiled(backend, target.model):
-            for _ in range(WARM_UP):
-                step()
-            if kind == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            spent, _ = seconds(lambda: [step() for _ in range(STEPS)])
-    finally:
-        trainer.logits.CHUNK_ELEMENTS = usual
-    useful = useful_flops(target, drafter, batch, options.get("steps", 1), stored)
-    rate = useful * STEPS / spent
-    peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name()), None)
-    tokens = sum(map(len, batch.prompts)) + sum(map(len, batch.responses))
+def measure(target: Target, size: str, arm: Arm) -> Result:
+    torch.compiler.reset()  # what other arms compiled counts towards a limit
+    with tempfile.TemporaryDirectory() as folder:
+        module, files = base.load(arm.recipe)
+        words = [f"{key}={value}" for key, value in settings_of(arm, size, folder).items()]
+        config = compose(arm.recipe, module.Config, files, words)
+        accelerator = make_accelerator(config.trainer, cpu=target.device.type == "cpu")
+        run = Run(config, accelerator, target, Path(folder))
+        traces = make_traces(arm, size, target.vocab_size)
+        try:
+            recipe = module.Recipe(config.method, target)
+            stage, fresh = recipe.stages()[-1], build(run, recipe, traces)
+            start = Start(fresh, traces, {"before": fresh}, config.trainer.max_steps, 1)
+            drafter = stage.prepare(start)
+            training = TimedStage(run, stage, 0, drafter, traces, traces, [], {})
+            with loss_at_once(arm.at_once), contextlib.suppress(Ended):
+                training.fit()
+        finally:
+            accelerator.free_memory()
+        _, row = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    batches, stored = training.timed(), config.data.features == "cached"
+    spent = sum(batch.num_supervised for batch in batches) / row["tokens_per_s"]
+    tokens = sum(len(text) for batch in batches for text in [*batch.prompts, *batch.responses])
+    depth = METHODS[size][arm.recipe].get("steps", 1)
+    useful = sum(useful_flops(target, drafter, batch, depth, stored) for batch in batches)
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
     return {
-        "tokens_per_s": STEPS * tokens / spent,
-        "supervised_tokens_per_s": STEPS * batch.num_supervised / spent,
-        "useful_tflops_per_s": rate / 1e12, "utilisation": peak and rate / peak,
-        "useful_share": None if uncounted else useful / counter.get_total_flops(),
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if kind == "cuda" else None,
-    }  # fmt: skip
+        "step_s": spent / STEPS,
+        "tokens_per_s": tokens / spent,
+        "supervised_tokens_per_s": row["tokens_per_s"],
+        "filled_share": tokens / sum(batch.input_ids.numel() for batch in batches),
+        "useful_flops_per_step": useful / STEPS,
+        "utilisation": peak and useful / spent / peak,
+        "peak_memory_gib": peak_memory_gib(),
+        "loss": row["loss"],
+    }
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-
-
-def main(arguments: list[str]) -> None:
-    size = "tiny" if arguments[:1] == ["tiny"] else "full"
-    if size == "full" and not torch.cuda.is_available():
-        sys.exit("error: no GPU here; `python -m benchmarks.gpu_training tiny` runs the same small")
+def main(arguments: list[str], path: Path | None = None) -> None:
+    size, minutes = sizes_of("benchmarks.gpu_training", arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = {**SHAPES[size], "common": dict(SHAPES[size]["common"])}
-    shapes["common"]["max_position_embeddings"] = max(LENGTHS[size])
-    target = random_target(shapes, size, device, dtype)
-    content: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "device": device_name(),
-        "torch": torch.__version__, "python": platform.python_version(), "goal": GOAL,
-        "results": {},
-    }  # fmt: skip
-    if size == "full" and RESULT.exists():
-        before = json.loads(RESULT.read_text())
-        if before["device"] == content["device"] and before["torch"] == content["torch"]:
-            content["results"] = before["results"]
-    for name, options in METHODS[size].items():
-        for length in LENGTHS[size]:
-            for kind in TEXTS:
-                for arm, (_, _, stored) in ARMS.items():
-                    if arm not in EVERYWHERE and length > min(LENGTHS[size]):
-                        continue
-                    if stored and name == "distillspec":  # no store holds the whole distribution
-                        continue
-                    key = f"{name}, {length} tokens, {kind}, {arm}"
-                    if key in content["results"]:
-                        continue
-                    rows = max(1, TOKENS[size] // length)
-                    batch = make_batch(kind, rows, length, target.vocab_size).to(device)
-                    try:
-                        found = measure(target, name, options, batch, arm)
-                    except torch.cuda.OutOfMemoryError as error:
-                        found = {"out of memory": str(error).splitlines()[0][:200]}
-                    content["results"][key] = found
-                    shown = {
-                        k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()
-                    }
-                    print(f"{key}: {json.dumps(shown)}", flush=True)
-                    if size == "full":  # each arm at once: a machine may be taken back
-                        write_json(RESULT, content)
-                    gc.collect()
-                    torch.cuda.empty_cache()
+    target = random_target(SHAPES[size], size, device, dtype)
+    each = {arm.name: functools.partial(measure, target, size, arm) for arm in arms(size)}
+    run_arms(each, path or (RESULT if size == "full" else None), minutes, goal=GOAL)
 
 
 if __name__ == "__main__":
