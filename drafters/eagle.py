@@ -170,7 +170,8 @@ class EagleDrafter(TrainedDrafter):
                 feature = feature.detach()
             if columns is not None:
                 spread = projected.new_zeros(batch, length - 1, projected.shape[-1])
-                spread[rows.expand_as(wanted)[valid], wanted[valid]] = projected[valid]
+                # no index by mask, for which the host would wait
+                spread[rows, wanted] = torch.where(valid.unsqueeze(-1), projected, 0.0)
                 projected = spread
             yield at_index(projected, step + 1, length)
 

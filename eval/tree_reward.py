@@ -174,8 +174,10 @@ class TreeScorer:
                 steps = drafter.branches(text, TargetOutputs(seen))
                 trees = [self._grown(steps, text, chunk) for chunk in chunks]
                 final = hidden["final_norm"][0]
-                pairs = zip(trees, chunks, strict=True)
-                found.append(_joined([self._scored(tree, at, final) for tree, at in pairs]))
+                # read for all chunks together, since the host waits for it
+                most = torch.stack([(~tree.leaves).sum(1).max() for tree in trees]).tolist()
+                parts = zip(trees, chunks, most, strict=True)
+                found.append(_joined([self._scored(*part, final) for part in parts]))
             return found
 
     def _grown(self, steps: Steps, text: torch.Tensor, lengths: torch.Tensor) -> TokenTree:
@@ -186,13 +188,15 @@ class TreeScorer:
         )  # fmt: skip
         return self.shape.grow(steps, state)
 
-    def _scored(self, tree: TokenTree, lengths: torch.Tensor, text: torch.Tensor) -> ScoredTrees:
-        """Score trees at R prefixes: lengths [R]; text [S, H], its final states.
+    def _scored(
+        self, tree: TokenTree, lengths: torch.Tensor, most: int, text: torch.Tensor
+    ) -> ScoredTrees:
+        """Score trees at R prefixes: lengths [R]; `most`: nodes with children in one of them; text
+        [S, H], its final states.
 
         The target reads the nodes with children alone: a leaf is scored by the state above it.
         """
         inner = ~tree.leaves
-        most = int(inner.sum(1).max())
         read = inner.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         ancestors = tree.ancestors.gather(1, read.unsqueeze(2).expand(-1, -1, inner.shape[1]))
         ancestors = ancestors.gather(2, read.unsqueeze(1).expand(-1, most, -1))

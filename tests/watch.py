@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 # operators whose result, or its size, the host needs to go on
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal",
          "aten._unique2", "aten.unique_consecutive", "aten.unique_dim")  # fmt: skip
+# methods that read a tensor's numbers, and dispatch nothing where these are on the host already
+READS = ("tolist", "numpy", "cpu")
 INDEXED = ("aten.index", "aten.index_put", "aten.index_put_")  # where an index is a mask
 
 
@@ -36,18 +39,48 @@ def waiting(func, args) -> str | None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators for which the host waits."""
+    """Counts what the host waits for: operators, and the methods `READS`.
+
+    A copy by `Tensor.to` is not counted: where there are only CPUs, both directions look alike.
+    """
+
+    supports_higher_order_operators = True  # flex attention is one
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, int] = defaultdict(int)
+        self._patch, self._entered = pytest.MonkeyPatch(), 0
+
+    def __enter__(self) -> Waits:
+        if not self._entered:
+            for name in READS:
+                read = self._counted(name, getattr(torch.Tensor, name))
+                self._patch.setattr(torch.Tensor, name, read)
+        self._entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._entered -= 1
+        if not self._entered:
+            self._patch.undo()
+
+    def _counted(self, name, method):
+        def read(tensor, *args, **kwargs):
+            self.found[name] += 1
+            return method(tensor, *args, **kwargs)
+
+        return read
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # in inference mode, operators that are made of others arrive whole
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
+        if not isinstance(func, torch._ops.OpOverload):  # a kernel of its own
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # operators that are made of others arrive whole
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         name = waiting(func, args)
         if name is not None:
             self.found[name] += 1

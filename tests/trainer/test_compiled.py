@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
 
 import train
+from data.batches import collate
+from drafters.eagle import EagleDrafter
+from recipes import eagle3
+from target.attention import Capability
 from tests.commands import command, read_jsonl
+from tests.eval.test_engine import target_of
+from tests.kernels import GPU
+from tests.tiny import tiny_model
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError
 from trainer.loop import Fit
@@ -53,13 +62,56 @@ def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
     target = tiny_folder("gemma3")
     plain = losses(tmp_path, target, recipe, "null")
     torch._dynamo.reset()
-    before = counters["stats"]["unique_graphs"]
+    counters.clear()
     assert losses(tmp_path, target, recipe, backend) == pytest.approx(plain, rel=1e-5)
-    assert counters["stats"]["unique_graphs"] >= before + 2  # of the target and of the drafter
+    assert counters["stats"]["unique_graphs"] >= 2  # of the target and of the drafter
+    assert not counters["graph_break"]
     # rows are as long as their longest text, or, to be compiled, as few lengths as will do
     stages = {stage for _, stage, _ in widths}
     assert sum(made == backend for made, _, _ in widths) == len(stages)
     assert sum(made is None for made, _, _ in widths) > len(stages) or recipe == "eagle3"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fused_attention", [False, True])
+def test_an_epoch_is_compiled_in_few_graphs_without_a_break(fused_attention, monkeypatch):
+    """Rows have one of eight lengths. The layer's queries are columns of any number, so that there
+    are almost as many shapes as batches, which one graph serves."""
+    if fused_attention:  # as on a GPU, whose kernel is compiled by itself
+        fused = torch.compile(flex_attention.flex_attention, fullgraph=True, backend="eager")
+        monkeypatch.setattr("target.attention._compiled", lambda: fused)
+        monkeypatch.setattr(Capability, "here", lambda *where: GPU)
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    target = target_of(tiny_model("llama"))
+    recipe = eagle3.Recipe(eagle3.Config(draft_vocab_size=0, layers=[0, 1], steps=2), target)
+    drafter, objective = recipe.build([]), recipe.objective
+    shapes, step = set(), EagleDrafter._step
+
+    def watched(self, x, residual, positions, keys, *others):
+        shapes.add((x.shape, keys.shape))
+        return step(self, x, residual, positions, keys, *others)
+
+    monkeypatch.setattr(EagleDrafter, "_step", watched)
+    drawn, graphs = np.random.default_rng(0), []
+    torch._dynamo.reset()
+    counters.clear()
+    with compiled("eager", target.model), compiled("eager", drafter.train()):
+        for _ in range(24):
+            sizes = [(int(n / drawn.uniform(2, 5)), int(n)) for n in drawn.integers(6, 190, 2)]
+            prompts = [[5] * of_prompt for of_prompt, _ in sizes]
+            responses = [[7] * (n - of_prompt) for of_prompt, n in sizes]
+            batch = collate(prompts, responses, ["target"] * 2, 0, range(24, 216, 24))
+            layers = objective.target_request(batch, 0).layers
+            outputs = target.outputs(
+                batch.input_ids, batch.position_ids, layers=layers, logits=False
+            )
+            output = objective.loss(drafter, batch, outputs, 0, objective.denominators(batch, 0))
+            sum(total for total, *_ in output.terms).backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    print(f"{graphs[-1]} graphs for {len(shapes)} shapes of a layer's input: {graphs}")
+    assert len(shapes) > 20
+    assert graphs[-1] == graphs[11] < 12
+    assert not counters["graph_break"]
     torch._dynamo.reset()
 
 

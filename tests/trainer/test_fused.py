@@ -16,8 +16,9 @@ from trainer.logits import OutputHead
 N, D, W = 7, 8, FROM_VOCABULARY
 
 
-def problem(reduced):
-    """States, head and the target's logits; a third of the vocabulary is not kept if `reduced`."""
+def problem(reduced, N=N):
+    """States, head and the target's logits at N positions; a third of the vocabulary is not kept
+    if `reduced`."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = W + W // 2 if reduced else W
     kept = torch.randperm(vocabulary, generator=generator)[:W].sort().values if reduced else None
@@ -52,6 +53,18 @@ def test_a_fused_loss_is_the_plain_one(name, reduced, monkeypatch):
     assert found.keys() == expected.keys()
     for part, value in expected.items():
         torch.testing.assert_close(found[part], value, rtol=1e-4, atol=1e-5, msg=part)
+
+
+def test_any_number_of_positions_is_compiled_together():
+    graphs = []
+    counters.clear()
+    torch._dynamo.reset()
+    for number in (5, 6, 9, 14, 40):
+        states, head, target, labels = problem(False, number)
+        chunked_divergence("fkl", states, head, target.__getitem__, labels)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[-1] == graphs[0]
+    assert not counters["graph_break"]
 
 
 def test_a_small_vocabulary_is_not_compiled():
