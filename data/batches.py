@@ -8,7 +8,7 @@ mix with randomness keyed by (seed, index).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,12 +26,10 @@ from trainer.shift import response_mask, supervised
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 
 SOURCES = ("fixed", "target", "draft")
 RESPONSES = {"fixed": "fixed_ids", "target": "response_ids"}  # fields of a trace
 LENGTHS = 8  # of padded rows; each one more is another shape to compile and to choose kernels for
-MOST_TOKENS = 2**14  # of a forward without gradient, padding included
 
 
 @dataclass
@@ -231,19 +229,6 @@ def few_lengths(
     )
     step = -(-longest // (64 * LENGTHS)) * 64
     return [min(length, longest) for length in range(step, longest + step, step)]
-
-
-def by_length(items: Iterable[T], length: Callable[[T], int], most_rows: int) -> Iterator[list[T]]:
-    """The items in batches of like length in tokens, the shortest first: at most `most_rows` and,
-    but for a single one that is longer, `MOST_TOKENS` tokens each."""
-    group: list[T] = []
-    for item in sorted(items, key=length):
-        if group and (len(group) == most_rows or (len(group) + 1) * length(item) > MOST_TOKENS):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:

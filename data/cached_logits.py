@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import torch
 
-from data.batches import Batch, by_length, response_of
+from data.batches import Batch, response_of
 from data.traces import Trace
 from target.model import Target
 from target.outputs import TargetOutputs
-from target.padding import right_padded
+from target.padding import by_length, right_padded
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32

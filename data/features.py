@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data.batches import Batch, by_length, collate
+from data.batches import Batch, collate
 from data.budget import in_bytes
 from data.features_layout import (
     DTYPES,
@@ -55,6 +55,7 @@ from data.served_states import ServedStates
 from data.traces import REMEDY, Trace, differences
 from target.model import Target, check_layers
 from target.outputs import LayerId, TargetOutputs
+from target.padding import by_length
 from trainer.config import RunFault, UserError
 from trainer.device import sent
 from trainer.files import damaged

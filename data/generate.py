@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from data.batches import by_length
 from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
 from data.prompts import Prompt, Turn, user_turns
@@ -30,7 +29,7 @@ from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
 from target.model import Target
 from target.outputs import ProjectedLogits
-from target.padding import right_padded
+from target.padding import by_length, right_padded
 from target.sampling import Sampling, row_key
 from trainer.config import UserError
 from trainer.logits import chunk_rows

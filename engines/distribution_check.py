@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from data.batches import by_length
 from target.decode import Continuation
 from target.model import Target
-from target.padding import right_padded
+from target.padding import by_length, right_padded
 from target.sampling import LEAST, warp
 from trainer.logits import chunk_rows
 

@@ -9,10 +9,11 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from data.batches import by_length, collate
+from data.batches import collate
 from data.traces import Trace
 from eval.engine import Speculated
 from target.model import Target
+from target.padding import by_length
 from target.sampling import Sampling
 from trainer.chunked import chunked_divergence
 from trainer.config import RunFault

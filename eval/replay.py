@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter, DraftState
@@ -26,7 +25,7 @@ from eval.rounds import Round
 from eval.texts import Texts
 from target.model import Target
 from target.outputs import TargetOutputs
-from target.padding import right_padded
+from target.padding import by_length, right_padded
 from target.sampling import KeyedRandom, Sampling, warp
 from trainer.config import UserError
 from trainer.logits import chunk_rows

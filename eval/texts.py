@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from data.batches import by_length
 from data.traces import Trace
 from target.model import Target
 from target.outputs import LayerId
-from target.padding import right_padded
+from target.padding import by_length, right_padded
 
 HELD_BYTES = 1 << 30  # most memory for states of the target between two replays of the same texts
 

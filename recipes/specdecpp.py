@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.batches import Batch, by_length, collate
+from data.batches import Batch, collate
 from data.traces import Trace
 from drafters.acceptance_head import (
     ACCEPT,
@@ -33,6 +33,7 @@ from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
+from target.padding import by_length
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
 from trainer.config import UserError, require
 from trainer.logits import chunk_rows

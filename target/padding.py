@@ -1,10 +1,15 @@
-"""Texts of unequal length as the rows of one tensor."""
+"""Texts of unequal length as the rows of a tensor, and in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+MOST_TOKENS = 2**14  # of a forward without gradient, padding included
 
 
 def right_padded(
@@ -20,3 +25,16 @@ def right_padded(
         row[: len(text)] = torch.tensor(text)
     positions = torch.arange(width).expand(len(texts), -1).contiguous()
     return ids, positions
+
+
+def by_length(items: Iterable[T], length: Callable[[T], int], most_rows: int) -> Iterator[list[T]]:
+    """The items in batches of like length in tokens, the shortest first: at most `most_rows` and,
+    but for a single one that is longer, `MOST_TOKENS` tokens each."""
+    group: list[T] = []
+    for item in sorted(items, key=length):
+        if group and (len(group) == most_rows or (len(group) + 1) * length(item) > MOST_TOKENS):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group

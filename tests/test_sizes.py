@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from data.batches import MOST_TOKENS, collate
+from data.batches import collate
 from data.packing import PackedTraces
 from data.shares import TextShares
 from data.traces import Trace
@@ -20,6 +20,7 @@ from drafters.round import Budget
 from eval.offline import OfflineEvaluator
 from recipes import distillspec, eagle3
 from target.outputs import TargetOutputs
+from target.padding import MOST_TOKENS
 from target.sampling import Sampling
 from tests.counting import VOCABULARY, Counting, target_of_8b
 from tests.kernels import chosen_as_on_a_gpu

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.batches import by_length
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
@@ -31,6 +30,7 @@ from eval.stops import drafted_lengths
 from eval.walk import visits
 from target.model import Target
 from target.outputs import TargetOutputs
+from target.padding import by_length
 from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
 from trainer.config import UserError
 

@@ -71,7 +71,7 @@ def test_only_the_logits_of_responses_are_computed_and_of_a_few_texts_at_a_time(
     whole = CachedLogits(target, TRACES, ("target", "fixed"))
     whole._fill()
     tokens = 24
-    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     kept = CachedLogits(target, TRACES, ("target", "fixed"))
     sizes = []
     hook = target.model.register_forward_pre_hook(

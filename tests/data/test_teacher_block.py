@@ -23,7 +23,7 @@ def test_a_teacher_is_computed_for_a_few_texts_and_positions_at_a_time(
     wanted = plan(samples_per_prompt=2, teacher_top_k=3, teacher_samples=2)
     whole = list(fill(target, tmp_path, wanted))
     monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", chunk * target.vocab_size)
-    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     teacher = _Teacher(target, wanted)
     sizes, found = [], []
     hook = target.model.register_forward_pre_hook(

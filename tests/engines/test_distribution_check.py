@@ -456,7 +456,7 @@ def test_long_answers_are_read_a_few_texts_and_positions_at_a_time(target, known
     ]  # fmt: skip
     whole, chunk, tokens = check.measured(target, rows), 5, 100
     monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", chunk * target.vocab_size)
-    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     sizes = []
     hook = target.model.register_forward_pre_hook(
         lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True

@@ -102,7 +102,7 @@ def test_long_texts_are_read_a_few_at_a_time(target, drafter, monkeypatch):
     """Thirty-two texts of 32,000 tokens are a million."""
     traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5]), SAMPLED)
     whole, tokens = rollouts.draw(target, drafter, traces, SAMPLED, K), 200
-    monkeypatch.setattr("data.batches.MOST_TOKENS", tokens)
+    monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     sizes = []
     hook = target.model.register_forward_pre_hook(
         lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
