@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -28,6 +29,31 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.shapes |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
         return out
+
+
+class Reads(Watch):
+    """And how much of its text a target reads at a time. `forwards`: the tokens of each forward."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.target, self.forwards = target, []
+
+    def __enter__(self) -> Reads:
+        self.hook = self.target.model.register_forward_pre_hook(
+            lambda _, __, given: self.forwards.append(given["input_ids"].numel()), with_kwargs=True
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.hook.remove()
+        super().__exit__(*error)
+
+    @property
+    def positions(self) -> int:
+        """The most positions whose logits or probabilities were in one tensor."""
+        matrix = self.target.head.weight.T[:, : self.target.vocab_size].shape
+        over = [s for s in self.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix]
+        return max(math.prod(shape[:-1]) for shape in over)
 
 
 def waiting(func, args) -> str | None:

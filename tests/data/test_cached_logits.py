@@ -1,7 +1,6 @@
 """Kept logits are the live ones, and a batch with unknown text is left to the live target."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from data.cached_logits import CachedLogits
 from target.model import Target
 from tests.data.test_batches import make
 from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
-from tests.watch import Watch
+from tests.watch import Reads
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +72,10 @@ def test_only_the_logits_of_responses_are_computed_and_of_a_few_texts_at_a_time(
     tokens = 24
     monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     kept = CachedLogits(target, TRACES, ("target", "fixed"))
-    sizes = []
-    hook = target.model.register_forward_pre_hook(
-        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    try:
-        with Watch() as watch:
-            kept._fill()
-    finally:
-        hook.remove()
-    assert tokens / 2 < max(sizes) <= tokens
-    matrix = target.head.weight.T[:, : target.vocab_size].shape
-    over_vocabulary = {s for s in watch.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix}
-    longest = max(len(response) for _, response in kept._logits)
-    assert max(math.prod(shape[:-1]) for shape in over_vocabulary) == longest
+    with Reads(target) as reads:
+        kept._fill()
+    assert tokens / 2 < max(reads.forwards) <= tokens
+    assert reads.positions == max(len(response) for _, response in kept._logits)
     assert kept._logits.keys() == whole._logits.keys()
     for row, logits in kept._logits.items():
         assert logits.shape == (len(row[1]), target.vocab_size)

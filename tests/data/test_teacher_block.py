@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
 from data.generate import _Teacher
 from tests.data.test_generate import NEW, fill, plan
-from tests.watch import Watch
+from tests.watch import Reads
 
 BLOCK = ("teacher_ids", "teacher_logp", "teacher_log_tail", "tail_ids", "tail_logp")
 
@@ -25,21 +24,13 @@ def test_a_teacher_is_computed_for_a_few_texts_and_positions_at_a_time(
     monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", chunk * target.vocab_size)
     monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     teacher = _Teacher(target, wanted)
-    sizes, found = [], []
-    hook = target.model.register_forward_pre_hook(
-        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    try:
-        with Watch() as watch:
-            for trace in whole:
-                found += teacher.add(dataclasses.replace(trace, **dict.fromkeys(BLOCK)))
-            found += teacher.rest()
-    finally:
-        hook.remove()
-    assert tokens / 2 < max(sizes) <= tokens
-    matrix = target.head.weight.T.shape
-    over_vocabulary = {s for s in watch.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix}
-    assert max(math.prod(shape[:-1]) for shape in over_vocabulary) == chunk < NEW
+    found = []
+    with Reads(target) as reads:
+        for trace in whole:
+            found += teacher.add(dataclasses.replace(trace, **dict.fromkeys(BLOCK)))
+        found += teacher.rest()
+    assert tokens / 2 < max(reads.forwards) <= tokens
+    assert reads.positions == chunk < NEW
     assert [trace.key for trace in found] == [trace.key for trace in whole]
     for one, other in zip(found, whole, strict=True):
         for name in BLOCK:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import os
 import signal
 import time
@@ -31,7 +30,7 @@ from target.sampling import Sampling
 from tests.commands import stored_traces
 from tests.servers import NEW, filled, plan_of, played
 from tests.tiny import EOS, VOCAB_SIZE, perturbed
-from tests.watch import Watch
+from tests.watch import Reads
 from trainer.config import RunFault, UserError
 
 COUNT = 40
@@ -457,19 +456,10 @@ def test_long_answers_are_read_a_few_texts_and_positions_at_a_time(target, known
     whole, chunk, tokens = check.measured(target, rows), 5, 100
     monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", chunk * target.vocab_size)
     monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
-    sizes = []
-    hook = target.model.register_forward_pre_hook(
-        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    try:
-        with Watch() as watch:
-            found = check.measured(target, rows)
-    finally:
-        hook.remove()
-    assert tokens / 2 < max(sizes) <= tokens
-    matrix = target.head.weight.T.shape
-    over_vocabulary = {s for s in watch.shapes if s[-1:] == matrix[-1:] and s[-2:] != matrix}
-    assert max(math.prod(shape[:-1]) for shape in over_vocabulary) == chunk < NEW
+    with Reads(target) as reads:
+        found = check.measured(target, rows)
+    assert tokens / 2 < max(reads.forwards) <= tokens
+    assert reads.positions == chunk < NEW
     for one, other, row in zip(found, whole, rows, strict=True):
         assert one.greedy == other.greedy == (row.request.sampling != hot)
         assert one.num_tokens == other.num_tokens == len(row.response_ids)

@@ -30,6 +30,7 @@ from tests.eval.test_offline import (
     traces_of,
 )
 from tests.tiny import perturbed, prompts_of, tiny_model
+from tests.watch import Reads
 from trainer.config import UserError
 
 K = 6
@@ -103,15 +104,9 @@ def test_long_texts_are_read_a_few_at_a_time(target, drafter, monkeypatch):
     traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5]), SAMPLED)
     whole, tokens = rollouts.draw(target, drafter, traces, SAMPLED, K), 200
     monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
-    sizes = []
-    hook = target.model.register_forward_pre_hook(
-        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    try:
+    with Reads(target) as reads:
         parts = rollouts.draw(target, drafter, traces, SAMPLED, K)
-    finally:
-        hook.remove()
-    assert tokens / 2 < max(sizes) <= tokens
+    assert tokens / 2 < max(reads.forwards) <= tokens
     for name in ("confidence", "probability", "score", "ratio", "uniform"):
         ours, theirs = getattr(parts, name), getattr(whole, name)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
