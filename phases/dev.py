@@ -56,11 +56,12 @@ def shared_out(sizes: Sequence[int], num_processes: int) -> list[int]:
 
 
 def sharing(run: Run) -> Share:
-    """Return what shares out a computation on held-out texts among the processes.
+    """Return the `Share` that divides held-out texts among the processes.
 
-    They may compute unevenly then, and the target is told (`Target.sync`). FSDP2's processes may,
-    since its layers are gathered before an evaluation and stay so (`trainer.fsdp2`); under stage 3
-    of ZeRO, which compares what processes call, each of them computes everything."""
+    Processes then call drafter and target a different number of times each, which `Target.sync`
+    makes up for. FSDP2 allows it, since its layers are gathered before an evaluation and stay so
+    (`trainer.fsdp2`). Stage 3 of ZeRO compares what processes call, so that each of them computes
+    everything there."""
     accelerator = run.accelerator
     sharers = 1 if zero.compares_calls(accelerator) else accelerator.num_processes
     rank = accelerator.process_index % sharers

@@ -96,8 +96,8 @@ class Context:
 
 
 class Share(Protocol):
-    """Computes a value for each of `sizes`, which says how much work each is, on one of the
-    processes, and returns all values in that order on each process."""
+    """Divides work among the processes: each key's value is computed by one of them, and every
+    process gets all values, in the order of `sizes`, which says how much work each key is."""
 
     def __call__(self, sizes: Mapping[K, int], compute: Callable[[K], V]) -> dict[K, V]: ...
 
@@ -132,8 +132,8 @@ class Objective:
     ) -> LossOutput:  # fmt: skip
         """Compute the terms of the loss: sums with a gradient, denominators and weights. `drafter`
         may be wrapped for several processes: call it, and read attributes of `unwrapped(drafter)`.
-        `target_outputs`: what `target_request` asked for; `denominators`: the sums that each term
-        is divided by, where this is known to be how the terms become a loss."""
+        `target_outputs`: what `target_request` asked for; `denominators`: what the loop divides
+        each term by, None where the caller adds the terms up in another way."""
         raise NotImplementedError
 
     def refresh(self, step: int, context: Context) -> Batch | None:
@@ -144,7 +144,8 @@ class Objective:
         self, evaluate: Evaluate | None, dev: Sequence[Trace], share: Share = alone
     ) -> Evaluate | None:
         """Return the function that evaluates the drafter on the held-out training texts `dev`, in
-        place of the usual `evaluate`; None for no evaluation. `share`: for what processes share."""
+        place of the usual `evaluate`; None for no evaluation. `share` divides work on these texts
+        among the processes."""
         return evaluate
 
     def state_dict(self) -> State:

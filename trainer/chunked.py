@@ -47,8 +47,8 @@ class JointGradients:
     """One gradient by each output head for all terms of a loss that go through it. At a vocabulary
     of 151,936 and a width of 4,096 it takes 2.5 GB, which every term would hold until backward.
 
-    The loss must be the sum of the terms, each times the `factor` that its call gave and one more
-    number, which all of them have in common and which may be known later."""
+    The loss must be the sum over its terms of c * factor * total, where every call gives its own
+    `factor`, and c, the same number for all of them, may be known later."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[OutputHead, _ByHead]] = {}
@@ -96,8 +96,8 @@ def chunked_divergence(
     whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
 
     The gradients are complete when this returns; backward only scales them, in place, so it can run
-    once. With `joint`, that by the head is complete after the last term's call, and `factor`, not
-    0, is what the caller multiplies the total by, see there.
+    once. With `joint`, the gradient by the head is complete once all terms are computed; `factor`,
+    which must not be 0, is defined there.
     """
     name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
