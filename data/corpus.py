@@ -17,10 +17,11 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from huggingface_hub import HfApi
@@ -31,6 +32,7 @@ from target.model import Target
 from trainer.config import RunFault, UserError
 from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
+from trainer.processes import Spread
 
 BLOCK_DOCUMENTS = 512
 VERIFIED = "verified.json"  # the state of the files whose hashes were last compared
@@ -118,7 +120,7 @@ def tokenised(
 ) -> TokenFile:
     """At least `num_tokens` tokens of the source with the target's tokenizer, or all it has.
 
-    The main process writes what is missing; the others wait for it at the barrier. Raises UserError
+    All processes tokenise what is missing, and the main one writes it. Raises UserError
     where the source cannot be read, the files are damaged or another process writes them, and
     RunFault where the disk cannot be written.
     """
@@ -130,13 +132,17 @@ def tokenised(
     }
     text = json.dumps(identity, sort_keys=True)
     folder = Path(cache_dir) / "corpus" / hashlib.sha256(text.encode()).hexdigest()[:12]
-    if is_main:
+    spread = Spread(partial(_encoded, target))
+    if not is_main:
+        spread.help()
+    else:
         if not (folder / "source.json").exists():
             write_atomic(folder / "source.json", text + "\n")
         said = f"corpus {folder} is being written by another process; wait for it or use another"
-        with lock(folder / ".lock", f"{said} data.cache_dir"):
+        with spread, lock(folder / ".lock", f"{said} data.cache_dir"):
             verify(folder)
-            _extend(folder, source, target, num_tokens)
+            encoded = spread.each(_missing(folder, source, num_tokens))
+            _extend(folder, source, target, num_tokens, encoded)
     barrier()
     return TokenFile(folder, source.name, num_tokens)
 
@@ -228,7 +234,40 @@ def read_blocks(folder: Path) -> list[Block]:
     return blocks
 
 
-def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> None:
+class Encoded(NamedTuple):
+    """The tokens [N] uint32 of a block of documents, EOS included, and the lengths [kept] uint64 of
+    those that are not empty."""
+
+    documents: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def _encoded(target: Target, documents: list[str]) -> Encoded:
+    eos = _eos(target)
+    filled = [text for text in documents if text.strip()]
+    ids = target.tokenizer(filled, verbose=False)["input_ids"] if filled else []
+    rows = [row if eos is None or row[-1:] == [eos] else [*row, eos] for row in ids]
+    tokens = np.array([token for row in rows for token in row], np.uint32)
+    return Encoded(len(documents), tokens, np.array([len(row) for row in rows], np.uint64))
+
+
+def _missing(folder: Path, source: Source, num_tokens: int) -> Iterator[list[str]]:
+    """Yield the documents of the blocks that the files lack; a short block is the last."""
+    last = read_blocks(folder)[-1]
+    if last["tokens"] >= num_tokens or last["last"]:
+        return
+    texts = _pinned(source, folder).texts(last["documents"])
+    documents = [""] * BLOCK_DOCUMENTS
+    while len(documents) == BLOCK_DOCUMENTS:
+        documents = list(itertools.islice(texts, BLOCK_DOCUMENTS))
+        yield documents
+
+
+def _extend(
+    folder: Path, source: Source, target: Target, num_tokens: int, encoded: Iterator[Encoded]
+) -> None:
+    """Write blocks of documents, as they come, until there are `num_tokens` tokens."""
     blocks = read_blocks(folder)
     if blocks[-1]["tokens"] >= num_tokens or blocks[-1]["last"]:
         return
@@ -240,41 +279,34 @@ def _extend(folder: Path, source: Source, target: Target, num_tokens: int) -> No
     ):
         with (folder / name).open("ab") as file:
             file.truncate(size)  # removes what a kill left after the last whole block
-    texts = _pinned(source, folder).texts(blocks[-1]["documents"])
     bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=f"tokenise {source.name}",
                unit="token", unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
     block = blocks[-1]
     with bar:
         while block["tokens"] < num_tokens and not block["last"]:
-            documents = list(itertools.islice(texts, BLOCK_DOCUMENTS))
             before = block["tokens"]
-            block = _append(folder, source, target, block, documents)
+            block = _append(folder, source, target, block, next(encoded))
             bar.update(block["tokens"] - before)
             tenth = 10 * block["tokens"] // num_tokens
             if bar.disable and tenth > 10 * before // num_tokens:
                 print(f"tokenise {source.name}: {block['tokens']} of {num_tokens} tokens")
 
 
-def _append(
-    folder: Path, source: Source, target: Target, block: Block, documents: list[str]
-) -> Block:
-    """Write the block of these documents after `block`; a short one is the last."""
-    eos, limit = _eos(target), target.vocab_size
-    filled = [text for text in documents if text.strip()]
-    ids = target.tokenizer(filled, verbose=False)["input_ids"] if filled else []
-    rows = [row if eos is None or row[-1:] == [eos] else [*row, eos] for row in ids]
-    tokens = np.array([token for row in rows for token in row], np.uint32)
+def _append(folder: Path, source: Source, target: Target, block: Block, encoded: Encoded) -> Block:
+    """Write a block after `block`; a short one is the last."""
+    documents, tokens, lengths = encoded
+    limit = target.vocab_size
     if len(tokens) and tokens.max() >= limit:
         raise UserError(
             f"CompatibilityError: the tokenizer gives id {tokens.max()} in {source.name}, the "
             f"target scores ids below {limit}"
         )
-    ends = block["tokens"] + np.cumsum([len(row) for row in rows], dtype=np.uint64)
+    ends = block["tokens"] + np.cumsum(lengths, dtype=np.uint64)
     digest = _chained(block["sha256"], tokens, ends)
     block = {
-        "documents": block["documents"] + len(documents), "kept": block["kept"] + len(rows),
+        "documents": block["documents"] + documents, "kept": block["kept"] + len(lengths),
         "tokens": block["tokens"] + len(tokens), "sha256": digest,
-        "last": len(documents) < BLOCK_DOCUMENTS,
+        "last": documents < BLOCK_DOCUMENTS,
     }  # fmt: skip
     try:
         for name, content in (("tokens.bin", tokens), ("ends.bin", ends.astype(np.uint64))):

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,6 +30,7 @@ from trainer.compiled import layers_of
 from trainer.config import TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16
 from trainer.losses import LossOutput
+from trainer.processes import all_gather
 from trainer.replicated import Replicated
 
 ASKED, OURS = "ACCELERATE_USE_FSDP", "DRAFTSMITH_FSDP2"
@@ -58,14 +60,42 @@ def _register_losses() -> None:
 
 
 def precision_of(config: TrainerConfig, cuda: bool) -> MixedPrecisionPolicy:
-    """What processes send each other. In bfloat16 a step's gradients are, as the backward pass has
-    computed them in it. Over several micro-steps they are not: torch would add them up in it too.
-    Weights stay float32, which evaluations and losses read outside of any layer."""
+    """How processes send each other gradients. In bfloat16 a step's are sent as the backward pass
+    has computed them. Over several micro-steps they are not: torch would add them up in it too.
+    Weights: see `Gather`."""
     rounded = computes_in_bfloat16(config.precision, cuda)
     once = config.gradient_accumulation_steps == 1
     return MixedPrecisionPolicy(
         reduce_dtype=torch.bfloat16 if rounded and once else None, cast_forward_inputs=False
     )
+
+
+class Gather:
+    """How processes send each other their shards of weights (torch's `AllGather`): in bfloat16 if
+    `rounded`, and float32 weights are made of what arrives. Losses, norms and embeddings read them
+    as such outside of any layer, and products round the same numbers again to the same."""
+
+    rounded = False
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self.rounded:
+            return all_gather(output_tensor, input_tensor, group, async_op)
+        sent = input_tensor.bfloat16()
+        arrived = torch.empty_like(output_tensor, dtype=sent.dtype)
+        all_gather(arrived, sent, group)
+        output_tensor.copy_(arrived)
+        return None
 
 
 class FSDP2(Replicated):
@@ -85,14 +115,23 @@ class FSDP2(Replicated):
         accelerator = self.accelerator
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         model = copy.deepcopy(drafter)
-        policy = precision_of(self.config, accelerator.device.type == "cuda")
+        cuda = accelerator.device.type == "cuda"
+        self._rounds = computes_in_bfloat16(self.config.precision, cuda)
+        self._sent, policy = Gather(), precision_of(self.config, cuda)
         for module in (*layers_of(model), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            # torch does not export the class that it asks for
+            _sharded(module).set_custom_all_gather(self._sent)  # type: ignore[arg-type]
         _set_outermost(model)
         drafter.to("cpu")
         return model, accelerator.prepare(make_optimizer(model))
 
-    def gather(self, model: nn.Module) -> None:
+    def gather(self, model: nn.Module, exact: bool = False) -> None:
+        rounded = self._rounds and not exact
+        if rounded != self._sent.rounded:
+            for group in _groups(model):
+                group.reshard()
+        self._sent.rounded = rounded
         for group in _groups(model):
             group.unshard()
 
@@ -125,10 +164,11 @@ class FSDP2(Replicated):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: object
     ) -> None:
         shards = cast("list[dict[str, object]]", state)
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        for p, own in zip(trained, shards, strict=True):
+        groups = optimizer.param_groups
+        trained = [(p, group["fused"]) for group in groups for p in group["params"]]
+        for (p, fused), own in zip(trained, shards, strict=True):
             if own:
-                optimizer.state[p] = {name: _like(p, value) for name, value in own.items()}
+                optimizer.state[p] = {name: _like(p, value, fused) for name, value in own.items()}
 
     def end(self, model: nn.Module, drafter: nn.Module) -> None: ...
 
@@ -159,10 +199,13 @@ def _local(value: object) -> object:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(p: DTensor, value: object) -> object:
-    """Shard a state as its parameter is; a number such as the count of steps stays one."""
-    if not isinstance(value, torch.Tensor) or value.shape != p.to_local().shape or not p.ndim:
+def _like(p: DTensor, value: object, fused: bool) -> object:
+    """Shard a state as its parameter is. A number such as the count of steps stays one, which an
+    optimiser of one kernel looks for beside the parameter."""
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.shape != p.to_local().shape or not p.ndim:
+        return value.to(p.device) if fused else value
     return DTensor.from_local(
         value.to(p.device), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
     )

@@ -31,9 +31,8 @@ class Replicated:
 
     @property
     def fuses(self) -> bool:
-        """Whether the optimiser is one kernel. Not that of a shard, whose count of steps is
-        restored on the CPU, where the kernel does not find it."""
-        return self.accelerator.device.type == "cuda" and not self.shares
+        """Whether the optimiser is one kernel."""
+        return self.accelerator.device.type == "cuda"
 
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -41,8 +40,9 @@ class Replicated:
         """The model that the objective calls, and its optimiser."""
         return self.accelerator.prepare(drafter, make_optimizer(drafter))
 
-    def gather(self, model: nn.Module) -> None:
-        """Make all parameters available to every method, before a step and before an evaluation."""
+    def gather(self, model: nn.Module, exact: bool = False) -> None:
+        """Make all parameters available to every method, before a step, or `exact` ones before an
+        evaluation."""
 
     def micro_step(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """The context of one micro-step; gradients are exchanged in the last one only."""

@@ -103,11 +103,13 @@ class Zero(Replicated):
         state: object,
     ) -> None:
         shards = cast("list[dict[str, object]]", state)
-        into = _engine(model).optimizer.optimizer.state
+        wrapped = _engine(model).optimizer.optimizer
+        fused = any(group["fused"] for group in wrapped.param_groups)
         for part, own in zip(_partitions(model), shards, strict=True):
-            into[part] = {
+            wrapped.state[part] = {
+                # one kernel looks for the count of steps beside the weights, else the CPU counts
                 name: value.to(part.device)
-                if isinstance(value, torch.Tensor) and value.ndim
+                if isinstance(value, torch.Tensor) and (value.ndim or fused)
                 else value
                 for name, value in own.items()
             }

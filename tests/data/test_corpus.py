@@ -10,14 +10,19 @@ import itertools
 import json
 import os
 import shutil
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from data import corpus, toy
 from data.corpus import TokenFile, read_blocks, tokenised
 from data.raw_text import Source
-from tests.commands import pipe, write_jsonl
+from phases.run import end
+from target.model import Target
+from tests.commands import TWO, finish, pipe, start, write_jsonl
 from tests.tiny import EOS
 from trainer.config import RunFault, UserError
 
@@ -316,8 +321,6 @@ def test_a_disk_that_is_too_small_is_known_before(target, raw, tmp_path, monkeyp
 
 
 def test_a_tokenizer_wider_than_the_target_is_refused(raw, tiny_folder, tmp_path):
-    from target.model import Target
-
     narrow = Target.load(str(tiny_folder("llama", vocab_size=90)))
     with pytest.raises(UserError, match=r"CompatibilityError.* the target scores ids below 90"):
         all_of(raw, narrow, tmp_path)
@@ -400,3 +403,45 @@ def test_other_processes_only_look_at_the_sizes(target, raw, tmp_path, monkeypat
     os.truncate(corpus_folder(tmp_path) / "tokens.bin", 100)
     with pytest.raises(UserError, match=r"tokens.bin has 100 bytes, \d+ were written"):
         tokenised(source, target, 10**6, tmp_path, is_main=False)
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+def test_two_processes_write_what_one_does(tiny_folder, tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"text": "ab ~" * n}) + "\n" for n in range(1, 40)))
+    words = [str(tiny_folder("llama")), str(raw), str(tmp_path)]
+    code, _, err = finish(start(*TWO, "-m", "tests.data.test_corpus", *words))
+    assert code == 0, err[-3000:]
+
+
+def write(words: list[str]) -> int:
+    """One of two processes: some blocks, more of them, all, none that is missing; an error."""
+    folder, raw, there = words
+    corpus.BLOCK_DOCUMENTS = 2
+    target, source = Target.load(folder), Source.parse(raw)
+    files = Path(there, f"alone{os.environ['RANK']}"), Path(there, "both")
+    tokenised(source, target, 10**6, files[0])  # no group yet
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    made = []
+    encode = corpus._encoded
+    corpus._encoded = lambda *given: made.append(given) or encode(*given)
+    for count in (20, 300, 10**6, 10**6):
+        tokenised(source, target, count, files[1], is_main=first, barrier=dist.barrier)
+    alone, both = ({p.name: p.read_bytes() for p in corpus_folder(one).iterdir()} for one in files)
+    assert len(json.loads(both["blocks.jsonl"].splitlines()[-1])) == 5
+    for name in ("tokens.bin", "ends.bin", "blocks.jsonl"):
+        assert both[name] == alone[name], name
+    assert 8 < len(made) < 14  # of 20 blocks, some of which came too late for a smaller number
+    target.model.resize_token_embeddings(90)
+    narrow = Target(target.model, target.tokenizer, "narrow", target.fingerprint, target.eos_ids)
+    refused = pytest.raises(UserError, match="CompatibilityError") if first else nullcontext()
+    with refused:  # the other does not wait for more
+        tokenised(source, narrow, 10**6, Path(there, "narrow"), is_main=first)
+    return 0
+
+
+if __name__ == "__main__":
+    end(write)

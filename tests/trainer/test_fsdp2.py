@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
 
+from phases.run import end
+from tests.commands import TWO, finish, start
 from trainer.config import TrainerConfig
 from trainer.fsdp2 import FSDP2, precision_of
 from trainer.optimizer import make_optimizer
@@ -53,14 +55,17 @@ def process():
 
 
 @pytest.mark.parametrize(
-    ("checkpointed", "optimizer"), [(False, "adamw"), (True, "adamw"), (False, "muon")]
+    ("checkpointed", "optimizer", "fused"),
+    [(False, "adamw", False), (True, "adamw", True), (False, "muon", False), (False, "muon", True)],
 )
-def test_every_layer_is_a_group_and_a_step_is_that_of_the_whole(process, checkpointed, optimizer):
+def test_every_layer_is_a_group_and_a_step_is_that_of_the_whole(
+    process, checkpointed, optimizer, fused
+):
     torch.manual_seed(0)
     plain, ids = Layered(checkpointed), torch.arange(7)[None]
     config = TrainerConfig(optimizer=optimizer)
     placed = FSDP2(Accelerator(cpu=True), config)
-    model, own = placed.prepare(plain, lambda m: make_optimizer(m, config))
+    model, own = placed.prepare(plain, lambda m: make_optimizer(m, config, fused=fused))
     groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert groups == ["", "layers.0", "layers.1", "layers.2", "heads.0"]
     reference = make_optimizer(plain, config)
@@ -78,6 +83,37 @@ def test_every_layer_is_a_group_and_a_step_is_that_of_the_whole(process, checkpo
         for one in (own, reference):
             one.step()
             one.zero_grad()
+        state = placed.optimizer_state(model, own.optimizer)
+        own.optimizer.state.clear()
+        placed.load_optimizer_state(model, own.optimizer, state)
     weights = placed.weights(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(weights[name], value)
+
+
+def test_weights_are_sent_in_bfloat16_for_steps_and_exact_for_evaluations():
+    code, _, err = finish(start(*TWO, "-m", "tests.trainer.test_fsdp2"))
+    assert code == 0, err[-3000:]
+
+
+def send(words: list[str]) -> int:
+    """One of two processes. A step after an evaluation has the weights of any other, so that a run
+    goes on as if there had been none."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    plain, config = Layered(False), TrainerConfig(precision="bf16")
+    placed = FSDP2(Accelerator(cpu=True), config)
+    model, _ = placed.prepare(plain, lambda m: make_optimizer(m, config))
+    exact = {name: one.detach().clone() for name, one in plain.named_parameters()}
+    rounded = {name: one.bfloat16().float() for name, one in exact.items()}
+    for asked, expected in ((False, rounded), (True, exact), (False, rounded), (False, rounded)):
+        placed.gather(model, exact=asked)
+        for name, one in model.named_parameters():
+            assert torch.equal(one, expected[name]), (name, asked)
+    for name, one in placed.weights(model).items():
+        assert torch.equal(one, exact[name])
+    return 0
+
+
+if __name__ == "__main__":
+    end(send)
