@@ -18,6 +18,7 @@ import torch
 from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
 from target.padding import right_padded
+from target.shared_text import TextGroup
 from trainer.config import UserError
 from trainer.device import sent
 from trainer.losses import CompressedTeacher
@@ -41,8 +42,8 @@ class Batch:
     source "draft" has no response until a recipe generates one. A text is a row, unless
     `text_starts` names the row and the column where each begins, and `document_ids` the text of
     each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`;
-    `lengths` are those that rows were padded to, see `collate`. `anchors` [B, L] bool: the tokens
-    behind which rounds of a head begin that this process trains, where others train the rest.
+    `lengths` are those that rows were padded to, see `collate`. `group`: the processes that share
+    the rows, of which this one trains its own columns, see `shared`; None: it trains all.
     """
 
     input_ids: torch.Tensor
@@ -57,7 +58,7 @@ class Batch:
     teacher: CompressedTeacher | None = None
     text_starts: list[tuple[int, int]] | None = None
     lengths: Sequence[int] = ()
-    anchors: torch.Tensor | None = None
+    group: TextGroup | None = None
 
     @property
     def documents(self) -> torch.Tensor | None:
@@ -69,8 +70,31 @@ class Batch:
         return self.text_starts or [(row, 0) for row in range(len(self.prompts))]
 
     def supervised(self, depth: int = 0) -> torch.Tensor:
-        """`trainer.shift.supervised` of these texts, [B, L-1] bool."""
-        return supervised(self.loss_mask, depth, self.documents, self.anchors)
+        """`trainer.shift.supervised` of these texts, [B, L-1] bool: of this process's columns."""
+        return supervised(self.loss_mask, depth, self.documents, self.own)
+
+    @property
+    def own(self) -> torch.Tensor | None:
+        """The columns [L] bool that this process trains; None: all."""
+        if self.group is None:
+            return None
+        return self.group.owns(self.loss_mask.shape[1], self.loss_mask.device)
+
+    def shared(self, group: TextGroup | None) -> Batch:
+        """These texts as one process of `group` trains them: rounds that begin in its own columns,
+        or the tokens that logits there score. They see the keys of the whole text, while queries,
+        later steps, heads and losses, which take most of the memory, are those of its own."""
+        if group is None:
+            return self
+        own = group.owns(self.loss_mask.shape[1], self.loss_mask.device)
+        teacher = self.teacher
+        if teacher is not None:
+            _, index = supervised(self.loss_mask).nonzero(as_tuple=True)
+            parts = {name: part[own[index]] for name, part in vars(teacher).items()
+                     if part is not None}  # fmt: skip
+            teacher = dataclasses.replace(teacher, **parts)
+        count = int((self.loss_mask[:, 1:] & own[:-1]).sum())
+        return dataclasses.replace(self, group=group, teacher=teacher, num_supervised=count)
 
     def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Number of the text, from 0, whose token each of these logits scores, [N] int64."""

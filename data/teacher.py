@@ -47,5 +47,5 @@ class Teacher:
             found = self.cached.outputs(batch)
         return found or self.target.outputs(
             batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
-            project_later=True,
+            project_later=True, group=batch.group,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from drafters.trees.chain import Chain
 from drafters.trees.tree import TokenTree
 from target.model import Target
 from target.outputs import TargetOutputs
+from target.shared_text import TextGroup
 from trainer.config import UserError
 from trainer.logits import OutputHead
 
@@ -105,9 +106,13 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         yields one object again and again. `columns` [B, L] bool: the positions that rounds may
         begin from; a drafter may leave the rest at 0, or ignore it. A head also takes `documents`
         [B, L] int64 or None: the number of the text that a token belongs to, where a row holds
-        several; one that attends to other positions must not reach into another text.
+        several; one that attends to other positions must not reach into another text. One that
+        reads the text itself may take `group`, the processes that read it together.
         """
         raise NotImplementedError
+
+    def check_group(self, group: TextGroup) -> None:
+        """Check that processes can share the texts that this drafter reads; UserError if not."""
 
     def output_head(self, depth: int) -> OutputHead:
         """The matrix that makes logits of the states of this depth."""
@@ -141,7 +146,7 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         score: Callable[[int, torch.Tensor], T],
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
-        **options: torch.Tensor,
+        **options: torch.Tensor | TextGroup,
     ) -> list[T]:
         """Return score(depth, states) of each depth.
 

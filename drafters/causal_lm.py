@@ -19,6 +19,7 @@ from target.devices import decoder_of
 from target.model import Target, load_causal_lm, output_head
 from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
+from target.shared_text import TextGroup
 from target.vocabulary import check_same_vocabulary
 from trainer.config import UserError
 from trainer.logits import OutputHead
@@ -129,13 +130,21 @@ class CausalLMDrafter(TrainedDrafter):
         depth: int,
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
+        group: TextGroup | None = None,
     ) -> Iterator[torch.Tensor]:
         """Yield the same states at every depth: once tokens are accepted, the cache holds them."""
-        hidden = decoder_of(self.model)(
-            input_ids=ids, use_cache=False, **packed(self.model, position_ids)
-        ).last_hidden_state
+        decoder = decoder_of(self.model)
+        if group is None:
+            hidden = decoder(
+                input_ids=ids, use_cache=False, **packed(self.model, position_ids)
+            ).last_hidden_state
+        else:
+            hidden = group.reading(ids, position_ids).states(decoder)
         for _ in range(depth):
             yield hidden
+
+    def check_group(self, group: TextGroup) -> None:
+        group.check(self.model, "the drafter")
 
     def output_head(self, depth: int = 1) -> OutputHead:
         # built again where sharding has put another tensor in the weight's place

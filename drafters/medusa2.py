@@ -20,6 +20,7 @@ from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
+from target.shared_text import TextGroup
 from trainer.config import UserError
 from trainer.logits import OutputHead
 
@@ -59,7 +60,7 @@ class Medusa2Drafter(MedusaDrafter):
         score: Callable[[int, torch.Tensor], T],
         position_ids: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
-        **options: torch.Tensor,
+        **options: torch.Tensor | TextGroup,
     ) -> list[T]:
         """Return score(depth, states) of each depth; without `outputs`, depth 0 comes first.
 
@@ -68,11 +69,16 @@ class Medusa2Drafter(MedusaDrafter):
         """
         if outputs is not None:
             return super().forward(ids, outputs, depth, score, position_ids, columns, **options)
+        group = options.pop("group", None)
         assert not options, "the adapted target takes no further arguments"
-        states = self.adapted.states(ids, position_ids)
+        assert isinstance(group, TextGroup | None)
+        states = self.adapted.states(ids, position_ids, group)
         made = TargetOutputs({"final_norm": states})
         own = score(0, states)
         return [own, *super().forward(ids, made, depth, score, position_ids, columns)]
+
+    def check_group(self, group: TextGroup) -> None:
+        group.check(self.adapted.model, "the target")
 
     def gradient_checkpointing_enable(self) -> None:
         """Compute activations of the target again in the backward pass instead of storing them."""

@@ -29,6 +29,7 @@ from target.decode import Request, decode
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
+from target.shared_text import TextGroup, can_share
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError, require
 from trainer.loop import Fit, FitResult, fit
@@ -68,6 +69,10 @@ class StageRun:
     def __post_init__(self) -> None:
         self.settings = settings_of(self.run, self.stage)
         self._announced = -1
+        accelerator, parts = self.run.accelerator, self.settings.context_parallel_size
+        self.group: TextGroup | None = None
+        if parts > 1:
+            self.group = TextGroup.here(accelerator.process_index, accelerator.num_processes, parts)
         self.folder = self.run.folder / "stages" / f"{self.number}-{self.stage.name}"
 
     def fit(self) -> FitResult:
@@ -78,6 +83,8 @@ class StageRun:
         request = objective.target_request(batches.at(0), 0)
         usual = dev_evaluation(run, self.dev, self.drafter, chooses=data.text is None)
         evaluate = objective.evaluated(usual, self.dev, sharing(run))
+        if self.group is not None:
+            self.drafter.check_group(self.group)
         cached = self._restore_from_cache()
         tracker = Tracker(
             self.settings, run.folder, run.folder.name, run.config.to_dict(),
@@ -107,6 +114,8 @@ class StageRun:
                 target_states(run, request, self.traces) as states,
                 compiled(self.settings.compile, target.model),
             ):
+                if self.group is not None and states is None and request is not None:
+                    self._check_target(self.group)
                 teacher = Teacher(target, self.train, data.mix, states, accelerator.device)
                 result = fit(Fit(
                     objective=objective, drafter=self.drafter, batches=batches, evaluate=evaluate,
@@ -120,6 +129,17 @@ class StageRun:
         if cached is not None:
             shared.save(run, self.folder, cached)
         return result
+
+    def _check_target(self, group: TextGroup) -> None:
+        """Check that processes can share what the target reads, or say that they do not."""
+        model = self.run.target.model
+        if can_share(model):
+            group.check(model, "the target")
+        elif self.run.accelerator.is_main_process:
+            print(
+                f"the target reads whole texts on each of the {group.parts} processes that share "
+                "them, since its layers do not all attend to all of a text by sdpa"
+            )
 
     def _announce(
         self,
@@ -141,17 +161,16 @@ class StageRun:
         """Make the batches of the stage. Returns them behind the text that they come from."""
         data, settings, accelerator = self.stage.data, self.settings, self.run.accelerator
         seed, parts = self.run.config.run.seed, settings.context_parallel_size
-        rank, part = divmod(accelerator.process_index, parts)
-        world = accelerator.num_processes // parts
+        rank, world = accelerator.process_index // parts, accelerator.num_processes // parts
         if self.stage.row == "control" and not lengths(self.train, "fixed_ids").all():
             data = dataclasses.replace(data, mix={"target": 1.0})
             if accelerator.is_main_process:
                 print("control: cross-entropy on the target's text, since the prompts come without "
                       "responses")  # fmt: skip
-        if self.stage.name in self.texts:
-            return data, self.texts[self.stage.name]
         batches: BatchSource[Batch]
-        if settings.pack_tokens:
+        if self.stage.name in self.texts:
+            batches = self.texts[self.stage.name]
+        elif settings.pack_tokens:
             (source,) = (name for name, share in data.mix.items() if share)
             batches = PackedTraces(
                 self.train, source, settings.pack_tokens, settings.batch_size, seed, data.teacher,
@@ -167,7 +186,7 @@ class StageRun:
                 ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
                 rank=rank, world=world, lengths=of_rows,
             )  # fmt: skip
-        return data, batches if parts == 1 else TextShares(batches, part, parts)
+        return data, batches if self.group is None else TextShares(batches, self.group)
 
     def _context(
         self,

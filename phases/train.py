@@ -164,7 +164,9 @@ def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
     for stage in recipe.stages():
         if stage.data.text is None:
             continue
-        settings, world = settings_of(run, stage), accelerator.num_processes
+        settings = settings_of(run, stage)
+        parts = settings.context_parallel_size
+        world = accelerator.num_processes // parts
         rows = settings.max_steps * settings.gradient_accumulation_steps * settings.batch_size
         files = stage.data.text.load(
             run.target, rows * world * stage.data.text.context, run.config.data.cache_dir,
@@ -172,7 +174,7 @@ def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
         )  # fmt: skip
         found[stage.name] = PackedBatches(
             files, stage.data.text, settings.batch_size, run.config.run.seed,
-            accelerator.process_index, world,
+            accelerator.process_index // parts, world,
         )  # fmt: skip
     return found
 

@@ -164,9 +164,10 @@ class Stage:
     `start`: "previous" to start with the drafter of the stage before, "base" with the one that the
     run started with; `prepare`: makes the module to train out of that drafter; `row`: name of the
     stage's drafter in the report, None for intermediate stages; `packs`: whether several texts may
-    share a row; `shares_texts`: whether each round of a text trains by itself, so that processes
-    may share a text; `lr_multiplier`: factor on trainer.lr, by name of the parameter; `shared`: the
-    settings that decide the stage's weights, where other runs may take them from the cache."""
+    share a row; `shares_texts`: whether each position of a text trains by itself, so that processes
+    may share a text, which a mean over texts does not allow; `lr_multiplier`: factor on trainer.lr,
+    by name of the parameter; `shared`: the settings that decide the stage's weights, where other
+    runs may take them from the cache."""
 
     name: str
     objective: Objective

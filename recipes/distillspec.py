@@ -182,13 +182,18 @@ class Recipe(base.Recipe):
         )
         main = Stage(
             "distill", self.distillation, needs, start="base", row="after", packs=True,
+            # processes would draw texts of their own
+            shares_texts=config.reduction == "token" and not config.data_mix.get("draft"),
             prepare=self._begin,
         )  # fmt: skip
         if not config.control:
             return [main]
         # cross-entropy on the data set's own responses, on the target's where it has none
         hard, text = LabelObjective(config, self.target), Needs({"fixed": 1.0})
-        control = Stage("control", hard, text, start="base", row="control", packs=True)
+        control = Stage(
+            "control", hard, text, start="base", row="control", packs=True,
+            shares_texts=config.reduction == "token",
+        )  # fmt: skip
         return [control, main]
 
     def _begin(self, start: Start) -> TrainedDrafter:
@@ -248,7 +253,8 @@ class LabelObjective(Objective):
             found = Scored(batch, rows, index, labels, states[rows, index], head, full)
             return self.score(found, step)
 
-        return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+        shared = {} if batch.group is None else {"group": batch.group}
+        return drafter(batch.input_ids, None, 1, score, batch.position_ids, **shared)[0]
 
     def score(self, scored: Scored, step: int) -> LossOutput:
         """Compute the loss of the positions."""

@@ -148,7 +148,8 @@ class Alignment(distillspec.Distillation):
             return batch
         pairs = zip(batch.prompts, batch.responses, strict=True)
         whole = [prompt + response for prompt, response in pairs]
-        return collate([[] for _ in whole], whole, batch.sources, batch.index, batch.lengths)
+        made = collate([[] for _ in whole], whole, batch.sources, batch.index, batch.lengths)
+        return made.shared(batch.group)
 
     def denominators(self, batch: Batch, step: int) -> list[float]:
         return super().denominators(batch, step) * (2 if self.ce_share else 1)
@@ -193,6 +194,7 @@ class Recipe(base.Recipe):
             Stage(
                 name, *parts[name], start="previous" if number else "base",
                 row="after" if name == config.stages[-1] else STAGES[name],
+                shares_texts=config.reduction == "token",
                 prepare=self._prepare,
             )
             for number, name in enumerate(config.stages)

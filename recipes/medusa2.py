@@ -92,10 +92,12 @@ class Recipe(medusa.Recipe):
         plain = {"gradient_checkpointing": False}  # stage 1 has no layers to compute again
         heads = Stage(
             "heads", self.objective, text, plain, start="base", row="before",
+            shares_texts=self.config.reduction == "token",
             lr_multiplier=self._lr_multiplier,
         )  # fmt: skip
         second = Stage(
             "joint", joint, text, row="after", prepare=self._adapt,
+            shares_texts=self.config.reduction == "token",
             lr_multiplier=self._lr_multiplier,
         )  # fmt: skip
         return [second] if self._given_heads else [heads, second]

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from target.devices import decoder_of
 from target.model import Target, decoder_layers
+from target.shared_text import TextGroup
 from trainer.config import RunFault, UserError, require
 from trainer.files import whole_folder
 from trainer.logits import OutputHead
@@ -123,14 +124,22 @@ class AdaptedTarget:
                 found[name.replace(".", "/")] = nn.ModuleDict(parts)
         return found
 
-    def states(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """ids, position_ids: [B, L] int64 -> final-normed states [B, L, H], with gradient."""
+    def states(
+        self,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        group: TextGroup | None = None,
+    ) -> torch.Tensor:
+        """ids, position_ids: [B, L] int64 -> final-normed states [B, L, H], with gradient. `group`:
+        processes that read these rows together."""
         run = decoder_of(self.model)
         # a layer recomputes only if it is in training mode; its own dropouts stay off
         recomputed = decoder_layers(self.model) if self.checkpointing else ()
         for layer in recomputed:
             layer.training = torch.is_grad_enabled()
         try:
+            if group is not None:
+                return group.reading(ids, position_ids).states(run)
             return run(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
         finally:
             for layer in recomputed:

@@ -269,8 +269,41 @@ class NodeMask(torch.Tensor):
         return mask
 
 
+class SharedMask(torch.Tensor):
+    """A mask [1, 1, 1, 1] with which a model reads some columns of rows, while other processes read
+    the others (`target.shared_text`). `visible`: the keys that these see; `whole` (tensor, dim):
+    makes keys or values of all columns out of those of each process."""
+
+    visible: Visible
+    whole: Callable[[torch.Tensor, int], torch.Tensor]
+
+    @classmethod
+    def of(cls, visible: Visible, whole: Callable[[torch.Tensor, int], torch.Tensor]) -> SharedMask:
+        mask = visible.columns.new_ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(cls)
+        mask.visible, mask.whole = visible, whole
+        return mask
+
+
+def shared(
+    queries: torch.Tensor, own: Pair, mask: SharedMask, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of the queries [B, H, C, D] of a process to the keys of all processes, of which
+    `own` [B, G, C, D] are its share -> [B, H, C, D]."""
+    keys, values = (mask.whole(one, 2) for one in own)
+    visible = mask.visible
+    if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
+        return flex(queries, keys, values, visible.blocks, scale)[0]
+    assert visible.dense is not None
+    seen = visible.dense.unsqueeze(1)
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=grouped
+    )
+
+
 # a compiled layer would be compiled again for every text's lengths
 _branched: Callable[..., torch.Tensor] = torch.compiler.disable(branched)  # type: ignore[assignment]
+_shared: Callable[..., torch.Tensor] = torch.compiler.disable(shared)  # type: ignore[assignment]
 
 
 def _sdpa_or_blocks(
@@ -282,10 +315,14 @@ def _sdpa_or_blocks(
     scaling: float | None = None,
     **options,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", which also reads a block mask and that of nodes: [B, T, H, D]."""
+    """transformers' "sdpa", which also reads a block mask, that of nodes and that of a share of the
+    columns: [B, T, H, D]."""
     if isinstance(attention_mask, NodeMask):
         mask = attention_mask
         mixed = _branched(query, mask.text, (key, value), mask.branches, scaling)
+        return mixed.transpose(1, 2).contiguous(), None
+    if isinstance(attention_mask, SharedMask):
+        mixed = _shared(query, (key, value), attention_mask, scaling)
         return mixed.transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, BlockMask):
         mixed, _ = flex(query, key, value, attention_mask, scaling)

@@ -40,6 +40,7 @@ from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
 from target.outputs import LayerId, ProjectedLogits, TargetOutputs, TargetRequest
 from target.sharded import Sharded
+from target.shared_text import TextGroup, can_share
 from trainer.checks import require_files
 from trainer.config import UserError
 from trainer.logits import OutputHead
@@ -165,16 +166,25 @@ class Target:
         layers: Sequence[LayerId] = (),
         logits: bool = True,
         project_later: bool = False,
+        group: TextGroup | None = None,
     ) -> TargetOutputs:
         """One parallel pass over right-padded rows, without gradient.
 
         input_ids, position_ids: [B, L] int64. Right padding needs no mask: under causal attention
-        no real token sees it. `project_later`: logits are computed when they are indexed."""
+        no real token sees it. `project_later`: logits are computed when they are indexed. `group`:
+        processes that read these rows together, where the model can do so (`can_share`)."""
         if logits and project_later:
             every = TargetRequest(tuple(layers)).states
-            return self.projected(self.outputs(input_ids, position_ids, layers=every, logits=False))
+            made = self.outputs(input_ids, position_ids, layers=every, logits=False, group=group)
+            return self.projected(made)
         wanted = check_layers(layers, self.num_layers)
         found: dict[LayerId, torch.Tensor] = {}
+        if group is not None and can_share(self.model):
+            assert not logits, "logits of whole rows are computed later"
+            reading = group.reading(input_ids, position_ids)
+            with captured(self.model, wanted, found):
+                decoder_of(self.model)(use_cache=False, **reading.arguments())
+            return TargetOutputs({layer: reading.whole(own) for layer, own in found.items()})
         with captured(self.model, wanted, found):
             result = self.model(
                 input_ids=input_ids,

@@ -10,6 +10,8 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.batches import collate
 from data.packing import PackedTraces
@@ -22,6 +24,7 @@ from recipes import distillspec, eagle3
 from target.outputs import TargetOutputs
 from target.padding import MOST_TOKENS
 from target.sampling import Sampling
+from target.shared_text import TextGroup
 from tests.counting import VOCABULARY, Counting, target_of_8b
 from tests.kernels import chosen_as_on_a_gpu
 from trainer.config import TrainerConfig
@@ -33,7 +36,7 @@ GB = 10**9
 CHUNK = 2**27
 SLOW = pytest.mark.slow
 KEPT_TEACHER = 16 * GB  # on a GPU it is kept where it fits
-WIDTHS = (VOCABULARY, 3 * 4096, 12_288)  # of tensors that do not grow with the text
+WIDTHS = (VOCABULARY, 32_000, 3 * 4096, 12_288)  # of tensors that do not grow with the text
 
 
 def test_bytes_are_counted_from_when_a_storage_is_made_until_nobody_holds_it():
@@ -125,7 +128,7 @@ def take_step(target, objective, drafter, batch, counts, checkpointed, summary=F
     request = objective.target_request(batch, 0)
     outputs = target.outputs(
         batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
-        project_later=True,
+        project_later=True, group=batch.group,
     )  # fmt: skip
     if summary:
         outputs.summary = LogitsSummary(
@@ -139,17 +142,28 @@ def take_step(target, objective, drafter, batch, counts, checkpointed, summary=F
     optimizer.zero_grad()
 
 
+@contextlib.contextmanager
+def one_of(processes):
+    """Inside the block, this process is the first of so many, which send it nothing."""
+    if processes > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    yield
+    if processes > 1:
+        dist.destroy_process_group()
+
+
 @functools.cache
 def counts_of_a_step(
     recipe, length, packed, checkpointed, drafted=None, processes=1, summary=False
 ):
     """`processes`: that share the text; counted is the first of them."""
-    with counting() as counts:
+    with counting() as counts, one_of(processes):
         target = target_of_8b()
         made = distillspec_of(target) if recipe == "distillspec" else eagle3_of(target, drafted)
         batch = batch_of(length, packed)
         if processes > 1:
-            batch = TextShares(types.SimpleNamespace(at=lambda index: batch), 0, processes).at(0)
+            source = types.SimpleNamespace(at=lambda index: batch)
+            batch = TextShares(source, TextGroup(0, processes)).at(0)
         take_step(target, *made, batch, counts, checkpointed, summary)
     how = (
         f"{length} tokens, packed {packed}, checkpointed {checkpointed}, {drafted or 'all'} drafted"
@@ -158,10 +172,12 @@ def counts_of_a_step(
     return counts
 
 
-def grows_twice(shape, length):
-    """Whether a tensor has entries by the square of the text's length, in two dimensions or one."""
+def grows_twice(shape, length, processes=1):
+    """Whether a tensor has entries by the square of the text's length, in two dimensions or one, or
+    of the part of it that one of so many processes computes."""
     own = [n for n in shape if n not in WIDTHS]
-    return sum(n > length // 2 for n in own) > 1 or math.prod(own) >= length**2
+    part = length // processes
+    return sum(n > part // 2 for n in own) > 1 or math.prod(own) >= length * part
 
 
 @pytest.mark.parametrize(
@@ -193,6 +209,26 @@ def test_a_text_of_131072_tokens_fits_devices_that_share_it():
     """Head over 32,000 of the tokens, as for a target of that size."""
     counts = counts_of_a_step("eagle3", 2**17, False, True, 32_000, processes=8)
     assert counts.peak < 141 * GB, counts.largest()
+    assert not [shape for shape in counts.shapes if grows_twice(shape, 2**17, 8)]
+
+
+@pytest.mark.slow
+def test_a_draft_model_trains_on_131072_tokens_that_devices_share():
+    """Queries, activations and losses are shared too, and the target's pass over the text."""
+    counts = counts_of_a_step("distillspec", 2**17, False, True, processes=8)
+    assert counts.peak < 141 * GB, counts.largest()
+    assert not [shape for shape in counts.shapes if grows_twice(shape, 2**17, 8)]
+
+
+def test_processes_that_share_a_text_share_its_products():
+    """The first of four computes a quarter of them, but for the keys of a head's layer."""
+    alone, shared = (
+        counts_of_a_step("eagle3", 2**13, False, False, 32_000, processes=processes)
+        for processes in (1, 4)
+    )
+    share = shared.products / alone.products
+    print(f"of four that share a text, one computes {share:.3f} of the products")
+    assert 0.24 < share < 0.3
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,12 @@ class Fit(Generic[B, O, C]):
                 batches.append(batch)
                 continue
             skipped += 1
-            if not self.alone:  # ranks go through a step together
+            if self.alone:
+                continue
+            if batch is None:  # ranks go through a step together
                 empty = torch.zeros_like(raw.loss_mask)
-                batches.append(dataclasses.replace(raw, loss_mask=empty, num_supervised=0))
+                batch = dataclasses.replace(raw, loss_mask=empty, num_supervised=0)
+            batches.append(batch)
         announced = [[float(value) for value in objective.denominators(batch, step)]
                      for batch in batches]  # fmt: skip
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
@@ -295,7 +298,7 @@ class Fit(Generic[B, O, C]):
         counters = self.counters
         with self.window.paused():
             random_state = rng_state()
-            self.placement.gather(self.model)
+            self.placement.gather(self.model, exact=True)
             drafter = self.network
             drafter.eval()
             metrics = self.evaluate(drafter, counters.step)

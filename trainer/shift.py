@@ -47,7 +47,7 @@ def supervised(
     loss_mask: Tensor,
     depth: int = 0,
     documents: Tensor | None = None,
-    anchors: Tensor | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:
     """The trained logit indices, [B, L-1] bool: those whose next token is in the mask.
 
@@ -56,18 +56,18 @@ def supervised(
     last committed token, lies `depth` tokens earlier and must be supervised too, since the first
     token of a response comes from the prefill. These are the positions that decoding visits.
     documents: [B, L] int64, where a row holds several texts; the anchor must be of the same one.
-    anchors: [B, L] bool, those of the supervised tokens that count as anchors; None: all.
+    own: [L] bool, the columns whose logits (depth 0) or anchors count; None: all.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
     if depth:
         anchored = torch.zeros_like(trained)
         count = trained.shape[1] - depth + 1
-        anchored[:, depth - 1 :] = (loss_mask if anchors is None else anchors)[:, :count]
+        anchored[:, depth - 1 :] = (loss_mask if own is None else loss_mask & own)[:, :count]
         if documents is not None:
             anchored[:, depth - 1 :] &= documents[:, :count] == documents[:, depth:]
-        trained = trained & anchored
-    return trained
+        return trained & anchored
+    return trained if own is None else trained & own[:-1]
 
 
 def at_index(columns: Tensor, depth: int, length: int) -> Tensor:

@@ -102,11 +102,10 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
     def stages(self) -> list[Stage]:
         text = Needs({"target": 1.0})
-        own_rounds = self.config.reduction == "token"  # a mean over a text needs all of it
         return [
             Stage(
                 "train", self.objective, text, start="base", row="after", packs=True,
-                shares_texts=own_rounds,
+                shares_texts=self.config.reduction == "token",
             )
         ]  # fmt: skip
 
@@ -182,6 +181,11 @@ class HeadObjective(Objective):
         score: Callable[..., list[Term]],
     ) -> list[Term]:
         """Compute the terms of all depths in one forward of the drafter."""
+        further: dict[str, object] = {}
+        if batch.documents is not None:
+            further["documents"] = batch.documents
+        if outputs is None and batch.group is not None:  # the drafter reads the text itself
+            further["group"] = batch.group
         scored = drafter(
             batch.input_ids,
             outputs,
@@ -189,7 +193,7 @@ class HeadObjective(Objective):
             score,
             batch.position_ids,
             batch.supervised(1)[:, 1:],  # logit index t + 1 is column t
-            **({} if batch.documents is None else {"documents": batch.documents}),
+            **further,
         )
         return [term for terms in scored for term in terms]
 

@@ -18,6 +18,7 @@ from data.generate import GenerationPlan, generate_traces
 from data.packing import PackedTraces
 from data.prompts import Prompt
 from data.shares import TextShares
+from target.shared_text import TextGroup
 from tests.commands import command, read_jsonl
 from tests.objectives import trained
 from tests.tiny import ARCHITECTURES
@@ -208,10 +209,10 @@ def test_processes_that_share_texts_lose_together_what_one_loses(
     name, in_rows, target, traces, monkeypatch
 ):
     """Terms, gradients and numbers of tokens add up to those of the whole texts."""
-    monkeypatch.setattr("data.shares.BLOCK", 5)
+    monkeypatch.setattr("target.shared_text.BLOCK", 5)
     recipe = make(name, target, traces)
     source = packed(traces) if in_rows else Batches(traces, {"target": 1.0}, 4, seed=0)
-    whole, *parts = (source, *(TextShares(source, part, 3) for part in range(3)))
+    whole, *parts = (source, *(TextShares(source, TextGroup(part, 3)) for part in range(3)))
     found = []
     for batch in (whole.at(0), *(share.at(0) for share in parts)):
         outputs = target.outputs(
@@ -230,6 +231,51 @@ def test_processes_that_share_texts_lose_together_what_one_loses(
     assert all(n < tokens for n, _ in shares)
     for one, *of_shares in zip(expected, *(numbers for _, numbers in shares), strict=True):
         torch.testing.assert_close(sum(of_shares), one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("teacher", ["live", "compressed"])
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_so_do_processes_that_train_a_draft_model(
+    teacher, in_rows, target, traces, tmp_path, monkeypatch
+):
+    """Each reads the rows alone here; `tests/target/test_shared_text.py` reads them together."""
+    monkeypatch.setattr("target.shared_text.BLOCK", 5)
+    monkeypatch.setattr(TextGroup, "reading", lambda group, *rows: Alone(*rows))
+    compressed = teacher == "compressed"
+    if compressed:
+        traces = texts_of(target, tmp_path, teacher_top_k=4, teacher_samples=3)
+    options = {"divergence": "ce_soft" if compressed else "tvd", "teacher": teacher}
+    recipe = make("distillspec", target, traces, draft_hidden_size=16, control=False, **options)
+    source = (
+        packed(traces, teacher=compressed) if in_rows
+        else Batches(traces, {"target": 1.0}, 4, seed=0, teacher=compressed)
+    )  # fmt: skip
+    found = []
+    for group in (None, *(TextGroup(part, 3) for part in range(3))):
+        batch = TextShares(source, group).at(0)
+        outputs = None
+        if not compressed:
+            outputs = target.outputs(batch.input_ids, batch.position_ids, project_later=True)
+        [(total, count, _)] = recipe.loss(batch, outputs, 0).terms
+        assert [float(count)] == recipe.denominators(batch, 0) == [batch.num_supervised]
+        recipe.drafter.zero_grad()
+        total.backward()
+        gradients = [p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]
+        found.append([total.detach(), torch.tensor(float(count)), *gradients])
+    for one, *shares in zip(*found, strict=True):
+        torch.testing.assert_close(sum(shares), one, rtol=1e-4, atol=1e-5)
+
+
+@dataclasses.dataclass
+class Alone:
+    """Rows that a process reads without the others of its group."""
+
+    ids: torch.Tensor
+    position_ids: torch.Tensor
+
+    def states(self, decoder):
+        given = {"input_ids": self.ids, "position_ids": self.position_ids, "use_cache": False}
+        return decoder(**given).last_hidden_state
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -282,7 +328,13 @@ def test_what_cannot_be_packed_is_said_in_one_line(
     [
         (2, "medusa", [], "divide the number of processes, 1, got 2"),
         (0, "medusa", [], "be >= 1, got 0"),
-        (2, "distillspec", [], "be 1 for a stage that does not share texts"),
+        (2, "osd", [], "be 1 for a stage that does not share texts"),
+        (
+            2,
+            "distillspec",
+            ["method.algorithm=on_policy_gkd"],
+            "be 1 for a stage that does not share texts",
+        ),
         (2, "medusa", ["method.reduction=sequence"], "be 1 for a stage that does not share texts"),
     ],
 )

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from phases.run import end
 from tests.commands import ROOT, command, finish, read_jsonl, start
+from trainer.replicated import Replicated
 
 pytestmark = pytest.mark.zero
 
@@ -48,12 +50,14 @@ KINDS = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3"
          "fsdp2": "FSDP2"}  # fmt: skip
 
 
-def launched(folder: Path, kind: str, words: list[str]) -> None:
-    """In two processes under `accelerate launch`, as a user would."""
+def launched(folder: Path, kind: str, words: list[str], *program: str) -> None:
+    """In two processes under `accelerate launch`, as a user would. `program`: as python takes it,
+    train.py by default."""
+    program = program or ("train.py",)
     config = folder / f"{kind}.yaml"
     config.write_text((CONFIGS / config.name).read_text() + "use_cpu: true\n")
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
-    code, _, err = finish(start(*launch, "train.py", *words))
+    code, _, err = finish(start(*launch, *program, *words))
     assert code == 0, err[-3000:]
 
 
@@ -114,15 +118,39 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
 
 
-def test_two_processes_that_share_texts_lose_what_one_does(tmp_path, tiny_folder):
+ROWS = "trainer.pack_tokens=280"
+SHARED = "model.device_map=fsdp2"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "own"),
+    [("eagle3", "ddp", [ROWS]),
+     ("eagle3", "ddp", [ROWS, SHARED]),
+     ("distillspec", "fsdp2", [ROWS]),
+     # its target's layers see a window each
+     ("eagle3-mistral", "ddp", [ROWS]),
+     # a text a row, of a block and more
+     ("medusa2", "ddp", ["data.max_new_tokens=150"]),
+     ("fastdraft", "ddp", ["method.context=200", "method.pretrain_steps=2",
+                           "method.stages=[pretrain,align]", "trainer.lr_warmup_steps=0"])],
+)  # fmt: skip
+def test_two_processes_that_share_texts_lose_what_one_does(
+    recipe, kind, own, tmp_path, tiny_folder
+):
     """In rows longer than a block, so that both have positions to train."""
     found, shared = [], "trainer.context_parallel_size=2"
-    for name, given in (("alone", ()), ("ddp", (shared,))):
+    recipe, _, arch = recipe.partition("-")
+    target = tiny_folder(arch or "llama")
+    for name, given in (("alone", ()), (kind, (shared,))):
         run = tmp_path / name
-        words = words_of(
-            tmp_path, tiny_folder("llama"), "eagle3", "trainer.pack_tokens=280",
-            "trainer.batch_size=1", f"run.dir={run}", *given,
-        )  # fmt: skip
+        given = (*own, "trainer.batch_size=1", f"run.dir={run}", *given)
+        if recipe in STAGES:
+            words = words_of(tmp_path, target, recipe, *given)
+        else:
+            words = command(tmp_path, target, f"recipe={recipe}", *GIVEN, *given)
+        if recipe == "medusa2":
+            words = [word for word in words if not word.startswith("method.")]
+            words += ["method.lora_dropout=0", "method.lora_rank=2"]
         if name == "alone":
             assert train.main(words) == 0
         else:
@@ -169,7 +197,6 @@ def test_medusa2_trains_inside_of_the_target(tmp_path, tiny_folder, kind):
         assert one == pytest.approx(other, rel=1e-4)
 
 
-SHARED = "model.device_map=fsdp2"
 UNEVEN = {
     "gto": ("method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
             "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
@@ -221,11 +248,15 @@ def test_processes_that_ask_a_target_in_parts_unevenly(tmp_path, tiny_folder, re
     assert notes == [False, True]
 
 
+FUSED = ("--module", "tests.trainer.test_placements")
+
+
+@pytest.mark.parametrize("program", [(), FUSED], ids=["eager", "fused"])
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
-def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, kind):
-    """From its second step, with the optimiser's state of both."""
+def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, kind, program):
+    """From its second step, with the optimiser's state of both, also in one kernel."""
     words = words_of(tmp_path, tiny_folder("llama"), "medusa", "trainer.batch_size=2")
-    launched(tmp_path, kind, words)
+    launched(tmp_path, kind, words, *program)
     run = tmp_path / "run"
     whole = losses(run)
     checkpoints = run / "stages" / "0-train" / "checkpoints"
@@ -234,7 +265,7 @@ def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, k
     shutil.rmtree(checkpoints / "step-000004")
     for name in ("report.json", "stages/0-train/finished.json"):
         (run / name).unlink()
-    launched(tmp_path, kind, words)
+    launched(tmp_path, kind, words, *program)
     assert losses(run) == whole
     assert not list(checkpoints.glob(".tmp*"))
 
@@ -256,3 +287,8 @@ def test_bf16_computes_in_it_and_trains_float32(tmp_path, tiny_folder, kind):
     assert found == [pytest.approx(row, rel=0.05) for row in expected]
     best = max((there / "stages/0-train/checkpoints").glob("step-*"))
     assert all(t.dtype == torch.float32 for t in load_file(best / "drafter.safetensors").values())
+
+
+if __name__ == "__main__":  # train.py with the optimiser that a GPU has
+    Replicated.fuses = property(lambda placement: True)  # type: ignore[assignment, method-assign]
+    end(train.main)
