@@ -139,7 +139,7 @@ class CausalLMDrafter(TrainedDrafter):
                 input_ids=ids, use_cache=False, **packed(self.model, position_ids)
             ).last_hidden_state
         else:
-            hidden = group.reading(ids, position_ids).states(decoder)
+            hidden = group.reading(ids, position_ids).states(self.model)
         for _ in range(depth):
             yield hidden
 

@@ -138,7 +138,8 @@ class StageRun:
         elif self.run.accelerator.is_main_process:
             print(
                 f"the target reads whole texts on each of the {group.parts} processes that share "
-                "them, since its layers do not all attend to all of a text by sdpa"
+                "them, since not all of its layers attend by sdpa, at frequencies that do not "
+                "follow from the text's length"
             )
 
     def _announce(

@@ -139,7 +139,7 @@ class AdaptedTarget:
             layer.training = torch.is_grad_enabled()
         try:
             if group is not None:
-                return group.reading(ids, position_ids).states(run)
+                return group.reading(ids, position_ids).states(self.model)
             return run(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
         finally:
             for layer in recomputed:

@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from target.devices import device_of
+from target.masks import FULL, LayerMasks
 from trainer.losses import wide
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Capability:
 
 @dataclass(eq=False)
 class Visible:
-    """The keys that each query sees: columns 0..t of the query's own document.
+    """The keys that each query sees: columns 0..t of the query's own document, or the last
+    `window` of them.
 
     `length`: number of keys T; `columns` [B, C] int64: those of the queries; `documents` [B, T]
     int64, None: one per row; `causal`: the queries are all columns of one document, in order. A
@@ -84,13 +86,17 @@ class Visible:
     columns: torch.Tensor
     documents: torch.Tensor | None = None
     causal: bool = False
+    window: int | None = None
 
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
         """The mask [B, C, T] bool, None: causal."""
         if self.causal:
             return None
-        seen = torch.arange(self.length, device=self.columns.device) <= self.columns.unsqueeze(-1)
+        keys, queries = torch.arange(self.length, device=self.columns.device), self.columns
+        seen = keys <= queries.unsqueeze(-1)
+        if self.window is not None:
+            seen &= keys > queries.unsqueeze(-1) - self.window
         if self.documents is not None:
             own = self.documents.gather(1, self.columns)
             seen &= self.documents.unsqueeze(1) == own.unsqueeze(-1)
@@ -105,12 +111,14 @@ class Visible:
         visible, without it. torch's own `create_block_mask` begins with the dense mask.
         """
         columns, documents = self.columns.contiguous(), self.documents
+        window = self.window
         if documents is None:
             documents = columns.new_zeros(len(columns), self.length)
         own = documents.gather(1, columns)
 
         def seen(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
-            return (key <= columns[row, query]) & (documents[row, key] == own[row, query])
+            before = (key <= columns[row, query]) & (documents[row, key] == own[row, query])
+            return before if window is None else before & (key > columns[row, query] - window)
 
         first, last = _ranges(columns)
         low, high = _ranges(own)
@@ -120,6 +128,9 @@ class Visible:
         some &= key_high >= low.unsqueeze(-1)
         every = (begin + BLOCK - 1 <= first.unsqueeze(-1)) & (key_low == key_high)
         every &= (low == high).unsqueeze(-1) & (key_low == low.unsqueeze(-1))
+        if window is not None:
+            some &= begin + BLOCK - 1 > first.unsqueeze(-1) - window
+            every &= begin > last.unsqueeze(-1) - window
         every[:, columns.shape[1] // BLOCK :] = False  # the kernels mask what fills a last block
         return BlockMask.from_kv_blocks(
             *_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen,
@@ -335,30 +346,35 @@ def _sdpa_or_blocks(
 AttentionInterface.register("sdpa", _sdpa_or_blocks)
 
 
-def packed(
-    model: PreTrainedModel, position_ids: torch.Tensor | None
-) -> dict[str, torch.Tensor | BlockMask | None]:
+def packed(model: PreTrainedModel, position_ids: torch.Tensor | None) -> dict[str, object]:
     """The arguments with which `model` reads whole rows: `position_ids` [B, L] int64, which tell
     the texts of a row apart, and their mask.
 
-    transformers makes a dense mask [B, 1, L, L] of positions that begin again. Where flex attention
-    computes, a block mask takes its place, and positions that do not begin again need none. Models
-    with sliding windows or dropout of attention, or on several devices, keep transformers' masks.
+    transformers makes a dense mask [B, 1, L, L] of positions that begin again, and of windows.
+    Where flex attention computes, block masks take their place, and layers that see all of a row of
+    one text need none. Models with dropout of attention or on several devices keep transformers'
+    masks.
     """
     if position_ids is None or not _reads_blocks(model):
         return {"position_ids": position_ids}
-    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
-    columns = columns.expand_as(position_ids)
-    if torch.equal(columns, position_ids):
+    length, masks = position_ids.shape[1], LayerMasks.of(model)
+    columns = torch.arange(length, device=position_ids.device).expand_as(position_ids)
+    alone = torch.equal(columns, position_ids)
+    if alone and (masks.window is None or masks.window >= length):
         return {}
-    # the column of a text's first token is the text's number
-    visible = Visible(columns.shape[1], columns, columns - position_ids)
-    return {"position_ids": position_ids, "attention_mask": visible.blocks}
+
+    def mask(window: int | None) -> BlockMask | None:
+        if alone and window is None:
+            return None
+        # the column of a text's first token is the text's number
+        return Visible(length, columns, columns - position_ids, window=window).blocks
+
+    return {"position_ids": position_ids, "attention_mask": masks.each(mask)}
 
 
 def _reads_blocks(model: PreTrainedModel) -> bool:
-    """Whether all layers can read one block mask, on a device where flex attention computes."""
-    if not attends_here(model):
+    """Whether all layers can read block masks, on a device where flex attention computes."""
+    if not reads_masks(model):
         return False
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -366,11 +382,16 @@ def _reads_blocks(model: PreTrainedModel) -> bool:
 
 
 def attends_here(model: PreTrainedModel) -> bool:
-    """Whether attention of all layers is computed by `_sdpa_or_blocks` with the mask that the model
-    is given."""
+    """Whether attention of all layers is computed by `_sdpa_or_blocks` with the one mask that the
+    model is given."""
+    return LayerMasks.of(model).kinds == (FULL,) and reads_masks(model)
+
+
+def reads_masks(model: PreTrainedModel) -> bool:
+    """Whether attention of all layers is computed by `_sdpa_or_blocks` with the masks that the
+    model is given, see `LayerMasks`."""
     config: PreTrainedConfig = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+    if not LayerMasks.of(model).is_known:
         return False
     if config._attn_implementation != "sdpa" or not model._supports_flex_attn:
         return False

@@ -9,7 +9,6 @@ their slots are masked until they are overwritten.
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from target.attention import Pair
 from target.devices import decoder_of, device_of
 from target.graphs import Graphs, Weights
+from target.masks import FULL, SLIDING, LayerMasks
 from target.model import captured
 from target.nodes import PlacedNodes, place_tree
 from target.outputs import LayerId
@@ -110,10 +110,8 @@ class CachedModel:
                 f"attention implementation {config._attn_implementation!r} takes no explicit mask: "
                 "load the model with attn_implementation='sdpa'"
             )
-        types = getattr(config, "layer_types", None) or ["full_attention"]
-        window = getattr(config, "sliding_window", None)
-        self.mask_types = sorted(set(types))
-        unknown = set(types) - {"full_attention", "sliding_attention"}
+        self.layer_masks = LayerMasks.of(model)
+        unknown = set(self.layer_masks.kinds) - {FULL, SLIDING}
         if unknown or not hasattr(config, "num_attention_heads"):
             raise UserError(
                 f"model.target has layers of type "
@@ -126,20 +124,11 @@ class CachedModel:
                 f"{config.model_type} masks or biases attention in a way of its own (ALiBi or "
                 "local attention), which the cache of speculative decoding cannot follow"
             )
-        base = decoder_of(model)
-        # Models either choose a mask by layer type from a dict, or take one mask for all layers.
-        self.takes_dict = (
-            "isinstance(causal_mask_mapping := attention_mask, dict)"
-            in inspect.getsource(type(base).forward)
-        )
-        if not self.takes_dict and len(self.mask_types) > 1:
+        if not self.layer_masks.is_known:
             raise UserError(
-                f"{type(base).__name__} mixes layers of several kinds and takes no mask for each: "
-                "this version of transformers cannot be used with it"
+                f"{type(decoder_of(model)).__name__} mixes layers of several kinds and takes no "
+                "mask for each: this version of transformers cannot be used with it"
             )
-        if not self.takes_dict:
-            self.mask_types = ["sliding_attention" if window is not None else "full_attention"]
-        self.window = window if "sliding_attention" in self.mask_types else None
         self.cache: Cache | None = None
 
     @property
@@ -321,17 +310,17 @@ class CachedModel:
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive or bool masks [R, 1, T, S] of the keys that tokens see, by layer type where the
         model chooses by it. `visible`: from a window of keys, None: no limit, to [R, T, S] bool."""
-        masks: dict[str, torch.Tensor] = {}
-        for kind in self.mask_types:
-            window = self.window if kind == "sliding_attention" else None
+
+        def mask(window: int | None) -> torch.Tensor:
             allowed = visible(window).unsqueeze(1)
-            if self.eager:  # eager attention adds its mask
-                dtype = self.model.dtype
-                allowed = torch.zeros_like(allowed, dtype=dtype).masked_fill(
-                    ~allowed, torch.finfo(dtype).min
-                )
-            masks[kind] = allowed
-        return masks if self.takes_dict else next(iter(masks.values()))
+            if not self.eager:
+                return allowed
+            dtype = self.model.dtype  # eager attention adds its mask
+            return torch.zeros_like(allowed, dtype=dtype).masked_fill(
+                ~allowed, torch.finfo(dtype).min
+            )
+
+        return self.layer_masks.each(mask)
 
 
 def _scored(tree: bool, cache: CachedModel, ids: torch.Tensor, nodes: PlacedNodes) -> torch.Tensor:

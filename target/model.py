@@ -38,6 +38,7 @@ from target.devices import (
 from target.fingerprint import eos_ids, fingerprint, vocabulary_size
 from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
+from target.masks import LayerMasks
 from target.outputs import LayerId, ProjectedLogits, TargetOutputs, TargetRequest
 from target.sharded import Sharded
 from target.shared_text import TextGroup, can_share
@@ -181,9 +182,9 @@ class Target:
         found: dict[LayerId, torch.Tensor] = {}
         if group is not None and can_share(self.model):
             assert not logits, "logits of whole rows are computed later"
-            reading = group.reading(input_ids, position_ids)
+            reading, decoder = group.reading(input_ids, position_ids), decoder_of(self.model)
             with captured(self.model, wanted, found):
-                decoder_of(self.model)(use_cache=False, **reading.arguments())
+                decoder(use_cache=False, **reading.arguments(LayerMasks.of(self.model)))
             return TargetOutputs({layer: reading.whole(own) for layer, own in found.items()})
         with captured(self.model, wanted, found):
             result = self.model(

@@ -8,15 +8,15 @@ processes of a group read the same rows at the same time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from target.attention import BLOCK, SharedMask, Visible, attends_here
+from target.attention import BLOCK, SharedMask, Visible, reads_masks
 from target.devices import decoder_of, device_of
+from target.masks import LayerMasks
 from trainer.config import UserError
 from trainer.processes import PATIENCE, all_gather, reduce_scatter
 
@@ -64,7 +64,8 @@ class TextGroup:
         if not can_share(model):
             raise UserError(
                 f"trainer.context_parallel_size={self.parts} shares texts of models whose layers "
-                f"all attend to the whole text by sdpa, which {name} does not: set it to 1"
+                f"all attend by sdpa, at frequencies that do not follow from the text's length, "
+                f"which is not so of {name}: set it to 1"
             )
         device, training = device_of(model), model.training
         width = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
@@ -72,7 +73,7 @@ class TextGroup:
         model.eval()
         with torch.no_grad():
             alone = decoder_of(model)(ids, use_cache=False).last_hidden_state
-            shared = self.reading(ids, None).states(decoder_of(model))
+            shared = self.reading(ids, None).states(model)
         model.train(training)
         error, size = (shared - alone).abs().max(), alone.abs().max()
         # what rounding makes of another order of sums, in half precision too
@@ -97,17 +98,21 @@ class SharedReading:
     columns: torch.Tensor
     places: torch.Tensor
 
-    def arguments(self) -> dict[str, torch.Tensor]:
-        """What a model is called with in place of whole rows."""
+    def arguments(self, masks: LayerMasks) -> dict[str, object]:
+        """What a model that reads `masks` is called with in place of whole rows."""
         rows, length = self.ids.shape
         inside = self.columns.clamp(max=length - 1)
         starts = torch.arange(length, device=self.ids.device) - self.position_ids
-        # the column of a text's first token is the text's number
-        visible = Visible(length, inside.expand(rows, -1), starts)
+
+        def mask(window: int | None) -> SharedMask:
+            # the column of a text's first token is the text's number
+            visible = Visible(length, inside.expand(rows, -1), starts, window=window)
+            return SharedMask.of(visible, self.whole)
+
         return {
             "input_ids": self.ids[:, inside],
             "position_ids": self.position_ids[:, inside],
-            "attention_mask": SharedMask.of(visible, self.whole),
+            "attention_mask": masks.each(mask),
         }
 
     def whole(self, own: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -116,10 +121,10 @@ class SharedReading:
         every: torch.Tensor = _Gathered.apply(own, self.group)  # type: ignore[assignment]
         return torch.cat(every.unbind(), dim).index_select(dim, self.places)
 
-    def states(self, decoder: Callable[..., object]) -> torch.Tensor:
-        """The last states [B, L, H] that `decoder` computes of the rows."""
-        made = decoder(use_cache=False, **self.arguments())
-        return self.whole(made.last_hidden_state)  # type: ignore[attr-defined]
+    def states(self, model: PreTrainedModel) -> torch.Tensor:
+        """The last states [B, L, H] that the decoder of `model` computes of the rows."""
+        made = decoder_of(model)(use_cache=False, **self.arguments(LayerMasks.of(model)))
+        return self.whole(made.last_hidden_state)
 
 
 class _Gathered(torch.autograd.Function):
@@ -152,9 +157,9 @@ def _groups(count: int, parts: int) -> list[dist.ProcessGroup]:
 
 
 def can_share(model: PreTrainedModel) -> bool:
-    """Whether a column's states follow from the keys and values of the columns before it, which
-    its layers see all, and from positions that are given."""
+    """Whether a column's states follow from the keys and values of the columns before it, and from
+    positions that are given."""
     rotary = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {rotary.get("rope_type")}
     kinds |= {one.get("rope_type") for one in rotary.values() if isinstance(one, dict)}
-    return attends_here(model) and kinds.isdisjoint(BY_LENGTH)
+    return reads_masks(model) and kinds.isdisjoint(BY_LENGTH)

@@ -273,9 +273,9 @@ class Alone:
     ids: torch.Tensor
     position_ids: torch.Tensor
 
-    def states(self, decoder):
+    def states(self, model):
         given = {"input_ids": self.ids, "position_ids": self.position_ids, "use_cache": False}
-        return decoder(**given).last_hidden_state
+        return model.model(**given).last_hidden_state
 
 
 # --- a run ---------------------------------------------------------------------------------------

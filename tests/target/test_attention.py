@@ -49,13 +49,32 @@ def test_states_of_rows_are_those_of_the_dense_mask(positions, tiny_target):
     assert all(isinstance(mask, BlockMask) if several else mask is None for mask in masks)
 
 
-def test_a_model_with_windows_keeps_transformers_masks(tiny_target):
-    target = tiny_target("mistral", layers=2)  # a window of 12 tokens
-    ids, positions = torch.tensor(prompts_of([24])), torch.arange(24).unsqueeze(0) % 20
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("arch", ["mistral", "gemma3"])
+def test_windows_are_block_masks_too(arch, several, tiny_target, monkeypatch):
+    """Of 12 and 16 tokens; blocks of keys before a window, behind a query or of another text are
+    not computed."""
+    monkeypatch.setattr("target.attention.BLOCK", 8)
+    target = tiny_target(arch, layers=2)
+    ids, positions = torch.tensor(prompts_of([61])), torch.arange(61).unsqueeze(0)
+    if several:
+        positions = positions % 40
     wanted = target.outputs(ids, positions, layers=("final_norm",), logits=False).hidden
     with chosen_as_on_a_gpu():
+        given = packed(target.model, positions)["attention_mask"]
         states = target.outputs(ids, positions, layers=("final_norm",), logits=False).hidden
     close(states["final_norm"], wanted["final_norm"])
+    masks = given if isinstance(given, dict) else {"sliding_attention": given}
+    assert isinstance(masks["sliding_attention"], BlockMask)
+    assert masks["sliding_attention"].sparsity() > 60
+    if arch == "gemma3":
+        assert isinstance(masks["full_attention"], BlockMask) is several
+
+
+def test_a_window_as_long_as_the_row_needs_no_mask(tiny_target):
+    target = tiny_target("mistral", layers=2)
+    with chosen_as_on_a_gpu():
+        assert packed(target.model, torch.arange(12).unsqueeze(0)) == {}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

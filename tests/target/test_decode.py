@@ -267,7 +267,7 @@ def test_free_rows_always_see_a_slot(name):
     mask = cached._mask
 
     def spy(positions, used, tree=None):
-        window = cached.window or 10**9
+        window = cached.layer_masks.window or 10**9
         lowest.append(bool((positions - window < used - 1).all()))
         return mask(positions, used, tree)
 

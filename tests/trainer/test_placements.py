@@ -127,7 +127,7 @@ SHARED = "model.device_map=fsdp2"
     [("eagle3", "ddp", [ROWS]),
      ("eagle3", "ddp", [ROWS, SHARED]),
      ("distillspec", "fsdp2", [ROWS]),
-     # its target's layers see a window each
+     # the layers of its target see windows
      ("eagle3-mistral", "ddp", [ROWS]),
      # a text a row, of a block and more
      ("medusa2", "ddp", ["data.max_new_tokens=150"]),
