@@ -144,7 +144,7 @@ class CausalLMDrafter(TrainedDrafter):
             yield hidden
 
     def check_group(self, group: TextGroup) -> None:
-        group.check(self.model, "the drafter")
+        group.check(self.model, "the drafter", trains=True)
 
     def output_head(self, depth: int = 1) -> OutputHead:
         # built again where sharding has put another tensor in the weight's place

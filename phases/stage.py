@@ -155,7 +155,7 @@ class StageRun:
         number = self.settings.gradient_accumulation_steps
         for index in range(step * number, (step + 1) * number):
             batch = batches.at(index)
-            if batch.num_supervised:  # nobody asks for the states of others
+            if batch.loss_mask.any():  # nobody asks for the states of others
                 states.ahead(batch)
 
     def _batches(self) -> tuple[Needs, BatchSource[Batch]]:

@@ -300,7 +300,9 @@ def shared(
 ) -> torch.Tensor:
     """Attention of the queries [B, H, C, D] of a process to the keys of all processes, of which
     `own` [B, G, C, D] are its share -> [B, H, C, D]."""
-    keys, values = (mask.whole(one, 2) for one in own)
+    # in one dtype: under autocast rotary embeddings make keys wider than values
+    keys, values = (mask.whole(one.to(own[1].dtype), 2) for one in own)
+    queries = queries.to(values.dtype)
     visible = mask.visible
     if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
         return flex(queries, keys, values, visible.blocks, scale)[0]

@@ -36,7 +36,9 @@ class TextGroup:
     def here(cls, process: int, count: int, parts: int) -> TextGroup:
         """The group of `process` among `count`: `parts` neighbours. All of them call it."""
         number, part = divmod(process, parts)
-        return cls(part, parts, _groups(count, parts)[number])
+        own = _groups(count, parts)[number]
+        assert isinstance(own, dist.ProcessGroup), "this process is in it"
+        return cls(part, parts, own)
 
     def owner(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """The part that computes each of `length` columns, [length] int64. Blocks of columns are
@@ -58,16 +60,20 @@ class TextGroup:
             position_ids = torch.arange(length, device=ids.device).expand_as(ids)
         return SharedReading(self, ids, position_ids, columns, order.argsort()[:length])
 
-    def check(self, model: PreTrainedModel, name: str) -> None:
+    def check(self, model: PreTrainedModel, name: str, trains: bool = False) -> None:
         """Compare the states of a short text with those of `model` alone. UserError where they
-        differ, or where its layers see more than the keys of the columns before."""
-        if not can_share(model):
+        differ, or where its layers, in training mode if it `trains`, are not `can_share`'s."""
+        training = model.training
+        model.train(trains)
+        shares = can_share(model)
+        model.train(training)
+        if not shares:
             raise UserError(
                 f"trainer.context_parallel_size={self.parts} shares texts of models whose layers "
-                f"all attend by sdpa, at frequencies that do not follow from the text's length, "
-                f"which is not so of {name}: set it to 1"
+                f"all attend by sdpa without dropout, at frequencies that do not follow from the "
+                f"text's length, which is not so of {name}: set it to 1"
             )
-        device, training = device_of(model), model.training
+        device = device_of(model)
         width = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
         ids = (torch.arange(self.parts * BLOCK - 1, device=device) % width).unsqueeze(0)
         model.eval()
@@ -146,14 +152,13 @@ class _Gathered(torch.autograd.Function):
 
 
 @functools.cache
-def _groups(count: int, parts: int) -> list[dist.ProcessGroup]:
-    """The groups of `parts` neighbours among `count` processes; all make them in the same order."""
-    found = []
-    for first in range(0, count, parts):
-        made = dist.new_group(list(range(first, first + parts)), timeout=PATIENCE)
-        assert isinstance(made, dist.ProcessGroup)
-        found.append(made)
-    return found
+def _groups(count: int, parts: int) -> list[object]:
+    """The groups of `parts` neighbours among `count` processes, which all make them in the same
+    order; a number in place of those that this process is not in."""
+    return [
+        dist.new_group(list(range(first, first + parts)), timeout=PATIENCE)
+        for first in range(0, count, parts)
+    ]
 
 
 def can_share(model: PreTrainedModel) -> bool:

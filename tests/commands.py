@@ -89,6 +89,7 @@ def pipe(path: Path) -> Path:
 
 # `accelerate launch --cpu --num_processes 2` starts one process only (accelerate 1.15)
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+FOUR = (*TWO[:-1], "4")
 
 
 def start(*words: str, log: Path | None = None, **options: Any) -> subprocess.Popen:

@@ -244,7 +244,7 @@ class Fit(Generic[B, O, C]):
             if batch is not None and batch.num_supervised > 0:
                 batches.append(batch)
                 continue
-            skipped += 1
+            skipped += batch is None or not batch.loss_mask.any()  # a process may own no column
             if self.alone:
                 continue
             if batch is None:  # ranks go through a step together

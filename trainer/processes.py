@@ -57,22 +57,26 @@ class Spread(Generic[T, R]):
     def __init__(self, compute: Callable[[T], R]) -> None:
         self.compute = compute
         self.processes = dist.get_world_size() if dist.is_initialized() else 1
+        self._waiting = True  # the others, for more
 
     def __enter__(self) -> Spread[T, R]:
         return self
 
     def __exit__(self, *fault: object) -> None:
-        self._received([None] * self.processes)
+        if self._waiting:  # else they have results that a fault here asks nobody for
+            self._received([None] * self.processes)
 
     def each(self, items: Iterable[T]) -> Iterator[R]:
         """Yield `compute` of each item, in order."""
         left = iter(items)
         while given := list(itertools.islice(left, self.processes)):
             self._received([(item,) for item in given] + [()] * (self.processes - len(given)))
+            self._waiting = False
             own = self.compute(given[0])
             found: list[Any] = [own] * self.processes
             if self.processes > 1:
                 dist.gather_object(own, found, group=_group())
+            self._waiting = True
             yield from found[: len(given)]
 
     def help(self) -> None:

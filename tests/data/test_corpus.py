@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from target.model import Target
 from tests.commands import TWO, finish, pipe, start, write_jsonl
 from tests.tiny import EOS
 from trainer.config import RunFault, UserError
+from trainer.processes import Spread
 
 TEXTS = [f"Document {i} says {'so ' * (i % 5)}and ends." for i in range(30)]
 
@@ -416,6 +418,31 @@ def test_two_processes_write_what_one_does(tiny_folder, tmp_path):
     assert code == 0, err[-3000:]
 
 
+def test_a_fault_of_the_first_process_is_shown_and_ends_the_others():
+    """While the second has a result that nobody asks for any more."""
+    code, _, err = finish(start(*TWO, "-m", "tests.data.test_corpus"))
+    assert code != 0
+    assert "ValueError: no such text" in err
+
+
+def fail(words: list[str]) -> int:
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+
+    def compute(number: int) -> int:
+        if first and number == 2:
+            raise ValueError("no such text")
+        return number
+
+    spread = Spread(compute)
+    if first:
+        with spread:
+            list(spread.each(range(4)))
+    else:
+        spread.help()
+    return 0
+
+
 def write(words: list[str]) -> int:
     """One of two processes: some blocks, more of them, all, none that is missing; an error."""
     folder, raw, there = words
@@ -444,4 +471,4 @@ def write(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end(write)
+    end(write if len(sys.argv) > 1 else fail)

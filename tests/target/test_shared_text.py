@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +16,7 @@ from target import shared_text
 from target.masks import LayerMasks
 from target.model import Target
 from target.shared_text import TextGroup, can_share
-from tests.commands import TWO, finish, start
+from tests.commands import FOUR, TWO, finish, start
 from tests.kernels import chosen_as_on_a_gpu
 from trainer.config import UserError
 
@@ -57,6 +58,35 @@ def test_frequencies_that_follow_from_the_length_are_not_shared(kind, tiny_targe
     assert not can_share(target.model)
     with pytest.raises(UserError, match="set it to 1"):
         TextGroup(0, 2).check(target.model, "the target")
+
+
+def test_a_draft_model_with_dropout_is_refused(tiny_target, monkeypatch):
+    target = tiny_target("llama")
+    monkeypatch.setattr(target.model.config, "attention_dropout", 0.1)
+    with pytest.raises(UserError, match="without dropout"):
+        TextGroup(0, 2).check(target.model, "the drafter", trains=True)
+    assert not target.model.training
+
+
+def test_each_of_four_processes_is_in_one_group_of_two():
+    code, _, err = finish(start(*FOUR, "-m", "tests.target.test_shared_text"))
+    assert code == 0, err[-3000:]
+
+
+def pair(words: list[str]) -> int:
+    """One of the four."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = TextGroup.here(rank, 4, 2)
+    ids = torch.zeros(1, 3 * shared_text.BLOCK, dtype=torch.long)
+    reading = group.reading(ids, None)
+    own = torch.full((1, len(reading.columns)), float(rank))
+    first = rank // 2 * 2
+    assert group.part == rank - first
+    # the first block, then two of the other process
+    expected = first + torch.tensor([0.0, 1, 1]).repeat_interleave(shared_text.BLOCK)
+    assert torch.equal(reading.whole(own)[0], expected)
+    return 0
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -112,4 +142,4 @@ def read(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end(read)
+    end(read if len(sys.argv) > 1 else pair)

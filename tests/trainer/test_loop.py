@@ -508,9 +508,9 @@ def test_products_in_float32_are_rounded_in_steps_alone(tmp_path, precision, rou
 
 @pytest.mark.parametrize(
     ("device", "shares", "fuses"),
-    [("cuda", False, True), ("cpu", False, False), ("cuda", True, False)],
+    [("cuda", False, True), ("cpu", False, False), ("cuda", True, True)],
 )
-def test_a_whole_optimiser_on_a_gpu_is_one_kernel(device, shares, fuses, monkeypatch):
+def test_an_optimiser_on_a_gpu_is_one_kernel(device, shares, fuses, monkeypatch):
     monkeypatch.setattr(Replicated, "shares", shares)
     accelerator = SimpleNamespace(device=torch.device(device))
     placed = Replicated(accelerator, TrainerConfig())
