@@ -101,13 +101,14 @@ def visible_of(case):
         "columns": Visible(LENGTH, some),
         "documents": Visible(LENGTH, every, documents),
         "both": Visible(LENGTH, some, documents),
-        "window": Visible(LENGTH, every, window=2 * BLOCK + 1),
+        "window": Visible(LENGTH, every, window=BLOCK + 20),
+        "narrow window": Visible(LENGTH, every, window=BLOCK // 2),
         "window of texts": Visible(LENGTH, some, documents, window=BLOCK // 2),
         "few": Visible(LENGTH, every[:, 150:250]),
     }[case]
 
 
-CASES = ["causal", "columns", "documents", "both", "window", "window of texts"]
+CASES = ["causal", "columns", "documents", "both", "window", "narrow window", "window of texts"]
 
 
 @pytest.mark.parametrize("case", CASES)
