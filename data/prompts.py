@@ -15,14 +15,14 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TypeAlias
 
 from data import questions, toy
-from data.tables import kind_of, listed, read_table, shorten
+from data.prompt_tables import PromptTable, open_tables
+from data.tables import kind_of, listed, shorten
 from data.trace_rows import Trace
 from trainer.checks import excerpt
-from trainer.config import UserError, suggest
+from trainer.config import UserError
 
 Message: TypeAlias = dict[str, str]  # {"role": system | user | assistant, "content": text}
 
@@ -34,8 +34,6 @@ class Rendered(tuple[int, ...]):
 # what the target answers: plain text, a conversation up to a user message, or token ids
 Turn: TypeAlias = str | list[Message] | Rendered
 
-PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
-RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
 TOY_PROMPTS = 100_000  # the toy's problems never end
 _DOMAIN_COLUMNS = ("domain", "category")
 _ROLES = {
@@ -104,15 +102,22 @@ def load_prompts(
     """Read at most `count` distinct prompts, in the order of the source; all where it has fewer.
 
     `source`: `toy`, `questions`, either with domains (`toy:code+math`), a file (.jsonl .json
-    .parquet .csv .txt, each also .gz) or a Hub data set id, to which alone `config` and `split`
-    apply. Rows are chosen by a hash keyed with `seed`, so a source that grows keeps most of an
-    earlier choice. The domain of a row is its `domain` or `category`, else the name of the file or
-    data set. Raises UserError where a row cannot be read or no prompt is left.
+    .parquet .csv .txt, each also .gz), a Hub data set id or a folder of one, to which alone
+    `config` and `split` apply, or a folder of several data sets. Rows are chosen by a hash keyed
+    with `seed`, so a source that grows keeps most of an earlier choice. The domain of a row is its
+    `domain` or `category`, else the name of the file or data set. Raises UserError where a row
+    cannot be read or no prompt is left.
     """
     if is_made_here(source):
         prompts, num_empty = _toy_prompts(source, count, seed, toy_split), 0
     else:
-        prompts, num_empty = _row_prompts(source, config, split, column, response_column)
+        prompts, num_empty = [], 0
+        tables = open_tables(source, config, split, column, response_column)
+        for table in tables:
+            more, empty = _row_prompts(table, required=response_column is not None)
+            if len(tables) > 1:
+                _log.info("%s: %d prompts of domain %s", table.source, len(more), table.domain)
+            prompts, num_empty = prompts + more, num_empty + empty
     distinct: dict[str, Prompt] = {}
     for prompt in prompts:
         distinct.setdefault(prompt.hash, prompt)
@@ -173,33 +178,18 @@ def _toy_prompts(source: str, count: int, seed: int, split: str) -> list[Prompt]
 # --- rows to prompts -----------------------------------------------------------------------------
 
 
-def _row_prompts(
-    source: str, config: str | None, split: str, column: str | None, response_column: str | None
-) -> tuple[list[Prompt], int]:
-    table = read_table(source, config, split)
-    columns = table.columns
-    for name in (column, response_column):
-        if name is not None and name not in columns:
-            known = listed(columns) + suggest(name, columns)
-            raise UserError(f"{source} has no column {excerpt(name)}; columns: {known}")
-    column = column or next((name for name in PROMPT_COLUMNS if name in columns), None)
-    if column is None:
-        known = f"({', '.join(PROMPT_COLUMNS)}); columns: {listed(columns)}"
-        raise UserError(f"{source} has none of the usual columns {known}; set prompts_column")
-    guess = next((name for name in RESPONSE_COLUMNS if name in columns and name != column), None)
-    answer_column = response_column or guess
-    also = ("input", "conversation_id", *_DOMAIN_COLUMNS)
-    needed = dict.fromkeys(name for name in (column, answer_column, *also) if name in columns)
-    file_domain = Path(source).name.split(".")[0]
+def _row_prompts(table: PromptTable, required: bool) -> tuple[list[Prompt], int]:
+    """The prompts of a table, and how many were empty. `required`: its column of answers is."""
+    column, also = table.column, ("input", "conversation_id", *_DOMAIN_COLUMNS)
     prompts, num_empty = [], 0
-    for where, row in table.rows(list(needed)):
+    for where, row in table.rows(also):
         content = _content(where, row, column)
         if content is None:
             num_empty += 1
             continue
         plain = isinstance(content, str)
-        response = _response(where, row, answer_column, required=response_column is not None)
-        if not plain and response_column is None and content[-1]["role"] == "assistant":
+        response = _response(where, row, table.answers, required)
+        if not plain and not required and content[-1]["role"] == "assistant":
             response = content[-1]["content"]
         domains = [
             _text(where, repr(name), row[name])
@@ -213,7 +203,7 @@ def _row_prompts(
                 text=content if plain else None,
                 messages=None if plain else tuple(content),
                 response=response if response and response.strip() else None,
-                domain=next(filter(None, domains), file_domain),
+                domain=next(filter(None, domains), table.domain),
                 source=where,
                 conversation_id=conversation_id,
             )

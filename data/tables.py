@@ -44,7 +44,7 @@ def read_table(source: str, config: str | None, split: str) -> Table:
     Raises UserError where there is none or where it cannot be read.
     """
     path = Path(os.path.expanduser(source))
-    kind = (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
+    kind = file_kind(path)
     if kind not in FILE_KINDS and os.path.isdir(path):
         return _hub_table(source, config, split)
     there = is_file("prompts file", path)
@@ -56,6 +56,11 @@ def read_table(source: str, config: str | None, split: str) -> Table:
     if not there:
         return _hub_table(source, config, split)
     return (_parquet_table if kind == ".parquet" else _text_table)(source, path, kind)
+
+
+def file_kind(path: Path) -> str:
+    """The suffix of a file, that before .gz where it is compressed."""
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
 def _read_bytes(source: str, path: Path) -> bytes:

@@ -162,6 +162,45 @@ def test_folder_of_files_is_read_by_datasets_with_config_and_split(tmp_path):
     assert "check id, config and split" in message
 
 
+def test_a_folder_of_several_data_sets_is_read_one_by_one(tmp_path, caplog):
+    """Each with its own columns, a training and a test part among them, and one in two shapes."""
+    caplog.set_level("INFO")
+    for name in ("all/math", "all/mixed", "all/novels"):
+        (tmp_path / name).mkdir(parents=True)
+    write_rows(tmp_path / "all/math", [{"question": "Q?", "answer": "A"}], "train.jsonl")
+    write_rows(tmp_path / "all/math", [{"question": "T?", "answer": "B"}], "test.jsonl")
+    write_rows(tmp_path / "all/mixed", [{"instruction": "Do."}], "a.jsonl")
+    write_rows(tmp_path / "all/mixed", [{"prompt": "P", "category": "chat"}], "b.jsonl")
+    write_rows(tmp_path / "all", [{"ids": [1, 2]}], "traces.jsonl")
+    write_rows(tmp_path / "all", [{"messages": [{"role": "user", "content": "Hi"}]}], "talk.jsonl")
+    write(tmp_path, "all/novels/one.txt", "a line\n")
+    write(tmp_path, "all/README.md", "what it is")
+    found = load_prompts("all", count=9)
+    assert [(p.text or p.messages[0]["content"], p.domain) for p in found] == [
+        ("Q?", "math"), ("Do.", "mixed"), ("P", "chat"), ("Hi", "talk"),
+    ]  # fmt: skip
+    said = [record.message for record in caplog.records]
+    assert [line for line in said if line.startswith("left out: ")] == [
+        "left out: all/traces.jsonl has none of the usual columns (messages, conversations, prompt,"
+        " instruction, question, text, turns); columns: ids; set prompts_column"
+    ]
+    assert "all/mixed/b.jsonl: 1 prompts of domain mixed" in said
+    refused(load_prompts, "all", column="ids2", count=9)
+
+
+@pytest.mark.parametrize("names", ["train test", "data more", "en fr"])
+def test_parts_of_one_data_set_are_not_several(names, tmp_path):
+    """By their names, or by a card that says what they are."""
+    for number, name in enumerate(names.split()):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        write_rows(tmp_path / "set" / name, [{"question": f"{number}?"}], "x.jsonl")
+    if names == "en fr":
+        write(tmp_path, "set/README.md", "---\nlicense: mit\n---\n")
+    expected = ["0?"] if names == "train test" else ["0?", "1?"]
+    assert [p.text for p in load_prompts("set", count=9)] == expected
+    assert {p.domain for p in load_prompts("set", count=9)} == {"set"}
+
+
 def test_hub_without_network_names_the_id_and_the_remedy():
     message = refused(load_prompts, "nobody/nothing-here", count=1)
     assert message.startswith("prompts 'nobody/nothing-here' are neither toy, nor a file (.jsonl")

@@ -1,0 +1,113 @@
+"""The tables of a source of prompts: a file, a data set or several of them, and their columns."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.tables import FILE_KINDS, Row, Table, file_kind, listed, read_table
+from trainer.checks import excerpt
+from trainer.config import UserError, suggest
+
+PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
+RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
+# names of folders that hold parts of one data set
+PARTS = {"data", "train", "training", "test", "testing", "eval", "evaluation", "valid",
+         "validation", "dev"}  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """A table of `source` with its `column` of prompts and, where there is one, of `answers`;
+    `domain`: of rows that name none."""
+
+    source: str
+    domain: str
+    table: Table
+    column: str
+    answers: str | None
+
+    def rows(self, also: Iterable[str]) -> Iterable[Row]:
+        """The rows with these columns, and those of `also` that there are."""
+        wanted = [self.column, *([] if self.answers is None else [self.answers]), *also]
+        return self.table.rows([*dict.fromkeys(n for n in wanted if n in self.table.columns)])
+
+
+def open_tables(
+    source: str, config: str | None, split: str, column: str | None, response_column: str | None
+) -> list[PromptTable]:
+    """The tables of a source: one, or those of a folder that holds several data sets.
+
+    Each file or folder in that is a data set, and its name the domain of it, or each file of such a
+    folder is one where they differ in their columns. Text files, which would give a prompt a line,
+    are left out there, and so is what holds no prompts; each is named. Raises UserError where there
+    is no table of prompts.
+    """
+
+    def opened(place: Path | str, domain: str) -> PromptTable:
+        return _opened(str(place), domain, config, split, column, response_column)
+
+    folder = Path(os.path.expanduser(source))
+    found = list(_data_sets(folder, opened)) if config is None and _holds_several(folder) else []
+    return found or [opened(source, folder.name.split(".")[0])]
+
+
+def _holds_several(folder: Path) -> bool:
+    """Whether two folders or more in this one hold tables, which are no parts of one data set: it
+    has no card that says how to read it, and they are not named as parts are."""
+    if not os.path.isdir(folder):  # also of a name that no file can have
+        return False
+    card = folder / "README.md"
+    if card.exists() and card.read_text(errors="replace").startswith("---"):
+        return False
+    names = [entry.name.lower() for entry in folder.iterdir() if entry.is_dir() and _files(entry)]
+    return len(names) > 1 and PARTS.isdisjoint(names)
+
+
+def _files(place: Path) -> list[Path]:
+    """The tables at a place, without text files."""
+    files = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+    return [file for file in files if file_kind(file) in FILE_KINDS and file_kind(file) != ".txt"]
+
+
+def _data_sets(folder: Path, opened: Callable[[Path, str], PromptTable]) -> Iterator[PromptTable]:
+    for entry in sorted(folder.iterdir()):
+        files, domain = _files(entry), entry.name.split(".")[0]
+        if entry.is_dir() and files:
+            try:
+                yield opened(entry, domain)
+                continue
+            except UserError:  # its files may be readable one by one
+                pass
+        for file in files:
+            try:
+                yield opened(file, domain)
+            except UserError as error:
+                _log.info("left out: %s", error)
+
+
+def _opened(
+    source: str,
+    domain: str,
+    config: str | None,
+    split: str,
+    column: str | None,
+    response_column: str | None,
+) -> PromptTable:
+    table = read_table(source, config, split)
+    columns = table.columns
+    for name in (column, response_column):
+        if name is not None and name not in columns:
+            known = listed(columns) + suggest(name, columns)
+            raise UserError(f"{source} has no column {excerpt(name)}; columns: {known}")
+    column = column or next((name for name in PROMPT_COLUMNS if name in columns), None)
+    if column is None:
+        known = f"({', '.join(PROMPT_COLUMNS)}); columns: {listed(columns)}"
+        raise UserError(f"{source} has none of the usual columns {known}; set prompts_column")
+    guess = next((name for name in RESPONSE_COLUMNS if name in columns and name != column), None)
+    return PromptTable(source, domain, table, column, response_column or guess)
