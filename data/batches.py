@@ -86,15 +86,14 @@ class Batch:
         later steps, heads and losses, which take most of the memory, are those of its own."""
         if group is None:
             return self
-        own = group.owns(self.loss_mask.shape[1], self.loss_mask.device)
-        teacher = self.teacher
-        if teacher is not None:
-            _, index = supervised(self.loss_mask).nonzero(as_tuple=True)
-            parts = {name: part[own[index]] for name, part in vars(teacher).items()
-                     if part is not None}  # fmt: skip
-            teacher = dataclasses.replace(teacher, **parts)
-        count = int((self.loss_mask[:, 1:] & own[:-1]).sum())
-        return dataclasses.replace(self, group=group, teacher=teacher, num_supervised=count)
+        made = dataclasses.replace(self, group=group)
+        own = made.supervised()
+        made.num_supervised = int(own.sum())
+        if self.teacher is not None:
+            stored = own[self.supervised()]
+            parts = {k: part[stored] for k, part in vars(self.teacher).items() if part is not None}
+            made.teacher = dataclasses.replace(self.teacher, **parts)
+        return made
 
     def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Number of the text, from 0, whose token each of these logits scores, [N] int64."""

@@ -141,8 +141,7 @@ def tokenised(
         said = f"corpus {folder} is being written by another process; wait for it or use another"
         with spread, lock(folder / ".lock", f"{said} data.cache_dir"):
             verify(folder)
-            encoded = spread.each(_missing(folder, source, num_tokens))
-            _extend(folder, source, target, num_tokens, encoded)
+            _extend(folder, source, target, num_tokens, spread)
     barrier()
     return TokenFile(folder, source.name, num_tokens)
 
@@ -252,12 +251,8 @@ def _encoded(target: Target, documents: list[str]) -> Encoded:
     return Encoded(len(documents), tokens, np.array([len(row) for row in rows], np.uint64))
 
 
-def _missing(folder: Path, source: Source, num_tokens: int) -> Iterator[list[str]]:
-    """Yield the documents of the blocks that the files lack; a short block is the last."""
-    last = read_blocks(folder)[-1]
-    if last["tokens"] >= num_tokens or last["last"]:
-        return
-    texts = _pinned(source, folder).texts(last["documents"])
+def _cut(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Yield the documents of each block; a short one is the last."""
     documents = [""] * BLOCK_DOCUMENTS
     while len(documents) == BLOCK_DOCUMENTS:
         documents = list(itertools.islice(texts, BLOCK_DOCUMENTS))
@@ -265,9 +260,13 @@ def _missing(folder: Path, source: Source, num_tokens: int) -> Iterator[list[str
 
 
 def _extend(
-    folder: Path, source: Source, target: Target, num_tokens: int, encoded: Iterator[Encoded]
+    folder: Path,
+    source: Source,
+    target: Target,
+    num_tokens: int,
+    spread: Spread[list[str], Encoded],
 ) -> None:
-    """Write blocks of documents, as they come, until there are `num_tokens` tokens."""
+    """Write blocks of documents until there are `num_tokens` tokens."""
     blocks = read_blocks(folder)
     if blocks[-1]["tokens"] >= num_tokens or blocks[-1]["last"]:
         return
@@ -279,6 +278,8 @@ def _extend(
     ):
         with (folder / name).open("ab") as file:
             file.truncate(size)  # removes what a kill left after the last whole block
+    texts = _pinned(source, folder).texts(blocks[-1]["documents"])
+    encoded = spread.each(_cut(texts))
     bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=f"tokenise {source.name}",
                unit="token", unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
     block = blocks[-1]

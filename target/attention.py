@@ -266,57 +266,21 @@ def _tree_by_tree(
     return torch.cat(found)
 
 
-class NodeMask(torch.Tensor):
-    """A mask [R, 1, n, m] bool with which a model reads nodes of trees (`target.branches`): which
-    keys of its own tree a node sees. `text`: keys and values of the text in the layer at work."""
+class OwnMask(torch.Tensor):
+    """A mask that attends by itself; the layers of a model hand it on as they do any other."""
 
-    branches: Branches
-    text: Pair
-
-    @classmethod
-    def of(cls, branches: Branches) -> NodeMask:
-        mask = branches.allowed.unsqueeze(1).as_subclass(cls)
-        mask.branches = branches
-        return mask
+    def attend(self, queries: torch.Tensor, own: Pair, scale: float | None) -> torch.Tensor:
+        """Attention of queries [B, H, C, D] to keys and values that the mask knows beside `own`
+        [B, G, C, D] -> [B, H, C, D]. `scale`: of the scores, None: D ** -0.5."""
+        raise NotImplementedError
 
 
-class SharedMask(torch.Tensor):
-    """A mask [1, 1, 1, 1] with which a model reads some columns of rows, while other processes read
-    the others (`target.shared_text`). `visible`: the keys that these see; `whole` (tensor, dim):
-    makes keys or values of all columns out of those of each process."""
-
-    visible: Visible
-    whole: Callable[[torch.Tensor, int], torch.Tensor]
-
-    @classmethod
-    def of(cls, visible: Visible, whole: Callable[[torch.Tensor, int], torch.Tensor]) -> SharedMask:
-        mask = visible.columns.new_ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(cls)
-        mask.visible, mask.whole = visible, whole
-        return mask
-
-
-def shared(
-    queries: torch.Tensor, own: Pair, mask: SharedMask, scale: float | None = None
-) -> torch.Tensor:
-    """Attention of the queries [B, H, C, D] of a process to the keys of all processes, of which
-    `own` [B, G, C, D] are its share -> [B, H, C, D]."""
-    # in one dtype: under autocast rotary embeddings make keys wider than values
-    keys, values = (mask.whole(one.to(own[1].dtype), 2) for one in own)
-    queries = queries.to(values.dtype)
-    visible = mask.visible
-    if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
-        return flex(queries, keys, values, visible.blocks, scale)[0]
-    assert visible.dense is not None
-    seen = visible.dense.unsqueeze(1)
-    grouped = queries.shape[1] != keys.shape[1]
-    return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=grouped
-    )
+def _attended(mask: OwnMask, queries: torch.Tensor, own: Pair, scale: float | None) -> torch.Tensor:
+    return mask.attend(queries, own, scale)
 
 
 # a compiled layer would be compiled again for every text's lengths
-_branched: Callable[..., torch.Tensor] = torch.compiler.disable(branched)  # type: ignore[assignment]
-_shared: Callable[..., torch.Tensor] = torch.compiler.disable(shared)  # type: ignore[assignment]
+_uncompiled: Callable[..., torch.Tensor] = torch.compiler.disable(_attended)  # type: ignore[assignment]
 
 
 def _sdpa_or_blocks(
@@ -328,14 +292,9 @@ def _sdpa_or_blocks(
     scaling: float | None = None,
     **options,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", which also reads a block mask, that of nodes and that of a share of the
-    columns: [B, T, H, D]."""
-    if isinstance(attention_mask, NodeMask):
-        mask = attention_mask
-        mixed = _branched(query, mask.text, (key, value), mask.branches, scaling)
-        return mixed.transpose(1, 2).contiguous(), None
-    if isinstance(attention_mask, SharedMask):
-        mixed = _shared(query, (key, value), attention_mask, scaling)
+    """transformers' "sdpa", which also reads a block mask and an `OwnMask`: [B, T, H, D]."""
+    if isinstance(attention_mask, OwnMask):
+        mixed = _uncompiled(attention_mask, query, (key, value), scaling)
         return mixed.transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, BlockMask):
         mixed, _ = flex(query, key, value, attention_mask, scaling)

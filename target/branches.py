@@ -9,9 +9,26 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from target.attention import Branches, NodeMask, Pair, attends_here
+from target.attention import Branches, OwnMask, Pair, attends_here, branched
 from target.cache import BRANCHES, CachedModel
 from target.nodes import PlacedNodes
+
+
+class NodeMask(OwnMask):
+    """A mask [R, 1, n, m] bool with which a model reads nodes of trees: which keys of its own
+    tree a node sees. `text`: keys and values of the text in the layer at work."""
+
+    branches: Branches
+    text: Pair
+
+    @classmethod
+    def of(cls, branches: Branches) -> NodeMask:
+        mask = branches.allowed.unsqueeze(1).as_subclass(cls)
+        mask.branches = branches
+        return mask
+
+    def attend(self, queries: torch.Tensor, own: Pair, scale: float | None) -> torch.Tensor:
+        return branched(queries, self.text, own, self.branches, scale)
 
 
 class _TextLayer(CacheLayerMixin):

@@ -8,13 +8,15 @@ processes of a group read the same rows at the same time.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from target.attention import BLOCK, SharedMask, Visible, reads_masks
+from target.attention import BLOCK, Capability, OwnMask, Pair, Visible, flex, reads_masks
 from target.devices import decoder_of, device_of
 from target.masks import LayerMasks
 from trainer.config import UserError
@@ -131,6 +133,35 @@ class SharedReading:
         """The last states [B, L, H] that the decoder of `model` computes of the rows."""
         made = decoder_of(model)(use_cache=False, **self.arguments(LayerMasks.of(model)))
         return self.whole(made.last_hidden_state)
+
+
+class SharedMask(OwnMask):
+    """A mask [1, 1, 1, 1] with which a model reads some columns of rows, while other processes read
+    the others. `visible`: the keys that these see; `whole` (tensor, dim): makes keys or values of
+    all columns out of those of each process."""
+
+    visible: Visible
+    whole: Callable[[torch.Tensor, int], torch.Tensor]
+
+    @classmethod
+    def of(cls, visible: Visible, whole: Callable[[torch.Tensor, int], torch.Tensor]) -> SharedMask:
+        mask = visible.columns.new_ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(cls)
+        mask.visible, mask.whole = visible, whole
+        return mask
+
+    def attend(self, queries: torch.Tensor, own: Pair, scale: float | None) -> torch.Tensor:
+        """`own`: the share of this process of all keys and values."""
+        # in one dtype: under autocast rotary embeddings make keys wider than values
+        keys, values = (self.whole(one.to(own[1].dtype), 2) for one in own)
+        queries = queries.to(values.dtype)
+        if Capability.here(values.device, values.dtype, values.shape[-1]).flex:
+            return flex(queries, keys, values, self.visible.blocks, scale)[0]
+        assert self.visible.dense is not None
+        seen = self.visible.dense.unsqueeze(1)
+        grouped = queries.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=grouped
+        )
 
 
 class _Gathered(torch.autograd.Function):

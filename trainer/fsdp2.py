@@ -117,21 +117,21 @@ class FSDP2(Replicated):
         model = copy.deepcopy(drafter)
         cuda = accelerator.device.type == "cuda"
         self._rounds = computes_in_bfloat16(self.config.precision, cuda)
-        self._sent, policy = Gather(), precision_of(self.config, cuda)
+        self._gather, policy = Gather(), precision_of(self.config, cuda)
         for module in (*layers_of(model), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
             # torch does not export the class that it asks for
-            _sharded(module).set_custom_all_gather(self._sent)  # type: ignore[arg-type]
+            _sharded(module).set_custom_all_gather(self._gather)  # type: ignore[arg-type]
         _set_outermost(model)
         drafter.to("cpu")
         return model, accelerator.prepare(make_optimizer(model))
 
     def gather(self, model: nn.Module, exact: bool = False) -> None:
         rounded = self._rounds and not exact
-        if rounded != self._sent.rounded:
+        if rounded != self._gather.rounded:
             for group in _groups(model):
                 group.reshard()
-        self._sent.rounded = rounded
+        self._gather.rounded = rounded
         for group in _groups(model):
             group.unshard()
 

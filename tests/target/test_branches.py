@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from target import attention
 from target.attention import BLOCK, Branches, branched
 from target.branches import TextBranches
 from target.cache import CachedModel
@@ -137,7 +136,7 @@ def test_a_model_that_does_not_see_the_text_is_refused(monkeypatch):
         keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], 1) for x in own)
         return F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
 
-    monkeypatch.setattr(attention, "_branched", alone)
+    monkeypatch.setattr("target.branches.branched", alone)
     with pytest.raises(UserError, match="scores a tree behind a prefix otherwise than all in one"):
         TextBranches(CachedModel(tiny_model("llama"))).read(torch.tensor(prompts_of([22])))
 
