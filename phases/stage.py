@@ -138,8 +138,7 @@ class StageRun:
         elif self.run.accelerator.is_main_process:
             print(
                 f"the target reads whole texts on each of the {group.parts} processes that share "
-                "them, since not all of its layers attend by sdpa, at frequencies that do not "
-                "follow from the text's length"
+                "them: docs/devices.md says which models do not"
             )
 
     def _announce(

@@ -71,9 +71,9 @@ class TextGroup:
         model.train(training)
         if not shares:
             raise UserError(
-                f"trainer.context_parallel_size={self.parts} shares texts of models whose layers "
-                f"all attend by sdpa without dropout, at frequencies that do not follow from the "
-                f"text's length, which is not so of {name}: set it to 1"
+                f"trainer.context_parallel_size must be 1 for {name}, got {self.parts}: sharing a "
+                "text needs attention by sdpa in every layer, without dropout in training, and "
+                "rotary frequencies that do not depend on the text's length"
             )
         device = device_of(model)
         width = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]

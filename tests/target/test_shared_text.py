@@ -56,7 +56,7 @@ def test_frequencies_that_follow_from_the_length_are_not_shared(kind, tiny_targe
     rotary = {"rope_type": kind, "rope_theta": 1e4}
     monkeypatch.setattr(target.model.config, "rope_parameters", rotary)
     assert not can_share(target.model)
-    with pytest.raises(UserError, match="set it to 1"):
+    with pytest.raises(UserError, match="must be 1 for the target, got 2"):
         TextGroup(0, 2).check(target.model, "the target")
 
 
