@@ -80,6 +80,8 @@ def main(arguments: list[str]) -> int:
             if start is None:
                 start = train.build(this, recipe, traces, texts)
                 report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
+            else:
+                recipe.widen(start, traces)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
             trained, results = train.train_stages(this, recipe, start, traces, texts)

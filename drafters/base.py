@@ -118,6 +118,11 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """The matrix that makes logits of the states of this depth."""
         raise NotImplementedError
 
+    def output_layers(self) -> list[torch.nn.Linear]:
+        """The matrices of its own that make logits; [] where it uses the target's, or shares one
+        with its embedding."""
+        return []
+
     def own_logits(self, states: torch.Tensor, depth: int) -> torch.Tensor:
         """Logits [..., W] float of states [..., d], over the tokens that it can draft."""
         return self.output_head(depth).logits(states)

@@ -133,5 +133,8 @@ class Eagle3Drafter(EagleDrafter):
         normed = self.norm(hidden)
         return normed, normed if self.settings.norm_output else hidden
 
+    def output_layers(self) -> list[nn.Linear]:
+        return [self.lm_head]
+
     def output_head(self, depth: int = 1) -> OutputHead:
         return head_over(self.lm_head, self.kept)

@@ -149,6 +149,10 @@ class HydraDrafter(TrainedDrafter):
             made = self.heads[number - 1](torch.cat([state[:, :count], *tokens], -1))
             yield at_index(made, number, length)
 
+    def output_layers(self) -> list[nn.Linear]:
+        shared = self.settings.shared_lm_head
+        return [] if shared else list(self.lm_heads)  # type: ignore[arg-type]
+
     def output_head(self, depth: int = 1) -> OutputHead:
         heads = None if self.settings.shared_lm_head else self.lm_heads
         return head_of(self.shared.target, heads, depth, self.kept)

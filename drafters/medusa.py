@@ -107,6 +107,9 @@ class MedusaDrafter(TrainedDrafter):
             hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
             yield at_index(self.blocks[number - 1](hidden), number, length)
 
+    def output_layers(self) -> list[nn.Linear]:
+        return list(self.lm_heads) if self.settings.own_head else []  # type: ignore[arg-type]
+
     def output_head(self, depth: int = 1) -> OutputHead:
         heads = self.lm_heads if self.settings.own_head else None
         return head_of(self.shared.target, heads, depth, self.kept)

@@ -213,6 +213,9 @@ class Recipe:
         """Check model.drafter and start from it; UserError if the recipe cannot train it."""
         raise NotImplementedError
 
+    def widen(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> None:
+        """Let model.drafter draft further tokens of these texts, where the settings ask for it."""
+
     def stages(self) -> list[Stage]:
         """List the stages in order. The same objects each time: objectives keep their state."""
         raise NotImplementedError

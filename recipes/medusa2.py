@@ -111,6 +111,7 @@ class Recipe(medusa.Recipe):
                 f"model.drafter has an adapter of another shape, {lora}: set method.lora_* to that"
             )
         self.check_depth(drafter)
+        self.check_vocabulary(drafter)
         self._given_heads = True
 
     def _adapt(self, start: Start) -> Medusa2Drafter:

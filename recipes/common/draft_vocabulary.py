@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from data.trace_rows import chosen, column, tokens
 from data.traces import Trace
 from drafters.base import TrainedDrafter
+from drafters.output_head import widen
 from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import Target
 from trainer.config import UserError, require
@@ -34,6 +35,8 @@ class VocabularyConfig(HeadConfig):
     # else as many thousands as cover 99.5 % of the traces
     draft_vocab_size: int | None = None
 
+    shared_where: ClassVar[str] = ""  # the setting that makes heads share the target's matrix
+
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.draft_vocab_size
@@ -44,7 +47,7 @@ class VocabularyConfig(HeadConfig):
         another number of them is asked for. `where`: the setting that makes them share it."""
         rule = f"be 0 or null where {where}: these heads share the target's output matrix"
         require(not self.draft_vocab_size, KEY, rule, self.draft_vocab_size)
-        self.draft_vocab_size = 0
+        self.draft_vocab_size, self.shared_where = 0, where  # type: ignore[misc]
 
 
 ConfigT = TypeVar("ConfigT", bound=VocabularyConfig)
@@ -63,13 +66,33 @@ class VocabularyRecipe(HeadRecipe[ConfigT]):
 
     def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
-        size, drafted = self.config.draft_vocab_size, drafter.draft_vocab_size
-        self.objective.is_reduced = drafted < self.target.vocab_size
-        if size is not None and (size or self.target.vocab_size) != drafted:
-            raise UserError(
-                f"model.drafter drafts {drafted} tokens, got {KEY}={size}: leave {KEY} out, or set "
-                f"it to {drafted}, since a trained head keeps its vocabulary"
-            )
+        self.check_vocabulary(drafter)
+        self.objective.is_reduced = self._size_for(drafter) < self.target.vocab_size
+
+    def check_vocabulary(self, drafter: TrainedDrafter) -> None:
+        """Refuse a trained head that drafts more tokens than asked for; `widen` adds the others
+        to one that drafts fewer."""
+        shared, size, most = self.config.shared_where, self._size_for(drafter), drafter.vocab_size
+        if shared and drafter.output_layers():
+            raise UserError(f"model.drafter has output matrices of its own, got {shared}: set it "
+                            "as the drafter has it")  # fmt: skip
+        rule = (
+            f"lie in {drafter.draft_vocab_size}..{most}, or be 0 for {most}: model.drafter drafts "
+        )
+        rule += f"{drafter.draft_vocab_size} tokens and keeps them"
+        require(drafter.draft_vocab_size <= size <= most, KEY, rule, size)
+
+    def _size_for(self, drafter: TrainedDrafter) -> int:
+        """How many tokens a trained head shall draft; null leaves it as it is."""
+        size = self.config.draft_vocab_size
+        return drafter.draft_vocab_size if size is None else size or drafter.vocab_size
+
+    def widen(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> None:
+        size, known = self._size_for(drafter), drafter.output_head(1).kept
+        if known is not None and size > len(known):
+            size = size if size < drafter.vocab_size else 0
+            kept = frequent_tokens(traces, size, self.target, known.cpu().numpy())
+            widen(drafter, kept, self.target)
 
     def kept(self, traces: Sequence[Trace]) -> torch.Tensor | None:
         """The tokens that the head drafts, see `frequent_tokens`."""
@@ -82,14 +105,18 @@ def is_reduced(size: int | None, target: Target) -> bool:
 
 
 def frequent_tokens(
-    traces: Sequence[Trace], size: int | None, target: Target
+    traces: Sequence[Trace],
+    size: int | None,
+    target: Target,
+    known: np.ndarray | None = None,
 ) -> torch.Tensor | None:
     """The most frequent response tokens, ids [W] int64 ascending; None for all tokens.
 
     size: W, 0 for all tokens; None: all of a vocabulary up to `WHOLE` tokens, else as many
-    thousands as cover the share `ENOUGH` of the response tokens. Prints that share, and the share
-    of conversations that are left out of the count: about what alpha can reach on other prompts of
-    the kind. Of a small text the two are far apart. UserError if there is no response token.
+    thousands as cover the share `ENOUGH` of the response tokens. known: ids that are among them,
+    however rare they are. Prints that share, and the share of conversations that are left out of
+    the count: about what alpha can reach on other prompts of the kind. Of a small text the two are
+    far apart. UserError if there is no response token.
     """
     vocab_size = target.vocab_size
     if not is_reduced(size, target):
@@ -107,9 +134,9 @@ def frequent_tokens(
         raise UserError(f"{KEY}: the traces hold no response token to count")
     own = counts[:, :vocab_size]
     every = own.sum(0)
-    ranked = _ranked(every)
+    ranked = _ranked(every, known)
     seen = every[ranked].cumsum() / total
-    others = np.sum([fold[_ranked(every - fold)].cumsum() for fold in own], 0) / total
+    others = np.sum([fold[_ranked(every - fold, known)].cumsum() for fold in own], 0) / total
     why = ""
     if size is None:
         enough = int((seen < ENOUGH).sum()) + 1
@@ -125,7 +152,10 @@ def frequent_tokens(
     return torch.from_numpy(np.sort(ranked[:size]))
 
 
-def _ranked(counts: np.ndarray) -> np.ndarray:
-    """Ids by falling counts [V]; of equal counts the lower id first, which most tokenizers gave to
-    the more frequent token."""
-    return np.argsort(-counts, kind="stable")
+def _ranked(counts: np.ndarray, known: np.ndarray | None) -> np.ndarray:
+    """Ids by falling counts [V], the `known` ones first; of equal counts the lower id first, which
+    most tokenizers gave to the more frequent token."""
+    first = counts.astype(np.int64)
+    if known is not None:
+        first[known] += first.max() + 1
+    return np.argsort(-first, kind="stable")

@@ -490,15 +490,83 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused(name, target, tra
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_a_trained_head_keeps_its_vocabulary(name, target, traces):
+def test_a_trained_head_keeps_the_tokens_that_it_drafts(name, target, traces):
     trained = make(name, target, traces, draft_vocab_size=20).drafter
+    before = {key: value.clone() for key, value in trained.state_dict().items()}
     for size in (None, 20):
-        make(name, target, traces, draft_vocab_size=size).recipe.accept(trained)
-    for size in (0, 21):
-        with pytest.raises(
-            UserError, match=f"drafts 20 tokens, got method.draft_vocab_size={size}"
-        ):
-            make(name, target, traces, draft_vocab_size=size).recipe.accept(trained)
+        recipe = make(name, target, traces, draft_vocab_size=size).recipe
+        recipe.accept(trained)
+        recipe.widen(trained, traces)
+        assert recipe.objective.is_reduced
+        torch.testing.assert_close(trained.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(UserError, match=r"must lie in 20\.\.100, or be 0 for 100"):
+        make(name, target, traces, draft_vocab_size=19).recipe.accept(trained)
+
+
+@pytest.mark.parametrize("size", [30, VOCAB_SIZE, 0])
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_trained_head_can_draft_further_tokens(name, size, target, traces):
+    """Those of its own that the text lacks stay; logits of the known ones do not change."""
+    trained = make(name, target, traces, draft_vocab_size=20).drafter.eval()
+    rare = max(set(range(VOCAB_SIZE)) - {t for trace in traces for t in trace.response_ids})
+    trained.kept[-1] = rare
+    trained.kept.copy_(trained.kept.sort().values)
+    known, batch = trained.kept.clone(), batch_of(traces)
+    recipe = make(name, target, traces, draft_vocab_size=size).recipe
+    outputs = outputs_of(make(name, target, traces), batch)
+    before = trained.draft_logits(batch.input_ids, outputs, 2)
+    recipe.accept(trained)
+    assert recipe.objective.is_reduced == (size == 30)
+    recipe.widen(trained, traces)
+    assert trained.draft_vocab_size == (size or VOCAB_SIZE)
+    after = trained.draft_logits(batch.input_ids, outputs, 2)
+    torch.testing.assert_close(after[..., known], before[..., known])
+    assert torch.isfinite(after).sum(-1).unique().tolist() == [size or VOCAB_SIZE]
+    if size == 30:
+        counts = Counter(t for trace in traces for t in trace.response_ids)
+        others = set(trained.kept.tolist()) - set(known.tolist())
+        left_out = set(range(VOCAB_SIZE)) - set(trained.kept.tolist())
+        assert min(counts[t] for t in others) >= max(counts[t] for t in left_out)
+        assert rare in trained.kept
+    loaded = trained.fresh()
+    loaded.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(loaded.draft_logits(batch.input_ids, outputs, 2), after)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_new_row_has_moved_as_the_known_ones_have(name, target, traces):
+    """From the target's row by one affine map, which few rows give nearly and many exactly."""
+    torch.manual_seed(2)
+    trained = make(name, target, traces, draft_vocab_size=80).drafter
+    width = target.hidden_size
+    moved, shift = 0.2 * torch.randn(width, width), torch.randn(width)
+    whole = target.head.weight[:VOCAB_SIZE].detach()
+    expected = whole + whole @ moved + shift
+    with torch.no_grad():
+        for layer in trained.output_layers():
+            layer.weight.copy_(expected[trained.kept])
+            if layer.bias is not None:
+                layer.bias.fill_(0.5)
+    recipe = make(name, target, traces, draft_vocab_size=0).recipe
+    recipe.accept(trained)
+    recipe.widen(trained, traces)
+    for layer in trained.output_layers():
+        error = (layer.weight - expected).norm() / (expected - whole).norm()
+        assert error < 0.02
+        if layer.bias is not None:
+            torch.testing.assert_close(
+                layer.bias, torch.full((VOCAB_SIZE,), 0.5), atol=0.01, rtol=0
+            )
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_of_their_own_are_not_taken_for_heads_that_share_the_targets(name, target, traces):
+    for size in (20, 0):
+        trained = make(name, target, traces, draft_vocab_size=size).drafter
+        recipe = make(name, target, traces, **SHARED[name]).recipe
+        with pytest.raises(UserError, match="has output matrices of its own"):
+            recipe.accept(trained)
+    make(name, target, traces, **SHARED[name]).recipe.accept(recipe.build(traces))
 
 
 @pytest.mark.parametrize("name", REDUCED)
