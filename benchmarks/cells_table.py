@@ -72,7 +72,9 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
                         "{:.2f} [{:.2f}, {:.2f}]".format(
                             row[f"over_{other}"], *row[f"over_{other}_range"]
                         )
-                        for other in ("generate", "plain")
+                        if f"over_{other}" in row
+                        else ""
+                        for other in ("generate", "plain", "vllm")
                     ]
                     cells = [cell, batch.split()[1], arm, f"{row['tokens_per_s']:.1f}", *ratios,
                              row["answers_as_generate"], *parts]  # fmt: skip
@@ -80,8 +82,8 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
     if not lines:
         return []
     head = ["cell", "batch", "arm", "tokens/s", "over `generate`", "over plain",
-            "answers as `generate`", "drafting, ms", "verifying, ms", "other, ms"]  # fmt: skip
-    return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 9, *lines]
+            "over vLLM alone", "answers as `generate`", "drafting, ms", "verifying, ms", "other, ms"]  # fmt: skip
+    return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 10, *lines]
 
 
 def drafts(found: Json) -> list[Json]:

@@ -1,25 +1,30 @@
-"""Seconds of decoding on a real chat model: transformers, ours without a drafter, ours with one.
+"""Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too.
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
         [out=benchmarks/real/results/speed.json]
 
-One process, at temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a
-warm-up. `generate` is transformers' own, on a model as transformers loads it; our arms share one
-target with its weights laid out (`target.layout`), so that the two gains stand apart: `plain` over
-`generate`, and speculation over `plain`. A drafter that is a language model also assists `generate`
-at batch 1, `assisted chain of K`. Answers that differ from `generate`'s are counted. Beside the
-tokens per second: where each millisecond of a round goes, and the tokens per round that a speed-up
-of 1.4 would need.
+At temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a warm-up. `generate`
+is transformers' own, on a model as transformers loads it; our arms share one target with its
+weights laid out (`target.layout`), so that the two gains stand apart: `plain` over `generate`, and
+speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
+`assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
+run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
+process each time, of which the answers alone are timed. Answers that differ from `generate`'s are
+counted. Beside the tokens per second: where each millisecond of a round goes, and the tokens per
+round that a speed-up of 1.4 would need.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,9 +38,13 @@ from data.prompts import load_prompts, user_turns
 from data.render import render
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
+from drafters.export.card import Export
+from drafters.kinds import kind_of
 from drafters.load import load_drafter
 from drafters.round import Budget
 from drafters.trees.table import parse_tree
+from engines.vllm_run import Speculation, serve
+from engines.vllm_server import engine_python
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
 from phases.run import provenance
@@ -44,7 +53,7 @@ from target.decode import Request
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.config import asks_for_help
+from trainer.config import UserError, asks_for_help
 from trainer.files import write_json
 
 RUNS, WANTED = 7, 1.4
@@ -52,6 +61,7 @@ AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout 
 GREEDY = Sampling(0.0)
 OUT = "benchmarks/real/results/speed.json"
 Answers = list[list[int]]
+Arm = Callable[[], tuple[float, Answers]]  # seconds, and the answers
 
 
 def requests_of(target: Target, source: str, count: int) -> list[Request]:
@@ -62,20 +72,49 @@ def requests_of(target: Target, source: str, count: int) -> list[Request]:
     return [Request(ids, row_key(0, ids, 0), GREEDY, i) for i, ids in enumerate(rows[::step])]
 
 
-def measured(arms: dict[str, Callable[[], Answers]]) -> tuple[dict[str, Any], dict[str, Answers]]:
+def engine_arms(
+    target: Target, drafter: TrainedDrafter, requests: list[Request], limit: int, K: int
+) -> dict[str, Callable[[int], tuple[float, Answers]]]:
+    """vLLM at a batch size: alone, and with the drafter, exported to a temporary folder. Empty,
+    with a line that says why, where it cannot run."""
+    kind = kind_of(drafter)
+    try:
+        engine_python()
+        if kind.method is None:
+            raise UserError(f"it serves no drafter of kind {kind.name}")
+    except UserError as error:
+        print(f"no arm of vLLM: {error}")
+        return {}
+    folder = Path(tempfile.mkdtemp(prefix="export"))
+    atexit.register(shutil.rmtree, folder)
+    kind.writers["vllm"](drafter, folder, Export("", target.name, K))
+    jobs = {"vllm": None, f"vllm chain of {K}": Speculation(kind.method, folder, K)}
+    prompts = [request.prompt_ids for request in requests]
+
+    def answered(job: Speculation | None, batch: int) -> tuple[float, Answers]:
+        run = serve(
+            target, {"it": job}, prompts, max_new_tokens=limit, sampling=GREEDY, batch_size=batch,
+            seed=0,
+        )["it"]  # fmt: skip
+        return run.seconds, run.tokens
+
+    return {name: partial(answered, job) for name, job in jobs.items()}
+
+
+def measured(arms: dict[str, Arm]) -> tuple[dict[str, Any], dict[str, Answers]]:
     """Median tokens per second of each arm with its quartiles, and its answers."""
-    answers = {name: arm() for name, arm in arms.items()}
+    answers = {name: arm()[1] for name, arm in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(RUNS):
         for name, arm in arms.items():
             os.environ[GROUPED] = str(int(not name.startswith(AS_LOADED)))
-            seconds[name].append(clock(arm)[0])
+            seconds[name].append(arm()[0])
     table: dict[str, Any] = {}
     for name in arms:
         rates = [sum(map(len, answers[name])) / spent for spent in seconds[name]]
         low, middle, high = statistics.quantiles(rates, n=4)
         table[name] = {"tokens_per_s": middle, "quartiles": [low, high]}
-        for other in ("generate", "plain"):
+        for other in (one for one in ("generate", "plain", "vllm") if one in arms):
             ratios = [b / a for a, b in zip(seconds[name], seconds[other], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             table[name][f"over_{other}"] = middle
@@ -117,6 +156,7 @@ def measure(
         "settings": given,
         **provenance(["benchmarks.real_speed", *arguments]),
     }
+    engine = engine_arms(target, assistant, requests, limit, max(map(int, given["K"].split(","))))
     result["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
     for batch in (1, 8):
         last: dict[str, list[Speculated]] = {}
@@ -136,18 +176,20 @@ def measure(
             rows = ours(target, requests, batch, limit)
             return [rows[request.tag].response_ids for request in requests]
 
-        arms: dict[str, Callable[[], Answers]] = {
+        here: dict[str, Callable[[], Answers]] = {
             "generate": lambda batch=batch: generate_batches(usual, requests, batch, limit),
             "plain": plain,
             **{name: lambda name=name: speculated(name) for name in budgets},
         }
         if batch == 1 and isinstance(assistant, CausalLMDrafter):
-            arms |= {
+            here |= {
                 f"assisted chain of {K}": partial(
                     assisted, usual, assistant, requests, int(K), limit
                 )
                 for K in given["K"].split(",")
             }
+        arms: dict[str, Arm] = {name: partial(clock, arm) for name, arm in here.items()}
+        arms |= {name: partial(arm, batch) for name, arm in engine.items()}
         table, answers = measured(arms)
         for name, rows in answers.items():
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))

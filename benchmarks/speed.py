@@ -16,8 +16,9 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +36,7 @@ from target.sampling import Sampling, row_key
 RUNS = 7
 K = 4
 GREEDY = Sampling(0.0)
+T = TypeVar("T")
 
 
 def requests_of(target: Target, count: int) -> list[Request]:
@@ -43,7 +45,7 @@ def requests_of(target: Target, count: int) -> list[Request]:
     return [Request(row, row_key(0, row, 0), GREEDY, i) for i, row in enumerate(ids)]
 
 
-def clock(call) -> tuple[float, object]:
+def clock(call: Callable[[], T]) -> tuple[float, T]:
     began = time.perf_counter()
     result = call()
     if torch.cuda.is_available():

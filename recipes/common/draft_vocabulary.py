@@ -32,7 +32,8 @@ class VocabularyConfig(HeadConfig):
     """Settings of a head that may draft some of the target's tokens only."""
 
     # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
-    # else as many thousands as cover 99.5 % of the traces
+    # else as many thousands as cover 99.5 % of the traces. With model.drafter: null leaves it as it
+    # is, a larger number than it drafts adds the most frequent others
     draft_vocab_size: int | None = None
 
     shared_where: ClassVar[str] = ""  # the setting that makes heads share the target's matrix
@@ -136,7 +137,14 @@ def frequent_tokens(
     every = own.sum(0)
     ranked = _ranked(every, known)
     seen = every[ranked].cumsum() / total
-    others = np.sum([fold[_ranked(every - fold, known)].cumsum() for fold in own], 0) / total
+    # known ones may have been chosen by this very text, so the share without them bounds it too
+    others = np.min(
+        [
+            np.sum([fold[_ranked(every - fold, given)].cumsum() for fold in own], 0) / total
+            for given in (known, None)
+        ],
+        0,
+    )
     why = ""
     if size is None:
         enough = int((seen < ENOUGH).sum()) + 1

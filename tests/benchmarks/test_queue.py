@@ -266,19 +266,23 @@ def test_engines_and_clocks_have_tables_of_their_own():
         "tokens_per_s": 21.04, "over_generate": 1.9, "over_generate_range": [1.7, 2.1],
         "over_plain": 1.5, "over_plain_range": [1.4, 1.6], "answers_as_generate": "6 of 6",
     }  # fmt: skip
+    alone = {"over_vllm": 1.0, "over_vllm_range": [1.0, 1.0]}
     spent = {"draft_ms": 11.6, "verify_ms": 60.2, "other_ms": 1.0}
     outputs = {
         "vllm-s0": [{"prompts": 60, "drafters": {"runs/x/drafter": vllm}}],
-        "speed-s0": [{"batch 1": {"plain": arm, "chain of 4": arm | {"round": spent}}}],
+        "speed-s0": [
+            {"batch 1": {"plain": arm, "chain of 4": arm | {"round": spent}, "vllm": arm | alone}}
+        ],
         "eagle-s0": [{"rows": []}],
     }
     *_, line = engine_lines(outputs)
     assert line == (
         "| vllm-s0 | eagle3 | runs/x/drafter | 4 | 59 of 60 | 1 of 1 | yes | 1.654 | 1.25 |"
     )
-    *_, plain, chain = speed_lines(outputs)
-    start = "21.0 | 1.90 [1.70, 2.10] | 1.50 [1.40, 1.60] | 6 of 6 |"
-    assert plain == f"| speed-s0 | 1 | plain | {start}  |  |  |"
-    assert chain == f"| speed-s0 | 1 | chain of 4 | {start} 12 | 60 | 1 |"
+    *_, plain, chain, engine = speed_lines(outputs)
+    start = "21.0 | 1.90 [1.70, 2.10] | 1.50 [1.40, 1.60] |"
+    assert plain == f"| speed-s0 | 1 | plain | {start}  | 6 of 6 |  |  |  |"
+    assert chain == f"| speed-s0 | 1 | chain of 4 | {start}  | 6 of 6 | 12 | 60 | 1 |"
+    assert engine == f"| speed-s0 | 1 | vllm | {start} 1.00 [1.00, 1.00] | 6 of 6 |  |  |  |"
     assert engine_lines({"eagle-s0": [{"rows": []}]}) == []
     assert speed_lines({"eagle-s0": [{"rows": []}]}) == []

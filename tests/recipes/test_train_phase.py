@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from drafters.acceptance_head import AcceptanceHead
-from drafters.base import weights_hash
+from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from phases.run import Run
 from phases.stage import sample_drafter
@@ -235,3 +236,46 @@ def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, t
         assert after["alpha"] == after["alpha_by_depth"][0]
         said = capsys.readouterr().err
         assert f"alpha at depth 1 {evaluations[-1]['alpha_at_depth_1']:.4f}" in said
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa2"])
+def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
+    tmp_path, tiny_folder, monkeypatch, capsys, name
+):
+    """One that stops after a step goes on from its checkpoint, to the same weights."""
+    folder = tiny_folder("llama")
+    words = [f"recipe={name}", "eval.tree=null", "eval.temperatures=0", "trainer.save_every=1"]
+    words += ["method.layers=[0,1]"] if name == "eagle3" else []
+
+    def drafted(run, *given):
+        made = command(tmp_path, folder, *given, *words, f"run.dir={tmp_path / run}")
+        kept = [w for w in made if not w.startswith(("method.draft_l", "method.draft_h"))]
+        assert train.main(kept) == 0
+        return load_file(tmp_path / run / "drafter" / "model.safetensors")
+
+    first = drafted("first", "method.draft_vocab_size=10", "trainer.max_steps=1")
+    given = [
+        f"model.drafter={tmp_path / 'first' / 'drafter'}", "method.draft_vocab_size=14",
+        "trainer.max_steps=2",
+    ]  # fmt: skip
+    whole = drafted("whole", *given)
+    assert len(whole["kept"]) == 14
+    assert set(first["kept"].tolist()) < set(whole["kept"].tolist())
+
+    steps, forward = iter([True]), TrainedDrafter.forward
+
+    def stopping(*arguments, **options):
+        if torch.is_grad_enabled() and not next(steps, False):
+            raise InterruptedError
+        return forward(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainedDrafter, "forward", stopping)
+        with pytest.raises(InterruptedError):
+            drafted("halves", *given)
+    capsys.readouterr()
+    halves = drafted("halves", *given)
+    assert "step 0" not in capsys.readouterr().err
+    assert halves.keys() == whole.keys()
+    for key, value in whole.items():
+        assert torch.equal(halves[key], value), key
