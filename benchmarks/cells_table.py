@@ -82,7 +82,8 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
     if not lines:
         return []
     head = ["cell", "batch", "arm", "tokens/s", "over `generate`", "over plain",
-            "over vLLM alone", "answers as `generate`", "drafting, ms", "verifying, ms", "other, ms"]  # fmt: skip
+            "over vLLM alone", "answers as `generate`", "drafting, ms", "verifying, ms",
+            "other, ms"]  # fmt: skip
     return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 10, *lines]
 
 
