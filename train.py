@@ -80,10 +80,9 @@ def main(arguments: list[str]) -> int:
             if start is None:
                 start = train.build(this, recipe, traces, texts)
                 report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
-            else:
-                recipe.widen(start, traces)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
+            recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add
             trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:
                 dev = split_dev(traces, config.run.seed)[1]
