@@ -48,7 +48,8 @@ class VocabularyConfig(HeadConfig):
         another number of them is asked for. `where`: the setting that makes them share it."""
         rule = f"be 0 or null where {where}: these heads share the target's output matrix"
         require(not self.draft_vocab_size, KEY, rule, self.draft_vocab_size)
-        self.draft_vocab_size, self.shared_where = 0, where  # type: ignore[misc]
+        self.draft_vocab_size = 0
+        self.shared_where = where  # type: ignore[misc]
 
 
 ConfigT = TypeVar("ConfigT", bound=VocabularyConfig)

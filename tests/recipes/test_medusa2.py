@@ -458,6 +458,8 @@ def test_an_adapter_of_another_shape_is_not_gone_on_from(target, traces):
         other.accept(drafter)
     with pytest.raises(UserError, match=r"method\.num_heads=4"):
         Recipe(Config(num_heads=2, lora_dropout=0.0), target).accept(drafter)
+    with pytest.raises(UserError, match=r"method\.draft_vocab_size must lie in 100\.\.100"):
+        Recipe(Config(draft_vocab_size=20, lora_dropout=0.0), target).accept(drafter)
     same = Recipe(Config(lora_dropout=0.0), target)
     same.accept(drafter)
     assert [stage.name for stage in same.stages()] == ["joint"]
