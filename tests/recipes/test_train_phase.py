@@ -276,7 +276,7 @@ def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
         with pytest.raises(InterruptedError):
             drafted("halves", *given)
     capsys.readouterr()
-    monkeypatch.setattr(output_head, "RIDGE", 2 * output_head.RIDGE)
+    monkeypatch.setattr(output_head, "RIDGE", 10.0)
     halves = drafted("halves", *given)
     assert "step 0" not in capsys.readouterr().err
     assert halves.keys() == whole.keys()
