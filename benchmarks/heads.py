@@ -43,7 +43,7 @@ from drafters.trees.calibrated import calibrated_tree
 from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.offline import OfflineEvaluator
-from eval.replay import TreeReplay, rank_accuracy
+from eval.replay import TreeReplay, measure_accuracies
 from eval.speed_model import COST_RATIOS, modelled_speedup
 from phases.dev import split_dev
 from target.model import Target
@@ -215,7 +215,7 @@ class Experiment:
 
     def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
-        accuracy = rank_accuracy(self.target, self.dev, drafter, K, Sampling(1.0))
+        accuracy = measure_accuracies(self.target, self.dev, drafter, K, Sampling(1.0)).ranks
         shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
         if drafter.max_depth is None:
             shapes |= {name: parse_shape(text) for name, text in TREES.items()}

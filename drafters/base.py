@@ -73,7 +73,7 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     fingerprint: dict[str, Any]  # as `target.model.fingerprint` makes it
     tokenizer: PreTrainedTokenizerBase
     # temperature, as it is written -> [depth][rank]: how often that token is the target's on
-    # held-out text, for calibrated trees
+    # held-out text, for calibrated trees; "1, drawn": how often that draw is the accepted one
     rank_accuracy: dict[str, list[list[float]]] | None = None
     provenance: Mapping[str, object] | None = None  # how it was fine-tuned, for drafter.json
 

@@ -10,6 +10,7 @@ tokens, lives here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +27,11 @@ from eval.texts import Texts
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.padding import by_length, right_padded
-from target.sampling import KeyedRandom, Sampling, warp
+from target.sampling import KeyedRandom, Sampling, inverse_cdf, keyed_uniform, warp
 from trainer.config import UserError
 from trainer.logits import chunk_rows
+
+STARTS = 512  # at which the accuracies of draws are measured, of each depth
 
 
 class TreeReplay:
@@ -170,24 +173,38 @@ def _round(
     )
 
 
+class Accuracies(NamedTuple):
+    """[depth][number] each, for `drafters.trees.calibrated`: `ranks`, the target's probability of
+    the token with that rank; `draws`, the probability that the token drawn with that number is the
+    one that verification accepts."""
+
+    ranks: list[list[float]]
+    draws: list[list[float]]
+
+
 @torch.inference_mode()
-def rank_accuracy(
+def measure_accuracies(
     target: Target,
     traces: Sequence[Trace],
     drafter: TrainedDrafter,
     depth: int,
     sampling: Sampling,
+    draft_sampling: Sampling | None = None,
     batch_size: int = 16,
     on_tokens: Callable[[int], None] = lambda _: None,
-) -> list[list[float]]:
-    """[depth][rank]: the target's probability of the rank-th token of a depth, over all starts.
+) -> Accuracies:
+    """The accuracies over the starts of rounds in these texts; those of draws over `STARTS` of each
+    depth, evenly spread, since each draw takes several passes over the vocabulary.
 
-    It is the target's at `sampling`, whatever the text was sampled with: at T=0 the share of starts
-    at which that token is the target's choice. The tokens before it are the text's own. For
-    `drafters.trees.calibrated`.
+    The target's probabilities are those at `sampling`, whatever the text was sampled with: at T=0
+    the share of starts at which a token is the target's choice, and a draw is a rank. The tokens
+    before are the text's own. `draft_sampling`: of the drafter, the target's where None.
     """
-    hits = np.zeros((depth, MAX_RANKS))
-    tried = np.zeros(depth)
+    hits, accepted = np.zeros((depth, MAX_RANKS)), np.zeros((depth, MAX_RANKS))
+    tried, drawn = np.zeros(depth), np.zeros(depth)
+    total = sum(max(0, len(t.response_ids) - 1) for t in traces)
+    every = max(1, total // STARTS)
+    before = 0  # starts in the texts so far
     for group in by_length(traces, lambda t: t.num_tokens, batch_size):
         rows = [t.prompt_ids + t.response_ids for t in group]
         ids = right_padded(rows)[0].to(target.device)
@@ -203,10 +220,47 @@ def rank_accuracy(
                 mass = warp(outputs.logits[row, span], sampling)
                 for j, states in enumerate(drafts):
                     skipped = max(0, first + j - at)  # too early for a token of this depth
-                    own = states[row, span][skipped:]
-                    best = drafter.project(own, j + 1).topk(MAX_RANKS, -1).indices
+                    logits = drafter.project(states[row, span][skipped:], j + 1)
+                    best = logits.topk(MAX_RANKS, -1).indices
                     found = mass[skipped:].gather(-1, best)
                     hits[j] += found.double().sum(0).cpu().numpy()
+                    if sampling.temperature == 0:
+                        continue
+                    number = before + at - first + skipped
+                    chosen = slice(-number % every, None, every)
+                    law = warp(logits[chosen], draft_sampling or sampling)
+                    numbers = torch.arange(number, number + len(logits), device=ids.device)
+                    found = _accepted_draws(mass[skipped:][chosen], law, numbers[chosen], j)
+                    accepted[j] += found.double().sum(0).cpu().numpy()
+                    drawn[j] += len(law)
             tried += np.maximum(0, last - first - np.arange(depth))
+            before += max(0, last - first)
         on_tokens(sum(len(trace.response_ids) for trace in group))
-    return (hits / np.maximum(tried, 1)[:, None]).tolist()
+    ranks = (hits / np.maximum(tried, 1)[:, None]).tolist()
+    if sampling.temperature == 0:
+        return Accuracies(ranks, ranks)
+    return Accuracies(ranks, (accepted / np.maximum(drawn, 1)[:, None]).tolist())
+
+
+def _accepted_draws(
+    p: torch.Tensor, q: torch.Tensor, numbers: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """[n, MAX_RANKS]: the probability that multi-round rejection accepts the k-th of tokens drawn
+    without replacement from q [n, V], where the target has p [n, >= V].
+
+    One that is tried is accepted with the probability that p and q share. A rejected one was drawn
+    from what q has beyond p: such a draw, by the number [n] of its start, stands for all.
+    """
+    q, found = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1])), []
+    reached = torch.ones(len(q), device=q.device)
+    for k in range(MAX_RANKS):
+        shared = torch.minimum(p, q).sum(-1)
+        found.append(reached * shared)
+        reached = reached * (1 - shared).clamp_min(0)
+        uniform = keyed_uniform(numbers, torch.full_like(numbers, depth), f"rejected {k}")
+        token = inverse_cdf((q - p).clamp_min(0), uniform).unsqueeze(1)
+        p = (p - q).clamp_min(0)
+        p = p / p.sum(-1, keepdim=True).clamp_min(1e-38)
+        q = q.scatter(1, token, 0.0)
+        q = q / q.sum(-1, keepdim=True).clamp_min(1e-38)
+    return torch.stack(found, 1)

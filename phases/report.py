@@ -23,14 +23,15 @@ from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
-from drafters.trees.calibrated import accuracy_at
+from drafters.trees.calibrated import DRAWN, accuracy_at
 from drafters.trees.table import parse_tree
+from drafters.trees.tree import WITHOUT_REPLACEMENT
 from eval.config import EvalConfig
 from eval.costs import cost_of, read_per_round
 from eval.measure import Bench
 from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
-from eval.replay import follows_the_text, rank_accuracy
+from eval.replay import follows_the_text, measure_accuracies
 from eval.report.rows import BASELINE, Row
 from eval.report.schema import (
     build_report,
@@ -115,10 +116,12 @@ def tree_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> S
     if config.tree is None or not isinstance(drafter, TrainedDrafter):
         return None
     tree = parse_tree(config.tree)
-    accuracy, measured = accuracy_at(drafter.rank_accuracy, temperature)
-    if tree.needs_accuracy and measured != temperature:
-        print(f"eval.tree={config.tree}: at T={temperature:g} it is built from the drafter's "
-              f"accuracies at T={measured:g}, the nearest that were measured")  # fmt: skip
+    drawn = tree.siblings == WITHOUT_REPLACEMENT and temperature > 0
+    accuracy, measured = accuracy_at(drafter.rank_accuracy, temperature, drawn)
+    wanted = f"{temperature:g}{DRAWN * drawn}"
+    if tree.needs_accuracy and measured not in (wanted, None):
+        print(f"eval.tree={config.tree}: at T={wanted} it is built from the drafter's accuracies "
+              f"at T={measured}, the nearest that were measured")  # fmt: skip
     try:
         shape = tree.shape(accuracy, config.K)
     except UserError as error:
@@ -134,8 +137,8 @@ def tree_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> S
 
 def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
     """Measure how often each rank of each depth is the target's token at each of the report's
-    temperatures, on held-out training traces, of that temperature where there are some, and set the
-    drafter's `rank_accuracy`."""
+    temperatures, and each draw the accepted one, on held-out training traces, of that temperature
+    where there are some, and set the drafter's `rank_accuracy`."""
     if dev and drafter.target_layers:
         depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
         target = drafter.served_target() or run.target
@@ -146,9 +149,13 @@ def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
             own = [trace for trace in dev if trace.temperature == temperature] or dev
             total = sum(len(trace.response_ids) for trace in own)
             progress.part(f"T={temperature:g}", total=total)
-            found[f"{temperature:g}"] = rank_accuracy(
-                target, own, drafter, depth, sampling, on_tokens=progress.advance
-            )
+            ranks, draws = measure_accuracies(
+                target, own, drafter, depth, sampling, config.draft_sampling(sampling),
+                on_tokens=progress.advance,
+            )  # fmt: skip
+            found[f"{temperature:g}"] = ranks
+            if temperature > 0:
+                found[f"{temperature:g}{DRAWN}"] = draws
         drafter.rank_accuracy = found
         progress.close()
 

@@ -12,6 +12,7 @@ from drafters.trees.tree import WITHOUT_REPLACEMENT
 from trainer.config import UserError, require
 
 MAX_RANKS = 10  # children of one node
+DRAWN = ", drawn"  # ends the name of accuracies of draws, which begins with the temperature
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,27 @@ class CalibratedTree(TreeSpec):
 
 
 def accuracy_at(
-    stored: Mapping[str, Accuracy] | Accuracy | None, temperature: float
-) -> tuple[Accuracy | None, float]:
-    """The accuracies of a drafter that were measured at the nearest temperature, and the latter.
+    stored: Mapping[str, Accuracy] | Accuracy | None, temperature: float, drawn: bool
+) -> tuple[Accuracy | None, str | None]:
+    """The accuracies of a drafter that were measured at the nearest temperature, and their name;
+    those of draws, `drawn`, where there are any, else those of ranks.
 
-    An earlier version stored one table, of the temperatures of its training text.
+    Earlier versions stored ranks alone, the first of them one table without a temperature.
     """
     if not isinstance(stored, Mapping):
-        return stored, temperature
-    nearest = min(stored, key=lambda measured: abs(float(measured) - temperature))
-    return stored[nearest], float(nearest)
+        return stored, None
+    own = [name for name in stored if name.endswith(DRAWN) == drawn] or list(stored)
+    nearest = min(own, key=lambda name: abs(float(name.removesuffix(DRAWN)) - temperature))
+    return stored[nearest], nearest
 
 
 def calibrated_tree(accuracy: Accuracy, num_nodes: int) -> StaticTree:
     """The tree with the largest expected acceptance (Cai et al. 2024, Medusa, Sec. 2.3).
 
-    accuracy[j][r]: probability that the rank-r token of depth j + 1 is the target's, given that the
-    path before it is. A node's value is the product along its path; the tree grows by its best next
-    sibling or first child, which is optimal because values fall with rank and depth. Raises
-    UserError where fewer nodes are possible.
+    accuracy[j][r]: probability that the rank-r token of depth j + 1 is the target's, or that the
+    r-th drawn one is accepted, given that the path before it is. A node's value is the product
+    along its path; the tree grows by its best next sibling or first child, which is optimal because
+    values fall with rank and depth. Raises UserError where fewer nodes are possible.
     """
     require(num_nodes >= 1, "number of nodes", "be >= 1", num_nodes)
     # a higher rank can measure better by chance; the tree may not skip a sibling for it
