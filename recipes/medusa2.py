@@ -110,7 +110,7 @@ class Recipe(medusa.Recipe):
             raise UserError(
                 f"model.drafter has an adapter of another shape, {lora}: set method.lora_* to that"
             )
-        self.check_depth(drafter)
+        self.check_network(drafter)
         self.check_vocabulary(drafter)
         self._given_heads = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,8 +36,6 @@ class VocabularyConfig(HeadConfig):
     # is, a larger number than it drafts adds the most frequent others
     draft_vocab_size: int | None = None
 
-    shared_where: ClassVar[str] = ""  # the setting that makes heads share the target's matrix
-
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.draft_vocab_size
@@ -49,7 +47,6 @@ class VocabularyConfig(HeadConfig):
         rule = f"be 0 or null where {where}: these heads share the target's output matrix"
         require(not self.draft_vocab_size, KEY, rule, self.draft_vocab_size)
         self.draft_vocab_size = 0
-        self.shared_where = where  # type: ignore[misc]
 
 
 ConfigT = TypeVar("ConfigT", bound=VocabularyConfig)
@@ -74,10 +71,7 @@ class VocabularyRecipe(HeadRecipe[ConfigT]):
     def check_vocabulary(self, drafter: TrainedDrafter) -> None:
         """Refuse a trained head that drafts more tokens than asked for; `widen` adds the others
         to one that drafts fewer."""
-        shared, size, most = self.config.shared_where, self._size_for(drafter), drafter.vocab_size
-        if shared and drafter.output_layers():
-            raise UserError(f"model.drafter has output matrices of its own, got {shared}: set it "
-                            "as the drafter has it")  # fmt: skip
+        size, most = self._size_for(drafter), drafter.vocab_size
         rule = (
             f"lie in {drafter.draft_vocab_size}..{most}, or be 0 for {most}: model.drafter drafts "
         )

@@ -9,6 +9,7 @@ final-normed state.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,17 +111,27 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         ]  # fmt: skip
 
     def accept(self, drafter: TrainedDrafter) -> None:
-        """Refuse a head of another kind, or with another depth than the one that is trained."""
-        check_kind(drafter, self.drafter_type, type(self).__module__.rpartition(".")[2])
-        self.check_depth(drafter)
+        """Refuse a head of another kind or network than the one that is asked for."""
+        head = check_kind(drafter, self.drafter_type, type(self).__module__.rpartition(".")[2])
+        self.check_network(head)
 
-    def check_depth(self, drafter: TrainedDrafter) -> None:
-        """Refuse a drafter with another number of heads than method.num_heads."""
+    def check_network(self, drafter: TrainedDrafter) -> None:
+        """Refuse a drafter with another number of heads than method.num_heads, and other settings
+        of a network than its own, which would do nothing. Defaults stand for what it has."""
         if drafter.max_depth is not None and drafter.max_depth != self.depth:
             raise UserError(
                 f"model.drafter has {drafter.max_depth} heads, method.num_heads={self.depth}: set "
                 f"method.num_heads={drafter.max_depth}"
             )
+        own = dataclasses.asdict(drafter.settings)  # type: ignore[attr-defined, arg-type]
+        for field in dataclasses.fields(self.config):
+            given = getattr(self.config, field.name)
+            if given not in (own.get(field.name, given), field.default):
+                raise UserError(
+                    f"model.drafter has {field.name}={own[field.name]}, got "
+                    f"method.{field.name}={given}: leave it out, since a trained head keeps its "
+                    "network"
+                )
 
 
 class HeadObjective(Objective):

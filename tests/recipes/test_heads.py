@@ -559,14 +559,25 @@ def test_a_new_row_has_moved_as_the_known_ones_have(name, target, traces):
             )
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_heads_of_their_own_are_not_taken_for_heads_that_share_the_targets(name, target, traces):
-    for size in (20, 0):
-        trained = make(name, target, traces, draft_vocab_size=size).drafter
-        recipe = make(name, target, traces, **SHARED[name]).recipe
-        with pytest.raises(UserError, match="has output matrices of its own"):
-            recipe.accept(trained)
-    make(name, target, traces, **SHARED[name]).recipe.accept(recipe.build(traces))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("medusa", {"own_head": False}), ("medusa", {"num_layers": 2}),
+        ("hydra", {"shared_lm_head": True}), ("hydra", {"dropout": 0.5}),
+        ("hydrapp", {"num_layers": 2}), ("eagle3", {"norm_before_residual": True}),
+        ("eagle3", {"norm_output": True}),
+    ],
+)  # fmt: skip
+def test_a_trained_head_keeps_its_network(name, options, target, traces):
+    """What it has may be left out or said; another network is refused, not ignored."""
+    usual = make(name, target, traces)
+    (key, value), *_ = options.items()
+    recipe = make(name, target, traces, **options).recipe
+    with pytest.raises(UserError, match=rf"model\.drafter has {key}=.*, got method\.{key}={value}"):
+        recipe.accept(usual.drafter)
+    other = make(name, target, traces, **options).drafter
+    recipe.accept(other)
+    usual.recipe.accept(other)
 
 
 @pytest.mark.parametrize("name", REDUCED)
