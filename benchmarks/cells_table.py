@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -87,6 +88,10 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
     return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 10, *lines]
 
 
+# seeds have calibrated trees of their own, which may be of other depths
+DEPTH = re.compile(r"(calibrated:\d+, \d+ nodes), depth \d+")
+
+
 def drafts(found: Json) -> list[Json]:
     """The rows of the trained drafter."""
     return [
@@ -100,7 +105,8 @@ def measurements(done: Sequence[Json], domains: Sequence[str]) -> Iterator[list[
     for found in done:
         own: dict[tuple[float, str], list[Json]] = {}
         for row in drafts(found):
-            own.setdefault((row["temperature"], draft_shape({"tree": None, **row})), []).append(row)
+            shape = DEPTH.sub(r"\1", draft_shape({"tree": None, **row}))
+            own.setdefault((row["temperature"], shape), []).append(row)
         for key, rows in own.items():
             groups.setdefault(key, []).append(rows)
     for (temperature, shape), seeds in sorted(groups.items()):
