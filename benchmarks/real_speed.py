@@ -10,9 +10,9 @@ weights laid out (`target.layout`), so that the two gains stand apart: `plain` o
 speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
 `assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
 run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
-process each time, of which the answers alone are timed. Answers that differ from `generate`'s are
-counted. Beside the tokens per second: where each millisecond of a round goes, and the tokens per
-round that a speed-up of 1.4 would need.
+process each time, of which the answers alone are timed, after as many as the batch holds. Answers
+that differ from `generate`'s are counted. Beside the tokens per second: where each millisecond of a
+round goes, and the tokens per round that a speed-up of 1.4 would need.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ def engine_arms(
     """vLLM at a batch size: alone, and with the drafter, exported to a temporary folder. Empty,
     with a line that says why, where it cannot run."""
     kind = kind_of(drafter)
+    folder = Path(tempfile.mkdtemp(prefix="export"))
+    atexit.register(shutil.rmtree, folder)
     try:
         engine_python()
-        if kind.method is None:
-            raise UserError(f"it serves no drafter of kind {kind.name}")
+        if kind.method is None or drafter.served_target() is not None:
+            raise UserError(f"it serves no drafter of kind {kind.name} with this target")
+        kind.writers["vllm"](drafter, folder, Export("", target.name, K))
     except UserError as error:
         print(f"no arm of vLLM: {error}")
         return {}
-    folder = Path(tempfile.mkdtemp(prefix="export"))
-    atexit.register(shutil.rmtree, folder)
-    kind.writers["vllm"](drafter, folder, Export("", target.name, K))
     jobs = {"vllm": None, f"vllm chain of {K}": Speculation(kind.method, folder, K)}
     prompts = [request.prompt_ids for request in requests]
 
     def answered(job: Speculation | None, batch: int) -> tuple[float, Answers]:
         run = serve(
             target, {"it": job}, prompts, max_new_tokens=limit, sampling=GREEDY, batch_size=batch,
-            seed=0,
+            seed=0, warm_up=batch,
         )["it"]  # fmt: skip
         return run.seconds, run.tokens
 
@@ -198,7 +198,7 @@ def measure(
             table[name]["round"] = where_time_goes(rows, table[name]["over_plain"])
         result[f"batch {batch}"] = table
         print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
-    write_json(Path(given["out"]), result)
+        write_json(Path(given["out"]), result)
     return 0
 
 

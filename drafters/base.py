@@ -118,6 +118,10 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """The matrix that makes logits of the states of this depth."""
         raise NotImplementedError
 
+    def network(self) -> dict[str, object]:
+        """The settings of its network by name, without those that make no difference to it."""
+        return {}
+
     def output_layers(self) -> list[torch.nn.Linear]:
         """The matrices of its own that make logits; [] where it uses the target's, or shares one
         with its embedding."""

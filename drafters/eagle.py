@@ -86,6 +86,9 @@ class EagleDrafter(TrainedDrafter):
         self.checkpointed = False
         self.to(target.device)
 
+    def network(self) -> dict[str, object]:
+        return dataclasses.asdict(self.settings)
+
     def fresh(self) -> EagleDrafter:
         return type(self)(self.settings, self.config, self.shared.target, self.kept).eval()
 

@@ -31,6 +31,7 @@ from drafters.medusa import (
     read_stored,
     restore,
     save_tensors,
+    without,
     zero_linear,
 )
 from drafters.round import Budget, DraftState
@@ -148,6 +149,16 @@ class HydraDrafter(TrainedDrafter):
             tokens = [embedded[:, i : i + count] for i in range(1, number + 1)]
             made = self.heads[number - 1](torch.cat([state[:, :count], *tokens], -1))
             yield at_index(made, number, length)
+
+    def network(self) -> dict[str, object]:
+        own = without(dataclasses.asdict(self.settings), "identity_residual", "dropout")
+        return own if self.settings.num_layers > 2 else without(own, "tie_layers")
+
+    def set_dropout(self, rate: float) -> None:
+        """Train with another rate of dropout."""
+        self.settings = dataclasses.replace(self.settings, dropout=rate)
+        for head in self.heads:
+            head.dropout = rate  # type: ignore[assignment]
 
     def output_layers(self) -> list[nn.Linear]:
         shared = self.settings.shared_lm_head

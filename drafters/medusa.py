@@ -107,6 +107,10 @@ class MedusaDrafter(TrainedDrafter):
             hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
             yield at_index(self.blocks[number - 1](hidden), number, length)
 
+    def network(self) -> dict[str, object]:
+        own = dataclasses.asdict(self.settings)
+        return own if self.settings.num_layers > 1 else without(own, "tie_layers")
+
     def output_layers(self) -> list[nn.Linear]:
         return list(self.lm_heads) if self.settings.own_head else []  # type: ignore[arg-type]
 
@@ -212,6 +216,11 @@ def head_of(
     head = heads[depth - 1]
     assert isinstance(head, nn.Linear)
     return head_over(head, kept, target.head.transform)
+
+
+def without(settings: dict[str, object], *names: str) -> dict[str, object]:
+    """The settings but for these."""
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drafters.base import TrainedDrafter
 
 RIDGE = 1e-4  # of the mean square
+ROWS = 8192  # of a matrix that are held in float64 at a time
 
 _MADE: weakref.WeakKeyDictionary[nn.Module, OutputHead] = weakref.WeakKeyDictionary()
 
@@ -60,32 +61,60 @@ def widen(drafter: TrainedDrafter, kept: torch.Tensor | None, target: Target) ->
     new row is the target's moved by the affine map of the target's rows that fits the movements of
     the known ones best (least squares; a little is added to the diagonal, for few rows).
     """
-    known = drafter.output_head(1).kept
-    assert known is not None, "there are tokens to add"
-    kept_or_all = torch.arange(target.vocab_size) if kept is None else kept
-    places = torch.searchsorted(kept_or_all, known.cpu())
-    assert torch.equal(kept_or_all[places], known.cpu()), "no token is lost"
+    buffer = drafter.output_head(1).kept
+    assert buffer is not None, "there are tokens to add"
+    known = buffer.cpu()
+    ids = torch.arange(target.vocab_size) if kept is None else kept
+    places = torch.searchsorted(ids, known)
+    assert torch.equal(ids[places], known), "no token is lost"
+    is_new = torch.ones(len(ids), dtype=torch.bool)
+    is_new[places] = False
     for layer in drafter.output_layers():
+        weight, bias = layer.weight, layer.bias
         wide = nn.Linear(
-            layer.in_features, len(kept_or_all), layer.bias is not None,
-            device=layer.weight.device, dtype=layer.weight.dtype,
-        )  # fmt: skip
+            layer.in_features, len(ids), bias is not None, device=weight.device, dtype=weight.dtype
+        )
         copy_rows(target, wide, kept)
-        rows = _rows(wide)
-        start = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        seen, moved = start[places], _rows(layer) - rows[places]
-        products = seen.T @ seen
-        products.diagonal().add_(RIDGE * products.diagonal().mean())
-        rows += start @ torch.linalg.solve(products, seen.T @ moved)
-        rows[places] = _rows(layer)
-        layer.weight = nn.Parameter(rows[:, : layer.in_features].to(layer.weight))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(rows[:, -1].to(layer.bias))
-        layer.out_features = len(kept_or_all)
-    drafter.register_buffer("kept", None if kept is None else kept.to(known.device))
+        moved = _movement(layer, wide, places)
+        for chosen in is_new.nonzero().squeeze(1).split(ROWS):
+            _set_rows(wide, chosen, _rows(wide, chosen) + _with_one(_rows(wide, chosen)) @ moved)
+        wide.weight[places.to(weight.device)] = weight
+        layer.weight = wide.weight
+        if bias is not None:
+            wide.bias[places.to(bias.device)] = bias
+            layer.bias = wide.bias
+        layer.out_features = len(ids)
+    drafter.register_buffer("kept", None if kept is None else kept.to(buffer.device))
 
 
-def _rows(layer: nn.Linear) -> torch.Tensor:
-    """A row for each token, with its bias behind, float64 on the CPU."""
-    parts = [layer.weight] if layer.bias is None else [layer.weight, layer.bias.unsqueeze(1)]
-    return torch.cat([part.detach().cpu().double() for part in parts], 1)
+def _movement(layer: nn.Linear, start: nn.Linear, places: torch.Tensor) -> torch.Tensor:
+    """The map [W + 1, W] float64 that moves rows of `start` with a one behind, at `places` [n]
+    int64, as the rows [n, W] of the layer have moved from them."""
+    products = moves = torch.zeros((), dtype=torch.float64)
+    for own, chosen in zip(torch.arange(len(places)).split(ROWS), places.split(ROWS), strict=True):
+        rows = _rows(start, chosen)
+        ones = _with_one(rows)
+        products = products + ones.T @ ones
+        moves = moves + ones.T @ (_rows(layer, own) - rows)
+    products.diagonal().add_(RIDGE * products.diagonal().mean())
+    return torch.linalg.solve(products, moves)
+
+
+def _rows(layer: nn.Linear, chosen: torch.Tensor) -> torch.Tensor:
+    """The rows of these outputs, each with its bias behind, float64 on the CPU."""
+    chosen = chosen.to(layer.weight.device)
+    rows = layer.weight[chosen]
+    if layer.bias is not None:
+        rows = torch.cat([rows, layer.bias[chosen].unsqueeze(1)], 1)
+    return rows.cpu().double()
+
+
+def _with_one(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+
+
+def _set_rows(layer: nn.Linear, chosen: torch.Tensor, rows: torch.Tensor) -> None:
+    chosen, rows = chosen.to(layer.weight.device), rows.to(layer.weight)
+    layer.weight[chosen] = rows[:, : layer.in_features]
+    if layer.bias is not None:
+        layer.bias[chosen] = rows[:, -1]

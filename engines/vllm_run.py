@@ -136,10 +136,12 @@ def serve(
     batch_size: int,
     seed: int,
     alone: Sequence[int] = (),
+    warm_up: int = 0,
 ) -> dict[str, EngineRun]:
     """vLLM's answers to the same prompts with each drafter; None is plain decoding.
 
-    `alone`: prompts that are answered once more, one by one, and timed.
+    `alone`: prompts that are answered once more, one by one, and timed; `warm_up`: how many are
+    answered before, which is neither timed nor counted.
 
     vLLM loads the target by its name in its own dtype; only its `eos_ids` end an answer. Raises
     UserError without an environment for vLLM, RunFault where it fails or miscounts."""
@@ -162,6 +164,7 @@ def serve(
         },
         "prompts": list(prompts),
         "sampling": [own | {"seed": seed + index} for index in range(len(prompts))],
+        "warm_up": warm_up,
         "alone": list(alone),
         "jobs": {name: job.config(sampling) if job else None for name, job in jobs.items()},
     }

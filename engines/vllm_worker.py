@@ -28,6 +28,7 @@ class WorkerRequest(TypedDict):
     engine: dict[str, object]  # arguments of vllm.LLM
     prompts: list[list[int]]  # token ids
     sampling: list[dict[str, object]]  # arguments of vllm.SamplingParams, one for each prompt
+    warm_up: int  # prompts that are answered before, untimed and not counted
     alone: list[int]  # prompts that are answered once more, one by one, for their times
     jobs: dict[str, dict[str, object] | None]  # speculative_config; None for plain decoding
 
@@ -81,6 +82,20 @@ def counters(llm: _Engine) -> dict[str, int | list[int]]:
     return found
 
 
+def difference(
+    now: Mapping[str, int | list[int]], before: Mapping[str, int | list[int]]
+) -> dict[str, int | list[int]]:
+    """What the counters have counted since."""
+    found: dict[str, int | list[int]] = {}
+    for name, value in now.items():
+        then = before[name]
+        if isinstance(value, list) and isinstance(then, list):
+            found[name] = [a - b for a, b in zip(value, then, strict=True)]
+        elif isinstance(value, int) and isinstance(then, int):
+            found[name] = value - then
+    return found
+
+
 def timing(llm: _Engine, prompt: object, params: object) -> tuple[float, int, int]:
     """(seconds, rounds, tokens) of decoding one prompt at batch 1: what follows the first token,
     which the prompt's own forward gives. Plain decoding has a round for each token. Every interval
@@ -104,9 +119,10 @@ def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> d
     try:
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         params = [SamplingParams(**one) for one in request["sampling"]]
-        # what the first prompt alone waits for is not timed; a single token counts no round
-        first = SamplingParams(**{**request["sampling"][0], "max_tokens": 1})
-        llm.generate(prompts[:1], [first], use_tqdm=False)
+        warm = request["warm_up"]
+        if warm:
+            llm.generate(prompts[:warm], params[:warm], use_tqdm=False)
+        before = counters(llm)
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -115,7 +131,7 @@ def serve(request: WorkerRequest, speculative: Mapping[str, object] | None) -> d
         for answer in answers if speculative else ():
             own = answer.spec_decode_metrics
             rounds.append(list(zip(own.per_step_drafted, own.per_step_accepted, strict=True)))
-        counted = counters(llm)  # before prompts are answered again
+        counted = difference(counters(llm), before)  # before prompts are answered again
         alone = request["alone"]
         times = [timing(llm, prompts[i], params[i]) for i in [*alone[:1], *alone]]
         return {

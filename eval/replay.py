@@ -31,7 +31,7 @@ from target.sampling import KeyedRandom, Sampling, inverse_cdf, keyed_uniform, w
 from trainer.config import UserError
 from trainer.logits import chunk_rows
 
-STARTS = 512  # at which the accuracies of draws are measured, of each depth
+STARTS = 256  # at most, at which the accuracies of draws are measured, of each depth
 
 
 class TreeReplay:
@@ -193,8 +193,8 @@ def measure_accuracies(
     batch_size: int = 16,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Accuracies:
-    """The accuracies over the starts of rounds in these texts; those of draws over `STARTS` of each
-    depth, evenly spread, since each draw takes several passes over the vocabulary.
+    """The accuracies over the starts of rounds in these texts; those of draws over at most `STARTS`
+    of each depth, evenly spread, since each draw takes several passes over the vocabulary.
 
     The target's probabilities are those at `sampling`, whatever the text was sampled with: at T=0
     the share of starts at which a token is the target's choice, and a draw is a rank. The tokens
@@ -203,7 +203,7 @@ def measure_accuracies(
     hits, accepted = np.zeros((depth, MAX_RANKS)), np.zeros((depth, MAX_RANKS))
     tried, drawn = np.zeros(depth), np.zeros(depth)
     total = sum(max(0, len(t.response_ids) - 1) for t in traces)
-    every = max(1, total // STARTS)
+    every = max(1, -(-total // STARTS))
     before = 0  # starts in the texts so far
     for group in by_length(traces, lambda t: t.num_tokens, batch_size):
         rows = [t.prompt_ids + t.response_ids for t in group]
@@ -228,6 +228,8 @@ def measure_accuracies(
                         continue
                     number = before + at - first + skipped
                     chosen = slice(-number % every, None, every)
+                    if chosen.start >= len(logits):
+                        continue
                     law = warp(logits[chosen], draft_sampling or sampling)
                     numbers = torch.arange(number, number + len(logits), device=ids.device)
                     found = _accepted_draws(mass[skipped:][chosen], law, numbers[chosen], j)

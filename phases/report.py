@@ -23,7 +23,7 @@ from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
-from drafters.trees.calibrated import DRAWN, accuracy_at
+from drafters.trees.calibrated import accuracy_at, accuracy_name
 from drafters.trees.table import parse_tree
 from drafters.trees.tree import WITHOUT_REPLACEMENT
 from eval.config import EvalConfig
@@ -117,11 +117,12 @@ def tree_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> S
         return None
     tree = parse_tree(config.tree)
     drawn = tree.siblings == WITHOUT_REPLACEMENT and temperature > 0
-    accuracy, measured = accuracy_at(drafter.rank_accuracy, temperature, drawn)
-    wanted = f"{temperature:g}{DRAWN * drawn}"
-    if tree.needs_accuracy and measured not in (wanted, None):
-        print(f"eval.tree={config.tree}: at T={wanted} it is built from the drafter's accuracies "
-              f"at T={measured}, the nearest that were measured")  # fmt: skip
+    drafted = config.draft_sampling(Sampling(temperature)).temperature
+    wanted = accuracy_name(temperature, drafted if drawn else None)
+    accuracy, measured = accuracy_at(drafter.rank_accuracy, wanted)
+    if tree.needs_accuracy and measured != wanted:
+        print(f"eval.tree={config.tree}: the drafter has no accuracies at T={wanted}, so the tree "
+              f"is built from those at T={measured}")  # fmt: skip
     try:
         shape = tree.shape(accuracy, config.K)
     except UserError as error:
@@ -149,13 +150,13 @@ def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
             own = [trace for trace in dev if trace.temperature == temperature] or dev
             total = sum(len(trace.response_ids) for trace in own)
             progress.part(f"T={temperature:g}", total=total)
+            drafted = config.draft_sampling(sampling)
             ranks, draws = measure_accuracies(
-                target, own, drafter, depth, sampling, config.draft_sampling(sampling),
-                on_tokens=progress.advance,
-            )  # fmt: skip
-            found[f"{temperature:g}"] = ranks
+                target, own, drafter, depth, sampling, drafted, on_tokens=progress.advance
+            )
+            found[accuracy_name(temperature, None)] = ranks
             if temperature > 0:
-                found[f"{temperature:g}{DRAWN}"] = draws
+                found[accuracy_name(temperature, drafted.temperature)] = draws
         drafter.rank_accuracy = found
         progress.close()
 

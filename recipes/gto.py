@@ -193,7 +193,13 @@ class Recipe(base.Recipe):
             )
         known = {"layers": list(drafter.target_layers)} if name == "eagle3" else {}
         self._head_recipe = self._make_head_recipe(name, known)
-        self._head_recipe.accept(drafter)
+        try:
+            self._head_recipe.accept(drafter)
+        except UserError as error:
+            raise UserError(f"method.base_options, of recipe {name}: {error}") from error
+        size = self.config.base_options.get("draft_vocab_size")
+        rule = f"leave out draft_vocab_size: model.drafter drafts {drafter.draft_vocab_size} tokens"
+        require(size in (None, drafter.draft_vocab_size), "method.base_options", rule, size)
         self._check(drafter)
         self.__dict__.pop("objective", None)  # one made before now is for the default base
         made_of = self.objective.made_of(self._given or drafter)

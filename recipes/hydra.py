@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.hydra import HydraDrafter, HydraSettings
+from recipes.base import check_kind
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 
 
@@ -40,6 +42,10 @@ class Recipe(VocabularyRecipe[Config]):
     @property
     def depth(self) -> int:
         return self.config.num_heads
+
+    def accept(self, drafter: TrainedDrafter) -> None:
+        super().accept(drafter)
+        check_kind(drafter, HydraDrafter, "hydra").set_dropout(self.config.dropout)
 
     def build(self, traces: Sequence[Trace]) -> HydraDrafter:
         config = self.config

@@ -12,7 +12,6 @@ from drafters.trees.tree import WITHOUT_REPLACEMENT
 from trainer.config import UserError, require
 
 MAX_RANKS = 10  # children of one node
-DRAWN = ", drawn"  # ends the name of accuracies of draws, which begins with the temperature
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,29 @@ class CalibratedTree(TreeSpec):
         return replace(tree, siblings=self.siblings)
 
 
+def accuracy_name(temperature: float, drawn_at: float | None) -> str:
+    """The name under which a drafter stores its accuracies: those of ranks at the target's
+    temperature, or those of draws, where the drafter has the temperature `drawn_at`."""
+    if drawn_at is None:
+        return f"{temperature:g}"
+    return f"{temperature:g}, drawn" + f" at T={drawn_at:g}" * (drawn_at != temperature)
+
+
 def accuracy_at(
-    stored: Mapping[str, Accuracy] | Accuracy | None, temperature: float, drawn: bool
-) -> tuple[Accuracy | None, str | None]:
-    """The accuracies of a drafter that were measured at the nearest temperature, and their name;
-    those of draws, `drawn`, where there are any, else those of ranks.
+    stored: Mapping[str, Accuracy] | Accuracy | None, wanted: str
+) -> tuple[Accuracy | None, str]:
+    """The accuracies that were measured as the name `wanted` says, and their name; else those at
+    the nearest temperature, of ranks where there are none of such draws.
 
     Earlier versions stored ranks alone, the first of them one table without a temperature.
     """
     if not isinstance(stored, Mapping):
-        return stored, None
-    own = [name for name in stored if name.endswith(DRAWN) == drawn] or list(stored)
-    nearest = min(own, key=lambda name: abs(float(name.removesuffix(DRAWN)) - temperature))
+        return stored, wanted
+    parts = {name: name.partition(", ") for name in (*stored, wanted)}
+    temperature, _, form = parts[wanted]
+    own = [name for name in stored if parts[name][2] == form]
+    own = own or [name for name in stored if not parts[name][2]] or list(stored)
+    nearest = min(own, key=lambda name: abs(float(parts[name][0]) - float(temperature)))
     return stored[nearest], nearest
 
 

@@ -10,7 +10,9 @@ from typing import ClassVar
 from drafters.round import Shape
 from drafters.trees.tree import TOP
 
-Accuracy = Sequence[Sequence[float]]  # [depth][rank]: how often that token is the target's
+Accuracy = Sequence[
+    Sequence[float]
+]  # [depth][rank]: how often that token is the target's, or draw accepted
 
 
 @dataclass(frozen=True)

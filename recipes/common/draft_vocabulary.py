@@ -71,12 +71,11 @@ class VocabularyRecipe(HeadRecipe[ConfigT]):
     def check_vocabulary(self, drafter: TrainedDrafter) -> None:
         """Refuse a trained head that drafts more tokens than asked for; `widen` adds the others
         to one that drafts fewer."""
-        size, most = self._size_for(drafter), drafter.vocab_size
+        own, size, most = drafter.draft_vocab_size, self._size_for(drafter), drafter.vocab_size
         rule = (
-            f"lie in {drafter.draft_vocab_size}..{most}, or be 0 for {most}: model.drafter drafts "
+            f"be null, or one of {own} to {most}: model.drafter drafts {own} tokens and keeps them"
         )
-        rule += f"{drafter.draft_vocab_size} tokens and keeps them"
-        require(drafter.draft_vocab_size <= size <= most, KEY, rule, size)
+        require(own <= size <= most, KEY, rule, size)
 
     def _size_for(self, drafter: TrainedDrafter) -> int:
         """How many tokens a trained head shall draft; null leaves it as it is."""

@@ -123,14 +123,14 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
                 f"model.drafter has {drafter.max_depth} heads, method.num_heads={self.depth}: set "
                 f"method.num_heads={drafter.max_depth}"
             )
-        own = dataclasses.asdict(drafter.settings)  # type: ignore[attr-defined, arg-type]
+        own = drafter.network()
         for field in dataclasses.fields(self.config):
             given = getattr(self.config, field.name)
             if given not in (own.get(field.name, given), field.default):
+                has = own[field.name]
                 raise UserError(
-                    f"model.drafter has {field.name}={own[field.name]}, got "
-                    f"method.{field.name}={given}: leave it out, since a trained head keeps its "
-                    "network"
+                    f"model.drafter has {field.name}={has}, got method.{field.name}={given}: set "
+                    f"method.{field.name}={has}, since a trained head keeps its network"
                 )
 
 

@@ -180,7 +180,7 @@ def served(bench, drafters, tmp_path_factory):
     prompts = [trace.prompt_ids for trace in bench.traces]
     return serve(
         bench.target, jobs, prompts, max_new_tokens=CONFIG.max_new_tokens, sampling=Sampling(0.0),
-        batch_size=4, seed=0,
+        batch_size=4, seed=0, warm_up=2,
     )  # fmt: skip
 
 

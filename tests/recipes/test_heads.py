@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import zlib
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from data.generate import GenerationPlan, generate_traces
 from data.packing import PackedTraces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
+from drafters.hydra import HydraDrafter
+from drafters.medusa import MedusaDrafter
 from recipes.common import draft_vocabulary, heads
 from recipes.common.draft_vocabulary import frequent_tokens
 from tests.losses import divergence
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
-from trainer.config import UserError
+from trainer.config import UserError, load_yaml
 from trainer.divergence import DIVERGENCES
 from trainer.logits import LogitsSummary, OutputHead
 from trainer.shift import supervised
@@ -499,7 +502,7 @@ def test_a_trained_head_keeps_the_tokens_that_it_drafts(name, target, traces):
         recipe.widen(trained, traces)
         assert recipe.objective.is_reduced
         torch.testing.assert_close(trained.state_dict(), before, rtol=0, atol=0)
-    with pytest.raises(UserError, match=r"must lie in 20\.\.100, or be 0 for 100"):
+    with pytest.raises(UserError, match="be null, or one of 20 to 100"):
         make(name, target, traces, draft_vocab_size=19).recipe.accept(trained)
 
 
@@ -563,7 +566,7 @@ def test_a_new_row_has_moved_as_the_known_ones_have(name, target, traces):
     ("name", "options"),
     [
         ("medusa", {"own_head": False}), ("medusa", {"num_layers": 2}),
-        ("hydra", {"shared_lm_head": True}), ("hydra", {"dropout": 0.5}),
+        ("hydra", {"shared_lm_head": True}), ("hydra", {"num_layers": 2}),
         ("hydrapp", {"num_layers": 2}), ("eagle3", {"norm_before_residual": True}),
         ("eagle3", {"norm_output": True}),
     ],
@@ -578,6 +581,26 @@ def test_a_trained_head_keeps_its_network(name, options, target, traces):
     other = make(name, target, traces, **options).drafter
     recipe.accept(other)
     usual.recipe.accept(other)
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa2", "hydra", "hydrapp"])
+def test_the_published_preset_takes_published_heads(name, target):
+    """A head of one block has nothing to tie, and no file says how its weights began."""
+    module = importlib.import_module(f"recipes.{name}")
+    preset = load_yaml(Path(f"recipes/{name}.published.yaml"))["method"]
+    recipe = module.Recipe(module.Config(**preset), target)
+    built = recipe.build([]).settings
+    tied = {"tie_layers": built.num_layers > 2}  # as their file shows by repeated layers
+    untied = dataclasses.replace(built, tie_layers=False)
+    if name.startswith("hydra"):
+        tied |= {"identity_residual": True, "dropout": 0.0}  # which no file holds
+    kind = HydraDrafter if name.startswith("hydra") else MedusaDrafter
+    head = kind.build(target, dataclasses.replace(built, **tied))
+    recipe.accept(head)
+    if name == "hydrapp":
+        assert head.settings.dropout == head.heads[0].dropout == recipe.config.dropout == 0.2
+        with pytest.raises(UserError, match=r"set method\.tie_layers=False"):
+            recipe.accept(HydraDrafter.build(target, untied))
 
 
 @pytest.mark.parametrize("name", REDUCED)

@@ -458,7 +458,7 @@ def test_an_adapter_of_another_shape_is_not_gone_on_from(target, traces):
         other.accept(drafter)
     with pytest.raises(UserError, match=r"method\.num_heads=4"):
         Recipe(Config(num_heads=2, lora_dropout=0.0), target).accept(drafter)
-    with pytest.raises(UserError, match=r"method\.draft_vocab_size must lie in 100\.\.100"):
+    with pytest.raises(UserError, match="must be null, or one of 100 to 100"):
         Recipe(Config(draft_vocab_size=20, lora_dropout=0.0), target).accept(drafter)
     same = Recipe(Config(lora_dropout=0.0), target)
     same.accept(drafter)

@@ -76,15 +76,16 @@ def test_a_calibrated_tree_is_that_of_the_rows_own_temperature(medusa, monkeypat
     assert paths == {0.0: ((0,), (0, 0)), 1.0: ((0,), (1,))}
     assert capsys.readouterr().out == ""
     assert tree_of(medusa, config, 0.7).paths == paths[1.0]
-    assert "accuracies at T=1, drawn, the nearest" in capsys.readouterr().out
+    assert (
+        "no accuracies at T=0.7, drawn, so the tree is built from those at T=1, drawn"
+        in capsys.readouterr().out
+    )
     top = EvalConfig(K=2, tree="calibrated:2,siblings=top")
     assert tree_of(medusa, top, 1.0).paths == paths[0.0]
     assert capsys.readouterr().out == ""
     medusa.rank_accuracy = {"0": wide, "1": deep}  # as a version stored it that had no draws
     assert tree_of(medusa, config, 1.0).paths == paths[0.0]
-    assert "at T=1, drawn it is built from the drafter's accuracies at T=1, the" in (
-        capsys.readouterr().out
-    )
+    assert "at T=1, drawn, so the tree is built from those at T=1\n" in capsys.readouterr().out
     medusa.rank_accuracy = deep  # as an earlier version stored it
     assert {tree_of(medusa, config, t).paths for t in (0.0, 1.0)} == {paths[0.0]}
 
