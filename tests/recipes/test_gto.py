@@ -556,11 +556,13 @@ def test_the_kind_of_a_given_head_is_read_from_it(target):
         with pytest.raises(UserError, match=f"head of recipe {name}, got method.base={other}"):
             Recipe(Config(base=other, **SMALL), target).accept(drafter)
     for option, says in (
-        ({"draft_vocab_size": 60}, "leave out draft_vocab_size: model.drafter drafts 100 tokens"),
+        ({"draft_vocab_size": 60}, "leave out draft_vocab_size: model.drafter drafts 30 tokens"),
+        ({"draft_vocab_size": 20}, "of recipe eagle3: method.draft_vocab_size must be null, or"),
         ({"norm_output": True}, "method.base_options, of recipe eagle3: model.drafter has norm_o"),
     ):
+        recipe = Recipe(Config(base_options=option, **SMALL), target)
         with pytest.raises(UserError, match=says):
-            Recipe(Config(base_options=option, **SMALL), target).accept(head(target, "eagle3"))
+            recipe.accept(head(target, kept=torch.arange(30)))
     with pytest.raises(UserError, match="of kind 'medusa', recipe=gto trains 'eagle3'"):
         Recipe(Config(**SMALL), target).accept(
             MedusaDrafter.build(target, MedusaSettings(num_heads=2))
