@@ -232,7 +232,7 @@ def measure_accuracies(
                         continue
                     law = warp(logits[chosen], draft_sampling or sampling)
                     numbers = torch.arange(number, number + len(logits), device=ids.device)
-                    found = _accepted_draws(mass[skipped:][chosen], law, numbers[chosen], j)
+                    found = accepted_draws(mass[skipped:][chosen], law, numbers[chosen], j)
                     accepted[j] += found.double().sum(0).cpu().numpy()
                     drawn[j] += len(law)
             tried += np.maximum(0, last - first - np.arange(depth))
@@ -244,7 +244,7 @@ def measure_accuracies(
     return Accuracies(ranks, (accepted / np.maximum(drawn, 1)[:, None]).tolist())
 
 
-def _accepted_draws(
+def accepted_draws(
     p: torch.Tensor, q: torch.Tensor, numbers: torch.Tensor, depth: int
 ) -> torch.Tensor:
     """[n, MAX_RANKS]: the probability that multi-round rejection accepts the k-th of tokens drawn

@@ -198,8 +198,10 @@ class Recipe(base.Recipe):
         except UserError as error:
             raise UserError(f"method.base_options, of recipe {name}: {error}") from error
         size = self.config.base_options.get("draft_vocab_size")
-        rule = f"leave out draft_vocab_size: model.drafter drafts {drafter.draft_vocab_size} tokens"
-        require(size in (None, drafter.draft_vocab_size), "method.base_options", rule, size)
+        has = drafter.draft_vocab_size
+        same = size is None or (size or drafter.vocab_size) == has
+        rule = f"leave out draft_vocab_size: model.drafter drafts {has} tokens"
+        require(same, "method.base_options", rule, size)
         self._check(drafter)
         self.__dict__.pop("objective", None)  # one made before now is for the default base
         made_of = self.objective.made_of(self._given or drafter)

@@ -15,7 +15,7 @@ from drafters.trees.tree import WITHOUT_REPLACEMENT, TokenTree
 from eval import replay
 from eval.counters import counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.replay import TreeReplay, _accepted_draws, measure_accuracies
+from eval.replay import TreeReplay, accepted_draws, measure_accuracies
 from eval.verifiers.multi_round import MultiRound
 from target.cache import CachedModel
 from target.decode import Request, decode
@@ -158,11 +158,11 @@ def test_draws_are_accepted_as_often_as_multi_round_rejection_does():
     numbers = torch.arange(40_000)
     # the target has a column more than the drafter
     wide = torch.nn.functional.pad(p, (0, 1)).expand(len(numbers), -1)
-    found = _accepted_draws(wide, q.expand(len(numbers), -1), numbers, 0)
+    found = accepted_draws(wide, q.expand(len(numbers), -1), numbers, 0)
     assert float(expected[1]) > 0.1
     torch.testing.assert_close(found.mean(0), expected, atol=2e-3, rtol=0)
     assert 0.95 < float(expected.sum()) <= 1
-    same = _accepted_draws(q.expand(3, -1), q.expand(3, -1), numbers[:3], 0)
+    same = accepted_draws(q.expand(3, -1), q.expand(3, -1), numbers[:3], 0)
     torch.testing.assert_close(same.sum(1), torch.ones(3))
     torch.testing.assert_close(same[:, 0], torch.ones(3))
 
@@ -183,7 +183,7 @@ def test_draws_are_accepted_as_often_as_the_verifier_accepts_them():
     verdict = MultiRound()(tree, logits.expand(n, 4, V), Sampling(1.0), random, places)
     counts = [float((verdict.path[:, 0] == child).double().mean()) for child in range(3)]
     p = logits.softmax(-1)
-    found = _accepted_draws(p.expand(n, V), q.expand(n, V), torch.arange(n), 0).mean(0)
+    found = accepted_draws(p.expand(n, V), q.expand(n, V), torch.arange(n), 0).mean(0)
     assert min(counts) > 0.02
     torch.testing.assert_close(
         torch.tensor(counts), found[:3].double(), atol=0.01, rtol=0, check_dtype=False
@@ -210,7 +210,7 @@ def test_the_accuracies_of_draws_are_of_starts_spread_over_the_texts(
                 if number % every == 0 and start - depth + 1 >= len(trace.prompt_ids):
                     q = warp(drafter.draft_logits(ids, outputs, depth)[:, start], cool)
                     p = warp(outputs.logits[:, start], hot)
-                    sums[depth - 1] += _accepted_draws(p, q, torch.tensor([number]), depth - 1)[0]
+                    sums[depth - 1] += accepted_draws(p, q, torch.tensor([number]), depth - 1)[0]
                     tried[depth - 1] += 1
             number += 1
     found = measure_accuracies(target, traces, drafter, K, hot, cool, batch_size=len(traces))

@@ -563,6 +563,8 @@ def test_the_kind_of_a_given_head_is_read_from_it(target):
         recipe = Recipe(Config(base_options=option, **SMALL), target)
         with pytest.raises(UserError, match=says):
             recipe.accept(head(target, kept=torch.arange(30)))
+    whole = Recipe(Config(base_options={"draft_vocab_size": 0}, **SMALL), target)
+    whole.accept(head(target))
     with pytest.raises(UserError, match="of kind 'medusa', recipe=gto trains 'eagle3'"):
         Recipe(Config(**SMALL), target).accept(
             MedusaDrafter.build(target, MedusaSettings(num_heads=2))
