@@ -142,7 +142,8 @@ class Experiment:
     def recipe(self, options: dict[str, Any] | None) -> Recipe:
         given = {"tree": self.setting.tree, "aggregation": "lse", **(options or {})}  # published
         size = given.setdefault("group_size", Config.group_size)
-        return Recipe(Config(num_groups=TREES_PER_TEXT // size, **given), self.target)
+        given.setdefault("num_groups", TREES_PER_TEXT // size)
+        return Recipe(Config(**given), self.target)
 
     def fit(
         self, drafter: TrainedDrafter, stage: str, texts: Sequence[Trace], seed: int, steps: int,
