@@ -32,12 +32,15 @@ from benchmarks.gto_claims import LOGGED, LONG, WORK, Experiment, tokens
 from data.batches import Batch, Batches
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.causal_lm import CausalLMDrafter
-from drafters.round import Budget
+from drafters.round import Budget, DraftState, Steps
 from eval.metrics import PromptCounters, hierarchical_difference
 from eval.replay import TreeReplay
 from phases.run import provenance
 from recipes import gto
+from target.branches import TextBranches
+from target.cache import CachedModel
+from target.model import Target
+from target.nodes import TreeSlots
 from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.files import write_json
@@ -53,6 +56,35 @@ MORE: dict[str, Any] = {
     "group_size": 8,
 }  # 56 trees a text for 16, and 3 x the rows
 RESULT = Path("benchmarks/results/gto_tests.json")
+
+
+class TargetItself(Steps):
+    """The target as the drafter of its own trees."""
+
+    start_width, target_layers = 1, ()
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.text = TextBranches(CachedModel(target.model))
+
+    def branches(self, ids: torch.Tensor, outputs: TargetOutputs) -> TargetItself:
+        self.text.read(ids)
+        logits = self.target.outputs(ids).logits
+        assert logits is not None
+        self.behind = logits[0]
+        return self
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        self.lengths, self.nodes = state.lengths, TreeSlots(state.lengths)
+        self.tokens = state.ids.new_zeros(len(state.lengths), 0)
+        return self.behind[state.lengths - 1]
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        self.nodes.add(parents, depth)
+        self.tokens = torch.cat([self.tokens, tokens], 1)
+        return self.text.score(
+            self.tokens, self.lengths, self.nodes.ancestors, self.nodes.depths, tokens.shape[1]
+        )
 
 
 class Tests(Experiment):
@@ -179,10 +211,14 @@ class Tests(Experiment):
         return found
 
     def room(self) -> dict[str, float]:
-        itself = CausalLMDrafter.of_target(self.target)
+        objective = self.recipe({}).objective
+        drafters: dict[str, Any] = {
+            "head": self.start.eval(),
+            "target": TargetItself(self.target),
+        }
         return {
-            "head": self.expects(self.start, self.dev),
-            "target": self.expects(itself, self.dev),
+            name: objective.dev_metrics(drafter, self.dev)["select"]
+            for name, drafter in drafters.items()
         }
 
     def more(self) -> dict[str, Any]:
