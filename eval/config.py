@@ -53,9 +53,10 @@ class EvalConfig(Section):
     top_k: int = 0  # of the report's answers
     top_p: float = 1.0  # of the report's answers
     K: int = 4  # tokens drafted per round by a chain, at most where a policy ends it early
-    # tree to measure beside the chain; null: none. At temperatures above 0 the children of static
-    # trees are drawn without replacement, with siblings=top the most likely tokens
-    tree: str | None = None
+    # trees to measure beside the chain, one or a list; null: none. At temperatures above 0 the
+    # children of static trees are drawn without replacement, with siblings=top the most likely
+    # tokens
+    tree: list[str] = field(default_factory=list)
     # the drafter's own temperature in rows at temperatures above 0; null: the row's. Output still
     # has the target's distribution
     draft_temperature: float | None = None
@@ -88,7 +89,16 @@ class EvalConfig(Section):
                   if f"typical_{key}" in stored]  # fmt: skip
         if verifier == "typical" and limits:
             new["verifier"] = spelled(parse_verifier(",".join(["typical", *limits])))
+        if "tree" in new and not isinstance(new["tree"], list):
+            new["tree"] = [] if new["tree"] is None else [new["tree"]]
         return new
+
+    @classmethod
+    def naming(cls, values: dict[str, object]) -> dict[str, object]:
+        match values:
+            case {"tree": [tree]}:  # which was the only one
+                return {**values, "tree": tree}
+        return values
 
     def __post_init__(self) -> None:
         self.temperatures = [float(t) for t in self.temperatures]
@@ -139,35 +149,54 @@ def _check_names(config: EvalConfig) -> None:
         require(policy.uses_head, "eval.policy", rule, config.policy)
     require(policy.K_min <= config.K, "eval.policy", f"have K_min <= eval.K={config.K}",
             config.policy)  # fmt: skip
-    tree = tree_of(config)
-    form = CHAIN if tree is None else tree.siblings
+    _check_trees(config)
+    drafts = [(f"eval.tree={text}, {one.siblings}", one.siblings) for text, one in trees_of(config)]
     verifier = parse_verifier(config.verifier)
-    # `token`, the default, stands for the exact rule of whatever is drafted
-    if form not in verifier.judges and type(verifier) is not Token:
-        others = [name for name, one in VERIFIERS.items() if form in one.judges or one is Token]
-        what = "eval.tree=null, a chain" if tree is None else f"eval.tree={config.tree}, {form}"
-        raise UserError(
-            f"eval.verifier={config.verifier} cannot judge these drafts ({what}): name "
-            f"{' or '.join(others)}, or another eval.tree"
-        )
+    for what, form in drafts or [("eval.tree=null, a chain", CHAIN)]:
+        # `token`, the default, stands for the exact rule of whatever is drafted
+        if form not in verifier.judges and type(verifier) is not Token:
+            others = [name for name, one in VERIFIERS.items() if form in one.judges or one is Token]
+            raise UserError(
+                f"eval.verifier={config.verifier} cannot judge these drafts ({what}): name "
+                f"{' or '.join(others)}, or another eval.tree"
+            )
     for one in config.baselines:
         parse_training_free(one, "eval.baselines")
     once = len(set(config.baselines)) == len(config.baselines)
     require(once, "eval.baselines", "name each drafter once", config.baselines)
     if is_training_free(config.drafter):
         parse_training_free(str(config.drafter), "eval.drafter")
-        for key, plain in (("tree", None), ("policy", "fixed"), ("engine", "own")):
+        for key, plain in (("tree", []), ("policy", "fixed"), ("engine", "own")):
             rule = f"be {plain or 'null'} for {config.drafter}, which drafts chains of copies"
             require(getattr(config, key) == plain, f"eval.{key}", rule, getattr(config, key))
 
 
-def tree_of(config: EvalConfig) -> TreeSpec | None:
-    """The tree of eval.tree, or None; UserError where eval.K does not allow it."""
-    if config.tree is None:
-        return None
-    tree = parse_tree(config.tree)
-    try:
-        tree.deepest(config.K)
-    except UserError as error:
-        raise UserError(f"eval.tree={excerpt(config.tree)}: {error}") from error
-    return tree
+def _check_trees(config: EvalConfig) -> None:
+    """Raise UserError for a tree that is named twice, and for two of one name in the report that
+    differ in more than how children are chosen."""
+    once = len(set(config.tree)) == len(config.tree)
+    require(once, "eval.tree", "name each tree once", config.tree)
+    known = dict[str, dict[str, object]]()
+    for text, tree in trees_of(config):
+        if tree.needs_accuracy:
+            continue
+        shape = tree.shape(None, config.K)
+        own, name = {**vars(shape), "siblings": None}, shape.describe()
+        rule = f"hold no two trees that the report calls {name!r}: give one file another name"
+        require(known.setdefault(name, own) == own, "eval.tree", rule, text)
+
+
+def trees_of(config: EvalConfig) -> list[tuple[str, TreeSpec]]:
+    """The trees of eval.tree with their names; UserError where eval.K does not allow one."""
+    found = [(text, parse_tree(text)) for text in config.tree]
+    for text, tree in found:
+        try:
+            tree.deepest(config.K)
+        except UserError as error:
+            raise UserError(f"eval.tree={excerpt(text)}: {error}") from error
+    return found
+
+
+def tree_depth(config: EvalConfig) -> int:
+    """The most tokens that a path of eval.tree may have, 0 without a tree."""
+    return max((tree.deepest(config.K) for _, tree in trees_of(config)), default=0)

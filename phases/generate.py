@@ -31,7 +31,7 @@ from data.render import render
 from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
-from eval.config import EvalConfig, tree_of
+from eval.config import EvalConfig, tree_depth
 from phases.run import Run, check_model_pair, check_places
 from phases.servers import own_server
 from recipes.common.config import Config
@@ -277,12 +277,6 @@ def check_room(config: EvalConfig, context: int) -> None:
     rule += f"eval.max_new_tokens={new}"
     for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
         require(drafted < room, key, rule, drafted)
-
-
-def tree_depth(config: EvalConfig) -> int:
-    """The most tokens that a path of eval.tree may have, 0 without a tree."""
-    tree = tree_of(config)
-    return 0 if tree is None else tree.deepest(config.K)
 
 
 def describe(config: Config) -> None:

@@ -99,7 +99,10 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 
 def _shown(value: object) -> str:
-    """Write a value as on a command line."""
+    """Write a value as on a command line, where one text or number is a list of one."""
+    match value:
+        case [str() | float() as only]:
+            return _shown(only)
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from eval.config import EvalConfig
 from eval.measure import Measurement
 from eval.metrics import paired_difference
-from eval.report.rows import STAGES, Row
+from eval.report.rows import STAGES, Row, draft_shape
 
 FROM_DECODING = (
     "plain_tokens_per_s",
@@ -42,7 +42,7 @@ def against(
     )  # fmt: skip
     name = tree.row["drafter"]
     roles = {"a_role": tree.row["role"], "b_role": chain.row["role"]}
-    pair = {"a": f"{name}, {tree.row['tree']}", "b": name, **roles}
+    pair = {"a": f"{name}, {draft_shape(tree.row)}", "b": name, **roles}
     return [{**pair, "temperature": temperature, **diff}]
 
 

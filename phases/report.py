@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,15 +25,14 @@ from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
 from drafters.trees.calibrated import accuracy_at, accuracy_name
-from drafters.trees.table import parse_tree
 from drafters.trees.tree import WITHOUT_REPLACEMENT
-from eval.config import EvalConfig
+from eval.config import EvalConfig, tree_depth, trees_of
 from eval.costs import cost_of, read_per_round
 from eval.measure import Bench
 from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
 from eval.replay import follows_the_text, measure_accuracies
-from eval.report.rows import BASELINE, Row
+from eval.report.rows import BASELINE, Row, draft_shape
 from eval.report.schema import (
     build_report,
     headline_numbers,
@@ -43,7 +43,7 @@ from eval.report.schema import (
 )
 from eval.report.terminal import summary
 from phases.export import complete_card, export_run, save_drafter
-from phases.generate import evaluation_traces, tree_depth
+from phases.generate import evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
@@ -97,43 +97,48 @@ def check_drafter(
     if drafter.target_layers:
         context = target.context
         require(asked < context, "eval.K", f"be below the target's context {context}", asked)
-    calibrated = config.tree is not None and parse_tree(config.tree).needs_accuracy
-    if calibrated and not drafter.target_layers and drafter.rank_accuracy is None:
-        raise UserError(
-            f"eval.tree={config.tree}: the accuracies of ranks that it grows from are measured of "
-            "heads that read the target's states, not of a language model: name another tree"
-        )
+    for text, tree in trees_of(config):
+        if tree.needs_accuracy and not drafter.target_layers and drafter.rank_accuracy is None:
+            raise UserError(
+                f"eval.tree={text}: the accuracies of ranks that it grows from are measured of "
+                "heads that read the target's states, not of a language model: name another tree"
+            )
     if most is not None and asked > most:
+        trees = ", ".join(config.tree) or "null"
         raise UserError(
-            f"eval.K={config.K}, eval.tree={config.tree}: this drafter has {most} heads, so it "
-            f"drafts at most {most} tokens deep; lower them or train more heads"
+            f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
+            f"most {most} tokens deep; lower them or train more heads"
         )
 
 
-def tree_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> Shape | None:
-    """Build eval.tree for this drafter; a calibrated tree is built from the drafter's accuracies at
-    the nearest temperature. None without a tree, and for a drafter that cannot draft one."""
-    if config.tree is None or not isinstance(drafter, TrainedDrafter):
-        return None
-    tree = parse_tree(config.tree)
-    drawn = tree.siblings == WITHOUT_REPLACEMENT and temperature > 0
-    drafted = config.draft_sampling(Sampling(temperature)).temperature
-    wanted = accuracy_name(temperature, drafted if drawn else None)
-    accuracy, measured = accuracy_at(drafter.rank_accuracy, wanted)
-    if tree.needs_accuracy and measured != wanted:
-        print(f"eval.tree={config.tree}: the drafter has no accuracies at T={wanted}, so the tree "
-              f"is built from those at T={measured}")  # fmt: skip
-    try:
-        shape = tree.shape(accuracy, config.K)
-    except UserError as error:
-        raise UserError(f"eval.tree={config.tree}: {error}") from error
-    require(
-        shape.width <= drafter.draft_vocab_size,
-        "eval.tree",
-        f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
-        shape.width,
-    )
-    return shape
+def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> list[Shape]:
+    """Build the trees of eval.tree for this drafter, equal ones once; a calibrated tree is built
+    from the drafter's accuracies at the nearest temperature. None for a drafter that cannot draft
+    trees."""
+    if not isinstance(drafter, TrainedDrafter):
+        return []
+    found = dict[str, Shape]()
+    for text, tree in trees_of(config):
+        drawn = tree.siblings == WITHOUT_REPLACEMENT and temperature > 0
+        drafted = config.draft_sampling(Sampling(temperature)).temperature
+        wanted = accuracy_name(temperature, drafted if drawn else None)
+        accuracy, measured = accuracy_at(drafter.rank_accuracy, wanted)
+        if tree.needs_accuracy and measured != wanted:
+            print(f"eval.tree={text}: the drafter has no accuracies at T={wanted}, so the tree is "
+                  f"built from those at T={measured}")  # fmt: skip
+        try:
+            shape = tree.shape(accuracy, config.K)
+        except UserError as error:
+            raise UserError(f"eval.tree={text}: {error}") from error
+        require(
+            shape.width <= drafter.draft_vocab_size,
+            "eval.tree",
+            f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
+            shape.width,
+        )
+        # where none are drawn, trees that differ in how children are drawn are one
+        found.setdefault(shape.describe() + ", drawn" * drawn, shape)
+    return [*found.values()]
 
 
 def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
@@ -189,9 +194,10 @@ def measure(
     costs = {
         n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
     }
-    shapes = {t: tree_of(subject, config, t) for t in config.temperatures}
+    shapes = {t: shapes_of(subject, config, t) for t in config.temperatures}
     tree_costs = {  # equal shapes are timed once
-        shape: cost_of(subject, run.target, Budget.of(shape)) for shape in shapes.values() if shape
+        shape: cost_of(subject, run.target, Budget.of(shape))
+        for shape in dict.fromkeys(chain(*shapes.values()))
     }
     out = Measured([], [], [], [])
     readings = ReadingCollector(prompts, run.target.tokenizer)
@@ -217,22 +223,19 @@ def measure(
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
             out.rows += served_rows(bench, decoded, subject, costs[decoded])
-        shape = shapes[temperature]
-        if shape is None:
-            continue
-        tree, tree_cost = Budget.of(shape), tree_costs[shape]
-        best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)
-        readings.add(real)
-        out.rows.append(real.row)
-        out.rounds += [
-            {"temperature": temperature, "tree": shape.describe(), **r.line()} for r in real.rounds
-        ]
-        if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
-            best = bench.replayed_tree(decoded, subject, tree_cost, tree)
-            merge(best, real, temperature, config)
-            out.rows.append(best.row)
-        if best.row["lossless"]:
-            out.comparisons += against(best, mine, temperature, config)
+        for shape in shapes[temperature]:
+            tree, tree_cost = Budget.of(shape), tree_costs[shape]
+            best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)
+            readings.add(real)
+            out.rows.append(real.row)
+            about = {"temperature": temperature, "tree": draft_shape(real.row)}
+            out.rounds += [{**about, **r.line()} for r in real.rounds]
+            if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
+                best = bench.replayed_tree(decoded, subject, tree_cost, tree)
+                merge(best, real, temperature, config)
+                out.rows.append(best.row)
+            if best.row["lossless"]:
+                out.comparisons += against(best, mine, temperature, config)
     progress.close()
     out.readings = readings.all()
     return out

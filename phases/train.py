@@ -20,7 +20,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
-from eval.config import tree_of
+from eval.config import trees_of
 from phases.dev import split_dev
 from phases.help import composed
 from phases.run import Run
@@ -53,10 +53,9 @@ def deeper_than_trained(config: Config, recipe: Recipe) -> str | None:
     """Describe drafts of the report that reach deeper than training unrolls the drafter."""
     if recipe.unroll is None:
         return None
-    (key, steps), tree = recipe.unroll, tree_of(config.eval)
-    drafted = [(config.eval.K, f"eval.K={config.eval.K}")]
-    if tree is not None:
-        drafted.append((tree.deepest(config.eval.K), f"eval.tree={config.eval.tree}"))
+    (key, steps), K = recipe.unroll, config.eval.K
+    drafted = [(K, f"eval.K={K}")]
+    drafted += [(tree.deepest(K), f"eval.tree={text}") for text, tree in trees_of(config.eval)]
     depth, name = max(drafted)
     if depth <= steps:
         return None

@@ -75,8 +75,10 @@ class Config:
         found: dict[str, object] = {"schema": SCHEMA}
         for section, values in self.settings().items():
             if isinstance(values, dict):
-                defaults = json_value(dataclasses.asdict(type(getattr(self, section))()))
+                kind = type(getattr(self, section))
+                defaults = json_value(dataclasses.asdict(kind()))
                 values = {k: v for k, v in values.items() if v != defaults[k]}
+                values = kind.naming(values) if issubclass(kind, Section) else values
             found[section] = values
         return found
 
@@ -216,7 +218,8 @@ def compose(
             ),
         )
     )
-    texts, numbers = keys_of(schema, "list[str]"), keys_of(schema, "list[float]")
+    texts = keys_of(schema, "list[str]")
+    lists = texts | keys_of(schema, "list[float]")
     tables = keys_of(schema, "dict[")
     mappings: dict[str, dict[object, object]] = {}
     for source, flat in layers:
@@ -228,8 +231,8 @@ def compose(
                     raise UserError(f"{key} must be a mapping like {{a: 1}}, got {excerpt(value)}")
                 mappings[key] = value
                 continue
-            if key in numbers and not isinstance(value, list):
-                value = [value]
+            if key in lists and not isinstance(value, list):
+                value = [] if value is None else [value]
             if key in texts and isinstance(value, list):  # OmegaConf makes "False" of a `no`
                 good = all(isinstance(item, str) for item in value)
                 require(good, key, "hold text alone, a number in quotes", value)

@@ -36,6 +36,11 @@ class Section:
         """The values of a stored file of any version, in the keys and values of this one."""
         return stored
 
+    @classmethod
+    def naming(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values as they name a run's folder, which keeps its name when a key takes more."""
+        return values
+
 
 @dataclass
 class RunConfig(Section):

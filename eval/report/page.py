@@ -139,7 +139,7 @@ def _gains(row: Row, rows: Sequence[Row], comparisons: Sequence[Row]) -> str:
     pairs = [
         c
         for c in comparisons
-        if (c["a"], c["b"]) == (f"{row['drafter']}, {row['tree']}", row["drafter"])
+        if (c["a"], c["b"]) == (f"{row['drafter']}, {draft_shape(row)}", row["drafter"])
     ]
     plain = {"diff": row["tokens_per_round"] - chain["tokens_per_round"], "ci95": None}
     own = f"which gives {with_interval(chain, 'tokens_per_round')}"

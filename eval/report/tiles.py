@@ -93,7 +93,7 @@ def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]
         text = number(c["diff"], digits, sign=True)
         if c["ci95"]:
             text += f" [{number(c['ci95'], digits, sign=True)}]"
-        if tree is not None and c["a"] == f"{name}, {tree}":
+        if tree is not None and c["a"] == f"{name}, {draft_shape(row)}":
             found.append(f"{text} over its own chain")
         elif c["a"] == name and role_of(c["b"]) in COMPARED:
             found.append(f"{text} over {c['b']}{' (chains)' * (tree is not None)}")

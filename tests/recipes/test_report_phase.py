@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,9 +12,8 @@ from drafters.eagle1 import Eagle1Settings
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.training_free.lookup import PromptLookup
-from eval.config import EvalConfig
-from phases.generate import tree_depth
-from phases.report import check_drafter, facts, tree_of
+from eval.config import EvalConfig, tree_depth
+from phases.report import check_drafter, facts, shapes_of
 from tests.eagle import build_eagle
 from tests.tiny import CONTEXT
 from trainer.config import UserError
@@ -31,12 +32,12 @@ def medusa(target):
 
 
 @pytest.mark.parametrize(
-    "options", [{"K": 3}, {"K": 1, "tree": "eagle"}, {"K": 2, "tree": "dynamic:9:3:3"}]
+    "options", [{"K": 3}, {"K": 1, "tree": ["eagle"]}, {"K": 2, "tree": ["dynamic:9:3:3"]}]
 )
 def test_more_depths_than_heads_are_refused(medusa, target, options):
     with pytest.raises(UserError, match="has 2 heads, so it drafts at most 2 tokens deep"):
         check_drafter(medusa, target, EvalConfig(**options))
-    check_drafter(medusa, target, EvalConfig(K=2, tree="dynamic:9:2:3"))
+    check_drafter(medusa, target, EvalConfig(K=2, tree=["dynamic:9:2:3"]))
 
 
 def test_drafting_beyond_the_context_is_refused(target):
@@ -58,60 +59,82 @@ def test_a_missing_engine_is_said_before_training(medusa, target, monkeypatch, t
 
 
 def test_a_calibrated_tree_needs_accuracies(medusa):
-    assert tree_of(medusa, EvalConfig(K=2), 0.0) is None
-    assert tree_of(PromptLookup(), EvalConfig(tree="calibrated:3"), 0.0) is None
+    assert shapes_of(medusa, EvalConfig(K=2), 0.0) == []
+    assert shapes_of(PromptLookup(), EvalConfig(tree=["calibrated:3"]), 0.0) == []
     with pytest.raises(UserError, match="holds no accuracies"):
-        tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"), 0.0)
+        shapes_of(medusa, EvalConfig(K=2, tree=["calibrated:3"]), 0.0)
     medusa.rank_accuracy = {"0": TABLE}
-    assert tree_of(medusa, EvalConfig(K=2, tree="calibrated:3"), 0.0).num_nodes == 3
-    shallow = tree_of(medusa, EvalConfig(K=1, tree="calibrated:3"), 0.0)
+    assert shapes_of(medusa, EvalConfig(K=2, tree=["calibrated:3"]), 0.0)[0].num_nodes == 3
+    (shallow,) = shapes_of(medusa, EvalConfig(K=1, tree=["calibrated:3"]), 0.0)
     assert shallow.depth == 1  # as eval.K asks
 
 
 def test_a_calibrated_tree_is_that_of_the_rows_own_temperature(medusa, monkeypatch, capsys):
     deep, wide = [[0.9, 0.1], [0.9, 0.1]], [[0.5, 0.4], [0.1, 0.1]]
     monkeypatch.setattr(medusa, "rank_accuracy", {"0": deep, "1": deep, "1, drawn": wide})
-    config = EvalConfig(K=2, tree="calibrated:2")
-    paths = {t: tree_of(medusa, config, t).paths for t in (0.0, 1.0)}
+    config = EvalConfig(K=2, tree=["calibrated:2"])
+    paths = {t: shapes_of(medusa, config, t)[0].paths for t in (0.0, 1.0)}
     assert paths == {0.0: ((0,), (0, 0)), 1.0: ((0,), (1,))}
     assert capsys.readouterr().out == ""
-    assert tree_of(medusa, config, 0.7).paths == paths[1.0]
+    assert shapes_of(medusa, config, 0.7)[0].paths == paths[1.0]
     assert (
         "no accuracies at T=0.7, drawn, so the tree is built from those at T=1, drawn"
         in capsys.readouterr().out
     )
-    top = EvalConfig(K=2, tree="calibrated:2,siblings=top")
-    assert tree_of(medusa, top, 1.0).paths == paths[0.0]
+    top = EvalConfig(K=2, tree=["calibrated:2,siblings=top"])
+    assert shapes_of(medusa, top, 1.0)[0].paths == paths[0.0]
     assert capsys.readouterr().out == ""
     medusa.rank_accuracy = {"0": wide, "1": deep}  # as a version stored it that had no draws
-    assert tree_of(medusa, config, 1.0).paths == paths[0.0]
+    assert shapes_of(medusa, config, 1.0)[0].paths == paths[0.0]
     assert "at T=1, drawn, so the tree is built from those at T=1\n" in capsys.readouterr().out
     medusa.rank_accuracy = deep  # as an earlier version stored it
-    assert {tree_of(medusa, config, t).paths for t in (0.0, 1.0)} == {paths[0.0]}
+    assert {shapes_of(medusa, config, t)[0].paths for t in (0.0, 1.0)} == {paths[0.0]}
+
+
+def test_equal_trees_are_measured_once(medusa, monkeypatch, tmp_path):
+    monkeypatch.setattr(medusa, "rank_accuracy", {"0": TABLE, "1": TABLE, "1, drawn": TABLE})
+    words = ["calibrated:2", "calibrated:2,siblings=top", "dynamic:4:2:2", "eagle2:5:1:2"]
+    config = EvalConfig(K=2, tree=words)
+    found = {t: [(s.num_nodes, s.siblings) for s in shapes_of(medusa, config, t)] for t in (0, 1)}
+    drawn, top = (2, "without_replacement"), (2, "top")
+    assert found == {0: [drawn, (4, "top")], 1: [drawn, top, (4, "top")]}
+    files = [tmp_path / name / "tree.json" for name in "ab"]
+    for file, paths in zip(files, ([[0], [1]], [[0], [0, 0]]), strict=True):
+        file.parent.mkdir()
+        file.write_text(json.dumps(paths))
+    EvalConfig(tree=[f"static:{file}" for file in files])  # of other depths
+    files[1].write_text("[[0], [1]]")
+    EvalConfig(tree=[f"static:{files[0]}", f"static:{files[0]},siblings=top"])
+    with pytest.raises(UserError, match="hold no two trees that the report calls 'tree, 2 nodes"):
+        EvalConfig(tree=[f"static:{file}" for file in files])
+    with pytest.raises(UserError, match=r"eval\.tree must name each tree once"):
+        EvalConfig(tree=["eagle", "eagle"])
+    with pytest.raises(UserError, match=r"these drafts \(eval\.tree=dynamic:9:3, top"):
+        EvalConfig(tree=["eagle", "dynamic:9:3"], verifier="multi_round")
 
 
 @pytest.mark.parametrize(("text", "K"), [("", 4), ("x", 4), ("0", 4), ("11", 1), ("11111", 4)])
 def test_a_calibrated_tree_that_cannot_be_is_refused_before_a_model_is_loaded(text, K):
     rule = rf"num_nodes must (lie in 1..\d+ for depth {K}|be a whole number)"
     with pytest.raises(UserError, match=rf"eval\.tree='calibrated:{text}': {rule}"):
-        EvalConfig(K=K, tree=f"calibrated:{text}")
+        EvalConfig(K=K, tree=[f"calibrated:{text}"])
     with pytest.raises(UserError, match=r"lie in 1..111110 for depth 100000000000"):
-        EvalConfig(K=10**11, tree="calibrated:111111")
+        EvalConfig(K=10**11, tree=["calibrated:111111"])
     with pytest.raises(UserError, match=r"num_nodes must be a whole number of at most twelve"):
-        EvalConfig(K=10**11, tree="calibrated:" + "9" * 5000)
-    assert tree_depth(EvalConfig(K=1, tree="calibrated:10")) == 1
+        EvalConfig(K=10**11, tree=["calibrated:" + "9" * 5000])
+    assert tree_depth(EvalConfig(K=1, tree=["calibrated:10"])) == 1
 
 
 def test_a_calibrated_tree_is_not_asked_of_a_language_model(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
     with pytest.raises(UserError, match="not of a language model: name another tree"):
-        check_drafter(drafter, target, EvalConfig(tree="calibrated:3"))
+        check_drafter(drafter, target, EvalConfig(tree=["calibrated:3"]))
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
     with pytest.raises(UserError, match="at most 100 children"):
-        tree_of(drafter, EvalConfig(tree="dynamic:120:2:101"), 0.0)
+        shapes_of(drafter, EvalConfig(tree=["dynamic:120:2:101"]), 0.0)
 
 
 def test_facts_count_what_is_read(target, medusa):

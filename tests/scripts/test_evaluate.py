@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 import train
+from eval.report.rows import draft_shape
 from eval.report.schema import read_report
 from eval.report.terminal import summary
 from scripts import evaluate
@@ -176,10 +177,39 @@ def test_a_static_tree_has_drawn_children_and_their_exact_verifier_at_temperatur
     trees = [r for r in report["results"] if r.get("tree")]
     found = {(r["temperature"], r["verifier"], r["tree_children"], r["lossless"]) for r in trees}
     assert found == {(0.0, "token", "top", True), (1.0, "multi_round", "sampled", True)}
-    compared = {
-        c["temperature"] for c in report["comparisons"] if c["a"].endswith(trees[0]["tree"])
-    }
-    assert compared == {0.0, 1.0}
+    assert compared_trees(report) == {
+        (0.0, trees[0]["tree"]), (1.0, trees[0]["tree"] + ", sampled children")
+    }  # fmt: skip
+
+
+def compared_trees(report):
+    """Temperature and name of each tree that is compared with its drafter's chain."""
+    pairs = [(c, c["a"].partition(", ")) for c in report["comparisons"]]
+    return {(c["temperature"], tree) for c, (name, _, tree) in pairs if name == c["b"]}
+
+
+def test_each_of_several_trees_has_its_rows(tmp_path, earlier):
+    """One that differs in its drawn children alone, only where some are drawn."""
+    _, words = earlier
+    trees = "eval.tree=[dynamic:6:3:3, eagle, 'eagle,siblings=top']"
+    report = measured(tmp_path, *words, trees, "eval.K=5")
+    dynamic, eagle = "dynamic, 6 nodes, depth 3, top 3", "eagle, 25 nodes, depth 5"
+    expected = {
+        (0.0, dynamic), (1.0, dynamic), (0.0, eagle), (1.0, eagle),
+        (1.0, eagle + ", sampled children"),
+    }  # fmt: skip
+    rows = [r for r in report["results"] if r.get("tree") and r["measured_by"] == "decoding"]
+    assert len(rows) == len(expected)
+    assert {(r["temperature"], draft_shape(r)) for r in rows} == expected
+    assert compared_trees(report) == expected
+    rounds = read_jsonl(tmp_path / "out" / "rounds.jsonl")
+    assert {(r["temperature"], r["tree"]) for r in rounds if "tree" in r} == expected
+    alone = measured(tmp_path / "alone", *words, "eval.tree=dynamic:6:3:3", "eval.K=5")
+    (once,) = [r for r in alone["results"] if r.get("tree") and r["measured_by"] == "decoding"
+               and r["temperature"] == 1]  # fmt: skip
+    (beside,) = [r for r in rows if r["tree"] == dynamic and r["temperature"] == 1]
+    for name in ("tokens_per_round", "num_rounds", "accepted_per_position"):
+        assert once.get(name) == beside.get(name), name
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):

@@ -108,6 +108,14 @@ def test_a_yaml_that_cannot_be_read_is_named(tmp_path, content, says):
         ("data.temperature=1e-1", "data.temperature", [0.1]),
         ("data.temperature=[0, 0.7, 1]", "data.temperature", [0.0, 0.7, 1.0]),
         ("eval.temperatures=1", "eval.temperatures", [1.0]),
+        ("eval.tree=eagle,siblings=top", "eval.tree", ["eagle,siblings=top"]),
+        (
+            "eval.tree=[dynamic:9:3, 'eagle,siblings=top']",
+            "eval.tree",
+            ["dynamic:9:3", "eagle,siblings=top"],
+        ),
+        ("eval.tree=null", "eval.tree", []),
+        ("eval.tree=", "eval.tree", []),
         ("data.stop_strings=['\\n\\n', '###']", "data.stop_strings", ["\\n\\n", "###"]),
         ('data.stop_strings=["\\n"]', "data.stop_strings", ["\n"]),
         ("data.prompts=a=b.jsonl", "data.prompts", "a=b.jsonl"),
@@ -404,6 +412,15 @@ def test_how_often_a_run_saves_is_no_part_of_its_identity():
     free = ["trainer.save_every=7", "trainer.wandb=offline", "run.stage=x", "run.dir=y"]
     assert compose("distillspec", Method, (), free).hash() == one.hash()
     assert compose("distillspec", Method, (), ["trainer.lr=7"]).hash() != one.hash()
+
+
+def test_a_run_with_a_tree_has_the_name_that_it_had_when_there_was_one_tree():
+    def hash_with(*words):
+        return compose("distillspec", Method, (), list(words)).hash()
+
+    assert hash_with("eval.tree=eagle") == hash_with("eval.tree=[eagle]") == "d4c2387ba9"
+    assert hash_with("eval.tree=null") == hash_with()
+    assert hash_with("eval.tree=[eagle, dynamic:9:3]") != hash_with("eval.tree=eagle")
 
 
 @pytest.mark.parametrize(
