@@ -233,7 +233,7 @@ def test_the_table_of_the_real_target_has_words_that_its_commands_take(monkeypat
     monkeypatch.chdir(ROOT)
     table = Cells.read(queue.TABLE)
     recipes, made = set(), set()
-    for cell, command in [(cell, one) for cell in table.cells for one in cell.commands]:
+    for cell, command in [(c, command) for c in table.cells for command in c.commands]:
         words = shlex.split(command)
         read = {word.rpartition("=")[2] for word in words if word.endswith("/drafter")}
         assert read <= made
