@@ -2,6 +2,8 @@
 
     python -m benchmarks.gto_tests [seed ...]       # seeds 0, 1, 2 by default; each is resumable
 
+Seeds that the result holds already stay in it.
+
 From the long base of `benchmarks.gto_claims` and its default tree, for each seed:
 
 - gradient: a head that 20 steps of the token loss have moved from its reference goes a step along
@@ -17,7 +19,6 @@ From the long base of `benchmarks.gto_claims` and its default tree, for each see
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import shutil
 import sys
@@ -55,6 +56,7 @@ MORE: dict[str, Any] = {
     "num_groups": 7,
     "group_size": 8,
 }  # 56 trees a text for 16, and 3 x the rows
+COUNTED = ("emitted", "rounds")
 RESULT = Path("benchmarks/results/gto_tests.json")
 
 
@@ -240,17 +242,19 @@ class Tests(Experiment):
                 "logged": [
                     {key: row[key] for key in LOGGED if key in row} for row in rows if "loss" in row
                 ],
-                "counters": {
-                    f"{t:g}": [dataclasses.asdict(c) for c in TreeReplay(
-                        self.target, traces, Sampling(t), Budget.of(self.shape))(drafter)]
-                    for t, traces in self.held_out.items()
-                },
+                "prompts": {f"{t:g}": self.counted(drafter, t) for t in self.held_out},
             }  # fmt: skip
             print(
                 f"{name}: {found[name]['expected']:.4f} expected, {seconds:.2f} s a step",
                 flush=True,
             )
         return found
+
+    def counted(self, drafter: TrainedDrafter, temperature: float) -> dict[str, str]:
+        """Emitted tokens and rounds of each held-out prompt, in order."""
+        traces, budget = self.held_out[temperature], Budget.of(self.shape)
+        found = TreeReplay(self.target, traces, Sampling(temperature), budget)(drafter)
+        return {key: " ".join(f"{getattr(c, key):g}" for c in found) for key in COUNTED}
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -284,7 +288,12 @@ def compared(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The differences of tokens per round between the arms of `more`, over the seeds."""
 
     def counters(one: dict[str, Any], arm: str, temperature: str) -> list[PromptCounters]:
-        return [PromptCounters(**row) for row in one["more"][arm]["counters"][temperature]]
+        columns = [map(float, one["more"][arm]["prompts"][temperature][key].split())
+                   for key in COUNTED]  # fmt: skip
+        return [
+            PromptCounters(str(index), "", 1, **dict(zip(COUNTED, values, strict=True)))
+            for index, values in enumerate(zip(*columns, strict=True))
+        ]
 
     out: dict[str, Any] = {}
     for arm in ("gto", "gto, lse"):
@@ -298,10 +307,9 @@ def compared(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     seeds = [int(word) for word in sys.argv[1:]] or list(SEEDS)
-    results = [run(seed) for seed in seeds]
-    content = {**provenance(["benchmarks.gto_tests", *sys.argv[1:]]), "compared": compared(results)}
-    for result in results:
-        for arm in result["more"].values():
-            del arm["counters"]
-    write_json(RESULT, content | {"seeds": dict(zip(map(str, seeds), results, strict=True))})
-    print(json.dumps(content["compared"], indent=1))
+    known = json.loads(RESULT.read_text())["seeds"] if RESULT.exists() else {}
+    known |= {str(seed): run(seed) for seed in seeds}
+    about = provenance(["benchmarks.gto_tests", *sys.argv[1:]])
+    table = compared([*known.values()])
+    write_json(RESULT, {**about, "compared": table, "seeds": known})
+    print(json.dumps(table, indent=1))
