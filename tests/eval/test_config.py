@@ -14,15 +14,15 @@ SAMPLED = "eagle,siblings=without_replacement"
 @pytest.mark.parametrize(
     ("tree", "verifier"),
     [
-        (None, "token"),
-        (None, "lenient:0.5"),
-        ("eagle", "token"),
-        ("eagle,siblings=top", "token"),
-        ("eagle", "multi_round"),
-        ("dynamic:9:3:3", "typical"),
-        ("calibrated:9,siblings=without_replacement", "multi_round"),
-        (SAMPLED, "multi_round"),
-        (SAMPLED, "typical:0.2,delta=0.4"),
+        ([], "token"),
+        ([], "lenient:0.5"),
+        (["eagle"], "token"),
+        (["eagle,siblings=top"], "token"),
+        (["eagle"], "multi_round"),
+        (["dynamic:9:3:3", "eagle"], "typical"),
+        (["calibrated:9,siblings=without_replacement", "eagle"], "multi_round"),
+        ([SAMPLED], "multi_round"),
+        ([SAMPLED], "typical:0.2,delta=0.4"),
     ],
 )
 def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
@@ -38,11 +38,11 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ),
         ({"verifier": "multi_round"}, "cannot judge .* a chain"),
         (
-            {"verifier": "multi_round", "tree": "dynamic:9:3:3"},
+            {"verifier": "multi_round", "tree": ["dynamic:9:3:3"]},
             r"cannot judge these drafts \(eval\.tree=dynamic:9:3:3, top\): name token or typical",
         ),
         (
-            {"verifier": "multi_round", "tree": "eagle,siblings=top"},
+            {"verifier": "multi_round", "tree": ["eagle,siblings=top"]},
             r"cannot judge these drafts .*, top\): name token or typical",
         ),
         (
@@ -50,12 +50,12 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
             r"eval\.verifier must be one of token, multi_round, typical",
         ),
         (
-            {"verifier": "typical:0", "tree": "eagle"},
+            {"verifier": "typical:0", "tree": ["eagle"]},
             r"eval\.verifier='typical:0': epsilon must be > 0, got 0",
         ),
         ({"verifier": "lenient"}, r"eval\.verifier must be lenient:<lenience>, got 'lenient'"),
         ({"verifier": "lenient:1.5"}, r"lenience must lie in \(0, 1\], got 1\.5"),
-        ({"verifier": "lenient:0.5", "tree": "eagle"}, r"cannot judge these drafts"),
+        ({"verifier": "lenient:0.5", "tree": ["eagle"]}, r"cannot judge these drafts"),
         ({"draft_temperature": 0.0}, r"eval\.draft_temperature must be > 0, or null, got 0"),
         (
             {"draft_temperature": 0.5, "engine": "vllm"},
@@ -66,7 +66,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ({"baselines": ["lookup", "lookup"]}, r"eval\.baselines must name each drafter once"),
         ({"drafter": "lookup:x"}, r"eval\.drafter='lookup:x': max_ngram must be a whole number"),
         (
-            {"drafter": "lookup:3", "tree": "eagle"},
+            {"drafter": "lookup:3", "tree": ["eagle"]},
             r"eval\.tree must be null for lookup:3, which drafts chains",
         ),
         (
@@ -82,7 +82,7 @@ def test_what_does_not_go_together_is_refused(options, says):
 
 
 def test_a_folder_may_be_called_like_a_drafter():
-    EvalConfig(drafter="./lookup:3", tree="eagle")
+    EvalConfig(drafter="./lookup:3", tree=["eagle"])
 
 
 def test_every_verifier_is_named_as_its_table_says():
@@ -92,33 +92,37 @@ def test_every_verifier_is_named_as_its_table_says():
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({"K": 3, "tree": "eagle", "verifier": "token"}, {}),
+        (
+            {"K": 3, "tree": "eagle", "verifier": "token"},
+            {"K": 3, "tree": ["eagle"], "verifier": "token"},
+        ),
+        ({"K": 3}, {"K": 3}),
         (
             {"tree": "eagle", "tree_children": "sampled", "verifier": "token"},
-            {"tree": SAMPLED, "verifier": "multi_round"},
+            {"tree": [SAMPLED], "verifier": "multi_round"},
         ),
         (
             {"tree": "dynamic:9:3:3", "tree_children": "sampled", "verifier": "token"},
-            {"tree": "dynamic:9:3:3", "verifier": "token"},
+            {"tree": ["dynamic:9:3:3"], "verifier": "token"},
         ),
         (
             {"tree": None, "tree_children": "sampled", "verifier": "token"},
-            {"tree": None, "verifier": "token"},
+            {"tree": [], "verifier": "token"},
         ),
         (
             {"tree": "eagle", "verifier": "typical", "typical_epsilon": 0.2, "typical_delta": 0.3},
-            {"tree": "eagle", "verifier": "typical:0.2"},
+            {"tree": ["eagle"], "verifier": "typical:0.2"},
         ),
         (
             {"tree": "eagle", "verifier": "token", "typical_epsilon": 0.2, "typical_delta": 0.3},
-            {"tree": "eagle", "verifier": "token"},
+            {"tree": ["eagle"], "verifier": "token"},
         ),
         (
             {"tree": "a:b.json", "tree_children": "sampled", "verifier": "typical"},
-            {"tree": "static,file=a:b.json,siblings=without_replacement", "verifier": "typical"},
+            {"tree": ["static,file=a:b.json,siblings=without_replacement"], "verifier": "typical"},
         ),
     ],
 )
 def test_a_stored_section_of_an_earlier_version_is_translated(before, now):
-    assert EvalConfig.translated(before) == (now or before)
+    assert EvalConfig.translated(before) == now
     assert EvalConfig.translated(now) == now
