@@ -89,7 +89,7 @@ def check_readings(report, rounds):
                 and r.get("policy") is None]  # fmt: skip
     for tag, one in shown.items():
         for answer in one["answers"]:
-            tree = None if answer["draft"].startswith("K ") else answer["draft"].split(", samp")[0]
+            tree = None if answer["draft"].startswith("K ") else answer["draft"]
             own = [
                 r for r in rounds
                 if (r["prompt_hash"], r["temperature"], r.get("tree")) ==
