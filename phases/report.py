@@ -113,8 +113,8 @@ def check_drafter(
 
 def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> list[Shape]:
     """Build the trees of eval.tree for this drafter, equal ones once; a calibrated tree is built
-    from the drafter's accuracies at the nearest temperature. None for a drafter that cannot draft
-    trees."""
+    from the drafter's accuracies at the nearest temperature. A drafter that cannot draft trees has
+    an empty list."""
     if not isinstance(drafter, TrainedDrafter):
         return []
     found = dict[str, Shape]()

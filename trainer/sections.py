@@ -38,7 +38,8 @@ class Section:
 
     @classmethod
     def naming(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values as they name a run's folder, which keeps its name when a key takes more."""
+        """The values that a run's folder is named by, in the form of the version that first had
+        them: a key that takes more forms now changes no folder's name."""
         return values
 
 

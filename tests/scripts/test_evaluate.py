@@ -208,8 +208,8 @@ def test_each_of_several_trees_has_its_rows(tmp_path, earlier):
     (once,) = [r for r in alone["results"] if r.get("tree") and r["measured_by"] == "decoding"
                and r["temperature"] == 1]  # fmt: skip
     (beside,) = [r for r in rows if r["tree"] == dynamic and r["temperature"] == 1]
-    for name in ("tokens_per_round", "num_rounds", "accepted_per_position"):
-        assert once.get(name) == beside.get(name), name
+    for name in ("tokens_per_round", "num_rounds", "engine_accepted_per_position"):
+        assert once[name] == beside[name], name
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
