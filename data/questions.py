@@ -46,9 +46,12 @@ def _code(source: str) -> str:
 
 
 def _function(source: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function that the text holds; None for a part of one, as some releases of Python give."""
     try:
-        found = ast.parse(source).body[0]
+        body = ast.parse(source).body
     except SyntaxError:  # text at the margin of a docstring hides the indentation
         return None
-    assert isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
-    return found
+    match body:
+        case [ast.FunctionDef() | ast.AsyncFunctionDef() as found, *_]:
+            return found
+    return None

@@ -48,6 +48,11 @@ def test_one_domain():
             '        """Add\nit."""\n        return a\n```',
         ),
         (
+            "code",  # a part of a function
+            "# m.add\nself.total += a\nreturn_it(a)",
+            "Explain what this Python function does.\n\n```python\nself.total += a\nreturn_it(a)\n```",
+        ),
+        (
             "prose",
             "Help on m.add:\n\nAdd two numbers.",
             "Explain this part of Python's documentation in your own words.\n\nAdd two numbers.",
