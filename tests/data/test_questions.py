@@ -50,7 +50,8 @@ def test_one_domain():
         (
             "code",  # a part of a function
             "# m.add\nself.total += a\nreturn_it(a)",
-            "Explain what this Python function does.\n\n```python\nself.total += a\nreturn_it(a)\n```",
+            "Explain what this Python function does.\n\n```python\nself.total += a\n"
+            "return_it(a)\n```",
         ),
         (
             "prose",
