@@ -307,8 +307,9 @@ def compared(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     seeds = [int(word) for word in sys.argv[1:]] or list(SEEDS)
-    known = json.loads(RESULT.read_text())["seeds"] if RESULT.exists() else {}
-    known |= {str(seed): run(seed) for seed in seeds}
+    measured = {str(seed): run(seed) for seed in seeds}
+    # read after it: another seed may have ended meanwhile
+    known = (json.loads(RESULT.read_text())["seeds"] if RESULT.exists() else {}) | measured
     about = provenance(["benchmarks.gto_tests", *sys.argv[1:]])
     table = compared([*known.values()])
     write_json(RESULT, {**about, "compared": table, "seeds": known})

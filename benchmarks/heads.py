@@ -7,6 +7,7 @@
     python -m benchmarks.heads run 0 1 2 heads_networks  # why EAGLE-3 stays behind here
     python -m benchmarks.heads run 0 1 2 heads_hass      # each setting of HASS
     python -m benchmarks.heads run 0 1 2 heads_muon      # Muon for the hidden matrices
+    python -m benchmarks.heads run 0 1 2 heads_chat      # networks, and HASS, on a chat model
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
@@ -14,31 +15,60 @@ prompts without decoding, at T=0 and T=1: as a chain of K=4, and with trees of 2
 on held-out training prompts, EAGLE's static one, EAGLE-2's dynamic one. Differences are paired by
 prompt, bootstrapped over seeds and prompts. Settings were committed before the run; the learning
 rates come from `sweep` (seed 100, development prompts).
+
+The chat model is SmolLM2-135M-Instruct, with the texts and held-out prompts of `benchmarks.queue`'s
+cells (their table names the commands that make them); its heads are measured as chains alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import json
 import platform
+import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from benchmarks.heads_cells import (
+    ALL,
+    CAPTURES,
+    CELLS,
+    CHAT,
+    CHAT_ROWS,
+    CHAT_STEPS,
+    CHAT_TEXTS,
+    CLAIMS,
+    GROUPS,
+    MUON,
+    NEW_TOKENS,
+    NODES,
+    NORMED,
+    NUM_EVAL,
+    NUM_PROMPTS,
+    ROWS,
+    SEEDS,
+    SMALL,
+    STARTS,
+    STEPS,
+    TREES,
+    K,
+)
 from data.batches import Batches
 from data.features import write_features
 from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
-from data.prompts import load_prompts
-from data.traces import Trace
+from data.prompts import Prompt, load_prompts
+from data.traces import Trace, TraceStore
 from drafters.base import TrainedDrafter
-from drafters.round import Budget
+from drafters.eagle import Index
+from drafters.eagle1 import Eagle1Drafter
+from drafters.round import Budget, Shape
 from drafters.trees.calibrated import calibrated_tree
 from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -53,124 +83,49 @@ from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
-SEEDS = (0, 1, 2, 3, 4)
-STEPS, ROWS, K, NODES = 240, 24, 4, 25
-NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
-SMALL = 400  # prompts of the cells with less data
-TREES = {"static": "eagle,siblings=top", "dynamic": "dynamic:25:5:8"}
-# cell -> (recipe, settings, learning rate, prompts)
-CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
-    "medusa": ("medusa", {}, 4e-3, NUM_PROMPTS),
-    "hydra": ("hydra", {}, 4e-3, NUM_PROMPTS),
-    "hydra++": ("hydrapp", {}, 4e-3, NUM_PROMPTS),
-    "eagle": ("eagle", {}, 4e-3, NUM_PROMPTS),
-    # as published: from the trained head of cell eagle, at a third of its rate; beside it the same
-    # steps of EAGLE's own loss
-    "hass": ("eagle", {"steps": 3, "top_weight": 1.0}, 4e-3 / 3, NUM_PROMPTS),
-    "eagle, continued": ("eagle", {}, 4e-3 / 3, NUM_PROMPTS),
-    "eagle-3": ("eagle3", {}, 4e-3, NUM_PROMPTS),
-    "eagle-3, one step": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
-    "eagle, less data": ("eagle", {}, 4e-3, SMALL),
-    "eagle-3, less data": ("eagle3", {}, 4e-3, SMALL),
-}
-# EAGLE-1's and EAGLE-3's networks, each on the state that the other reads; EAGLE-3 on later layers
-NETWORKS: dict[str, tuple[str, dict[str, Any], float, int]] = {
-    "eagle, layer 4": ("eagle", {}, 4e-3, NUM_PROMPTS),
-    "eagle-3, one step, layer 4": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
-    "eagle-3, one step, final state": ("eagle3", {"steps": 1}, 4e-3, NUM_PROMPTS),
-    "eagle-3, layers 3 5 7": ("eagle3", {"layers": [3, 5, 7]}, 4e-3, NUM_PROMPTS),
-    "eagle-3, final state": ("eagle3", {}, 4e-3, NUM_PROMPTS),
-    "eagle-3, normed residual": ("eagle3", {"norm_before_residual": True}, 4e-3, NUM_PROMPTS),
-}
-CAPTURES: dict[str, tuple[LayerId, ...]] = {  # cell -> what it reads, where its recipe has no word
-    "eagle, layer 4": (4,),
-    "eagle-3, one step, layer 4": (4,),
-    "eagle-3, one step, final state": ("final_norm",),
-    "eagle-3, final state": ("final_norm",),
-}
-# HASS's settings, each from the head of cell eagle
-HASS: dict[str, tuple[str, dict[str, Any], float, int]] = {
-    f"noise {noise:g}, steps {steps}, top {top:g}": (
-        "eagle",
-        {"feature_noise": noise, "steps": steps, "top_weight": top},
-        4e-3 / 3,
-        NUM_PROMPTS,
-    )
-    for noise, steps, top in itertools.product((0.1, 0.01, 0.0), (1, 3), (0.0, 1.0))
-}
-# cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
-MUON = {f"{name}, muon": 0.05 for name in ("medusa", "hydra", "eagle", "eagle-3")}
-STARTS = dict.fromkeys(("hass", "eagle, continued", *HASS), "eagle")  # whose head it trains on
-CONTINUED = STEPS // 4  # steps of these; published: 10 epochs after 40
-# claim -> ((cell, shape), the one it must beat, factor in tokens per round, temperature)
-Side = tuple[str, str]
-CLAIMS: dict[str, tuple[Side, Side, float]] = {
-    "Hydra > Medusa, chain": (("hydra", "chain"), ("medusa", "chain"), 1.0),
-    "Hydra > Medusa, tree": (("hydra", "calibrated"), ("medusa", "calibrated"), 1.0),
-    "Hydra++ > Hydra, chain": (("hydra++", "chain"), ("hydra", "chain"), 1.0),
-    "Hydra++ > Hydra, tree": (("hydra++", "calibrated"), ("hydra", "calibrated"), 1.0),
-    "EAGLE > 1.15 Medusa, chain": (("eagle", "chain"), ("medusa", "chain"), 1.15),
-    "EAGLE > 1.15 Medusa, tree": (("eagle", "calibrated"), ("medusa", "calibrated"), 1.15),
-    "EAGLE-2 tree > 1.05 static": (("eagle", "dynamic"), ("eagle", "static"), 1.05),
-    "EAGLE-3 > EAGLE-2, dynamic tree": (("eagle-3", "dynamic"), ("eagle", "dynamic"), 1.0),
-    "EAGLE-3 > EAGLE-2, chain": (("eagle-3", "chain"), ("eagle", "chain"), 1.0),
-    "EAGLE-3 > EAGLE-2, less data": (
-        ("eagle-3, less data", "dynamic"),
-        ("eagle, less data", "dynamic"),
-        1.0,
-    ),
-    "unrolled > one step, chain": (("eagle-3", "chain"), ("eagle-3, one step", "chain"), 1.0),
-    "HASS >= EAGLE-2, dynamic tree": (("hass", "dynamic"), ("eagle, continued", "dynamic"), 1.0),
-}
-CLAIMS |= {
-    f"{better} > {worse}, {shape}": ((better, shape), (worse, shape), 1.0)
-    for better, worse in (
-        ("eagle", "eagle, layer 4"),
-        ("eagle-3, one step, final state", "eagle-3, one step, layer 4"),
-        ("eagle", "eagle-3, one step, final state"),
-        ("eagle, layer 4", "eagle-3, one step, layer 4"),
-        ("eagle-3, layers 3 5 7", "eagle-3"),
-        ("eagle-3, final state", "eagle-3"),
-        ("eagle-3, final state", "eagle"),
-        ("eagle-3, layers 3 5 7", "eagle"),
-        ("eagle-3, normed residual", "eagle-3"),
-        *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
-        *((f"noise {noise}, steps 1, top 0", "noise 0.01, steps 1, top 0") for noise in (0.1, 0)),
-    )
-    for shape in ("chain", "dynamic")
-}
-CLAIMS |= {
-    f"{name}, muon > {name}, {shape}": ((f"{name}, muon", shape), (name, shape), 1.0)
-    for name in ("medusa", "hydra", "eagle", "eagle-3")
-    for shape in (("chain", "dynamic") if "eagle" in name else ("chain", "calibrated"))
-}
-ALL = {**CELLS, **NETWORKS, **HASS, **{name: CELLS[name.removesuffix(", muon")] for name in MUON}}
-GROUPS = {  # word of the command line, and name of the result -> cells
-    "heads": [*CELLS],
-    "heads_networks": ["eagle", "eagle-3", "eagle-3, one step", *NETWORKS],
-    "heads_hass": [*HASS],
-    "heads_muon": ["medusa", "hydra", "eagle", "eagle-3", *MUON],
-}
 WORK = Path("runs/benchmarks/heads")
 LAYERS: tuple[LayerId, ...] = (1, 3, 4, 5, 7, "final_norm")
 
 
+class ReadingNormed(Eagle1Drafter):
+    """EAGLE-1's network, which has no norm before its attention, on states of mean square 1."""
+
+    def fuse(self, hidden: Mapping[LayerId, torch.Tensor], *index: Index) -> torch.Tensor:
+        states = super().fuse(hidden, *index)
+        return F.rms_norm(states, states.shape[-1:])
+
+
 class Experiment:
+    name, layers, new_tokens = "assets/toy/target", LAYERS, NEW_TOKENS
+    steps, rows, trees = STEPS, ROWS, True
+    about = (
+        f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
+        f"held-out prompts, {NODES} nodes"
+    )
+
     def __init__(self, features_dtype: str = "bf16") -> None:
         self.work = WORK if features_dtype == "bf16" else WORK / features_dtype
         self.accelerator = make_accelerator(TrainerConfig())
-        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
-        traces = self._traces("train", NUM_PROMPTS, 1.0, 0)
-        self.train, self.dev = split_dev(traces, 0)
-        self.held_out = {t: self._traces("eval", NUM_EVAL, t, 99) for t in (0.0, 1.0)}
-        plan = FeaturesPlan(LAYERS, features_dtype)
+        self.target = Target.load(self.name, device=self.accelerator.device)
+        self.train, self.dev = self.texts()
+        self.held_out = {t: self.answers(t) for t in (0.0, 1.0)}
+        plan = FeaturesPlan(self.layers, features_dtype)
         folder = features_folder(self.target, self.train, plan, "runs/cache")
         self.store = write_features(self.target, self.train, plan, folder, batch_size=32)
 
-    def _traces(self, split: str, count: int, temperature: float, seed: int) -> Sequence[Trace]:
-        prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
+    def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
+        prompts = load_prompts("toy", count=NUM_PROMPTS, seed=0, toy_split="train")
+        return split_dev(self._traces("toy train", prompts, 1.0, 0), 0)
+
+    def answers(self, temperature: float) -> Sequence[Trace]:
+        prompts = load_prompts("toy", count=NUM_EVAL, seed=99, toy_split="eval")
+        return self._traces("toy eval", prompts, temperature, 99)
+
+    def _traces(
+        self, source: str, prompts: Sequence[Prompt], temperature: float, seed: int
+    ) -> Sequence[Trace]:
         plan = GenerationPlan(
-            f"toy {split}", tuple(prompts), (temperature,), max_new_tokens=NEW_TOKENS, seed=seed,
+            source, tuple(prompts), (temperature,), max_new_tokens=self.new_tokens, seed=seed,
             lookahead=8,
         )  # fmt: skip
         folder = traces_folder(plan, self.target, "runs/cache")
@@ -182,15 +137,16 @@ class Experiment:
         """`lr`: of Muon in cells that it trains, else of AdamW."""
         recipe_name, options, own_lr, prompts = ALL[name]
         start = STARTS.get(name)
-        steps = steps or (STEPS if start is None else CONTINUED)
+        steps = steps or (self.steps if start is None else self.steps // 4)
         module = importlib.import_module(f"recipes.{recipe_name}")
         kind = module.Recipe
         if name in CAPTURES:
             kind = type("Reading", (kind,), {"captures": CAPTURES[name]})
         recipe = kind(module.Config(**options), self.target)
         settings = TrainerConfig(
-            max_steps=steps, batch_size=ROWS, lr=lr or own_lr, lr_warmup_steps=20, adam_beta2=0.95,
-            log_every=steps, save_every=steps, eval_every=steps,
+            max_steps=steps, batch_size=self.rows, lr=lr or own_lr,
+            lr_warmup_steps=min(20, steps // 3),
+            adam_beta2=0.95, log_every=steps, save_every=steps, eval_every=steps,
         )  # fmt: skip
         rate = settings.lr
         if name in MUON:
@@ -200,13 +156,15 @@ class Experiment:
         given = None if start is None else self.fit(start, seed)
         torch.manual_seed(seed)
         drafter = given or recipe.build(traces)
+        if name in NORMED:
+            drafter.__class__ = ReadingNormed
         if given is not None:
             recipe.accept(given)
         (stage,) = recipe.stages()
-        folder = self.work / f"{name.replace(' ', '-')}-{seed}-{rate:g}-{steps}"
+        folder = self.work / f"{_slug(name)}-{seed}-{rate:g}-{steps}"
         fit(Fit(
             objective=stage.objective, drafter=drafter,
-            batches=Batches(traces, {"target": 1.0}, ROWS, seed=seed), evaluate=None,
+            batches=Batches(traces, {"target": 1.0}, self.rows, seed=seed), evaluate=None,
             outputs=lambda batch, step: self.store.outputs(batch, self.target.device),
             config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
             tracker=Tracker(settings, folder, folder.name, {}),
@@ -215,10 +173,12 @@ class Experiment:
 
     def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
-        accuracy = measure_accuracies(self.target, self.dev, drafter, K, Sampling(1.0)).ranks
-        shapes = {"calibrated": calibrated_tree(accuracy, NODES)}
-        if drafter.max_depth is None:
-            shapes |= {name: parse_shape(text) for name, text in TREES.items()}
+        shapes: dict[str, Shape] = {}
+        if self.trees:
+            accuracy = measure_accuracies(self.target, self.dev, drafter, K, Sampling(1.0)).ranks
+            shapes["calibrated"] = calibrated_tree(accuracy, NODES)
+            if drafter.max_depth is None:
+                shapes |= {name: parse_shape(text) for name, text in TREES.items()}
         found: dict[str, dict[str, object]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
         for temperature, traces in self.held_out.items():
             sampling, key = Sampling(temperature), f"{temperature:g}"
@@ -231,12 +191,36 @@ class Experiment:
         return found
 
 
+class ChatModel(Experiment):
+    name, layers, new_tokens = "runs/smollm2", (26, "final_norm"), 96
+    steps, rows, trees = CHAT_STEPS, CHAT_ROWS, False
+    about = f"{CHAT_STEPS} steps of {CHAT_ROWS} rows, {CHAT_TEXTS} answers"
+
+    def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
+        """Its texts are in order of their domain."""
+        store = TraceStore.open("runs/real/traces", None, create=False)
+        train, dev = split_dev(store.load(), 0)
+        return random.Random(0).sample(train, CHAT_TEXTS), dev
+
+    def answers(self, temperature: float) -> Sequence[Trace]:
+        prompts = load_prompts("runs/real/prompts.jsonl", count=CHAT_TEXTS, seed=0)
+        return self._traces("held-out prompts", prompts, temperature, 0)
+
+
 def place(name: str, seed: int) -> Path:
-    return WORK / "counters" / f"{name.replace(' ', '-')}-{seed}.json"
+    return WORK / "counters" / f"{_slug(name)}-{seed}.json"
+
+
+def _where(cells: Sequence[str]) -> type[Experiment]:
+    return ChatModel if set(cells) <= set(CHAT) else Experiment
+
+
+def _slug(name: str) -> str:
+    return name.replace(":", "").replace(" ", "-")
 
 
 def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
-    bench = Experiment()
+    bench = _where(cells)()
     for seed in seeds:
         for name in cells:
             path = place(name, seed)
@@ -281,8 +265,7 @@ def tokens(counters: list[PromptCounters]) -> float:
 
 def report(chosen: Sequence[int], cells: Sequence[str], result: str | None) -> None:
     lines = [
-        f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
-        f"held-out prompts, K={K}, {NODES} nodes, torch {torch.__version__}, "
+        f"{_where(cells).about}, K={K}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "",
         "| cell | shape | seeds | tokens per round T=0 | T=1 | modelled at c = "
