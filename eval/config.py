@@ -188,6 +188,12 @@ def _check_trees(config: EvalConfig) -> None:
 
 def trees_of(config: EvalConfig) -> list[tuple[str, TreeSpec]]:
     """The trees of eval.tree with their names; UserError where eval.K does not allow one."""
+    for text in config.tree:
+        if "=" in text.split(",")[0]:
+            raise UserError(
+                f"eval.tree must name trees, got {excerpt(text)}: quote one that has a comma, as in "
+                "'eval.tree=[\"eagle,siblings=top\"]'"
+            )
     found = [(text, parse_tree(text)) for text in config.tree]
     for text, tree in found:
         try:

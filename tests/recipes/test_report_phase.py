@@ -109,6 +109,8 @@ def test_equal_trees_are_measured_once(medusa, monkeypatch, tmp_path):
         EvalConfig(tree=[f"static:{file}" for file in files])
     with pytest.raises(UserError, match=r"eval\.tree must name each tree once"):
         EvalConfig(tree=["eagle", "eagle"])
+    with pytest.raises(UserError, match="got 'siblings=top': quote one that has a comma"):
+        EvalConfig(tree=["eagle", "siblings=top"])
     with pytest.raises(UserError, match=r"these drafts \(eval\.tree=dynamic:9:3, top"):
         EvalConfig(tree=["eagle", "dynamic:9:3"], verifier="multi_round")
 
