@@ -27,8 +27,9 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from data.batches import Batch, Batches
 from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.packing import PackedBatches
-from data.prompts import load_prompts
+from data.prompts import Prompt, load_prompts
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget
@@ -54,8 +55,7 @@ from trainer.loop import Fit, fit, make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
-K, TEMPERATURES, JUDGED = 3, (0.6, 1.0), "0.6"
-DOMAINS = ("code", "math", "prose")
+K, TEMPERATURES = 3, (0.6, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,75 +96,99 @@ FINDINGS = {"F6 token-level - sequence-level": ("aligned, fkl", "aligned", None,
 
 
 class Experiment:
+    name, result = "assets/toy/target", "fastdraft_claims"
+    cells, claims, findings = CELLS, CLAIMS, FINDINGS
+    domains, judged = ("code", "math", "prose"), ("0.6",)
+    options = MappingProxyType[str, Any]({"pretrain_lr": 3e-3, "continue_lr": 1.5e-3})
+
     def __init__(self, scale: Scale):
         self.scale, self.work = scale, Path(scale.work)
         self.accelerator = make_accelerator(TrainerConfig())
-        self.target = Target.load("assets/toy/target", device=self.accelerator.device)
-        traces = self._traces("train", scale.prompts, (0.0, 0.6, 0.8, 1.0), 0)
-        self.train, dev = split_dev([t for t in traces if t.fixed_ids], 0)
+        self.target = Target.load(self.name, device=self.accelerator.device)
+        self.train, dev = self.texts()
         self.dev = [t for t in dev if t.temperature == 1]
-        self.held_out = {t: self._traces("eval", scale.held_out, (t,), 99) for t in TEMPERATURES}
-        self.kept = CachedLogits(self.target, self.train, ["target"])
+        self.held_out = {t: self.answers(t) for t in TEMPERATURES}
+        self.kept = self.stored()
         self.tokens: dict[str, float] = {  # supervised ones per step of an alignment
             source: scale.rows * sum(len(getattr(t, field)) for t in self.train) / len(self.train)
             for source, field in (("target", "response_ids"), ("fixed", "fixed_ids"))
         }
 
+    def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
+        prompts = load_prompts("toy", count=self.scale.prompts, seed=0, toy_split="train")
+        traces = self._traces("toy train", prompts, (0.0, 0.6, 0.8, 1.0), 0)
+        return split_dev([t for t in traces if t.fixed_ids], 0)
+
+    def answers(self, temperature: float) -> Sequence[Trace]:
+        prompts = load_prompts("toy", count=self.scale.held_out, seed=99, toy_split="eval")
+        return self._traces("toy eval", prompts, (temperature,), 99)
+
+    def stored(self) -> Callable[[Batch], TargetOutputs | None]:
+        return CachedLogits(self.target, self.train, ["target"]).outputs
+
     def _traces(
-        self, split: str, count: int, temperatures: tuple[float, ...], seed: int
+        self, source: str, prompts: Sequence[Prompt], temperatures: tuple[float, ...], seed: int
     ) -> Sequence[Trace]:
-        prompts = load_prompts("toy", count=count, seed=seed, toy_split=split)
         plan = GenerationPlan(
-            f"toy {split}", tuple(prompts), temperatures, max_new_tokens=self.scale.new_tokens,
-            seed=seed, lookahead=8,
+            source, tuple(prompts), temperatures, max_new_tokens=self.scale.new_tokens, seed=seed,
+            lookahead=8,
         )  # fmt: skip
         folder = traces_folder(plan, self.target, "runs/cache")
         return generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=256)
 
     def recipe(self, cell: str) -> tuple[Recipe, Stage]:
-        name, _, _, divergence = CELLS[cell]
+        name, _, _, divergence = self.cells[cell]
         scale = self.scale
         config = Config(
             pretrain_steps=scale.pretrain, continue_steps=scale.continued, divergence=divergence,
-            pretrain_lr=3e-3, continue_lr=1.5e-3,
+            **self.options,
         )  # fmt: skip
         recipe = Recipe(config, self.target)
         return recipe, next(stage for stage in recipe.stages() if stage.name == name)
 
     def steps(self, cell: str) -> int:
         """The steps of an alignment: as many as give the supervised tokens of its cell."""
-        scale, (stage, start, text, _) = self.scale, CELLS[cell]
+        scale, (stage, start, text, _) = self.scale, self.cells[cell]
         assert stage == "align"
         wanted = scale.align * self.tokens["target"]
         if start is None:
-            for cell_before in ("pretrained", "continued"):
-                recipe, raw = self.recipe(cell_before)
-                batches = self.raw(raw, recipe, 0)
-                supervised = sum(batches.at(i).num_supervised for i in range(8)) / 8
-                wanted += raw.overrides["max_steps"] * supervised
+            for before in ("pretrained", "continued"):
+                steps = self.recipe(before)[1].overrides["max_steps"]
+                wanted += steps * self.raw_tokens(before)
         return max(1, round(wanted / self.tokens[text]))
 
-    def raw(self, stage: Stage, recipe: Recipe, seed: int) -> PackedBatches:
+    def raw_tokens(self, cell: str) -> float:
+        """Supervised ones per step."""
+        recipe, stage = self.recipe(cell)
+        batches = self.raw(stage, recipe, 0, stage.overrides["max_steps"])
+        return sum(batches.at(i).num_supervised for i in range(8)) / 8
+
+    def overrides(self, cell: str) -> dict[str, Any]:
+        """Settings of a cell on raw text that its stage does not have."""
+        return {}
+
+    def raw(self, stage: Stage, recipe: Recipe, seed: int, steps: int) -> PackedBatches:
         assert stage.data.text is not None
-        rows = stage.overrides["max_steps"] * self.scale.rows
+        rows = steps * self.scale.rows
         files = stage.data.text.load(self.target, rows * recipe.config.context, "runs/cache")
         return PackedBatches(files, stage.data.text, self.scale.rows, seed)
 
     def fit(self, cell: str, seed: int) -> TrainedDrafter:
         """The trained drafter of a cell; those it starts from are trained or found trained."""
-        _, start, text, _ = CELLS[cell]
+        _, start, text, _ = self.cells[cell]
         recipe, stage = self.recipe(cell)
         torch.manual_seed(seed)
         drafter = recipe.build([]) if start is None else copy.deepcopy(self.fit(start, seed))
         if text == "raw":
-            batches: Batches | PackedBatches = self.raw(stage, recipe, seed)
-            options: dict[str, Any] = stage.overrides
+            options: dict[str, Any] = {**stage.overrides, **self.overrides(cell)}
+            steps = options["max_steps"]
+            batches: Batches | PackedBatches = self.raw(stage, recipe, seed, steps)
             evaluate = None
         else:
             batches = Batches(self.train, {text: 1.0}, self.scale.rows, seed=seed)
-            options = {"max_steps": self.steps(cell), "lr_warmup_steps": 20}
+            steps = self.steps(cell)
+            options = {"max_steps": steps, "lr_warmup_steps": min(20, steps // 3)}
             evaluate = self._select
-        steps = options["max_steps"]
         every = max(1, steps // self.scale.evaluations)
         settings = TrainerConfig(
             **options, batch_size=self.scale.rows, adam_beta2=0.95, log_every=steps,
@@ -181,7 +205,7 @@ class Experiment:
 
     def _outputs(self, objective: Objective, batch: Batch, step: int) -> TargetOutputs | None:
         request = objective.target_request(batch, step)
-        return None if request is None else self.kept.outputs(batch)
+        return None if request is None else self.kept(batch)
 
     def _select(self, drafter: TrainedDrafter, step: int) -> dict[str, object]:
         sampling = Sampling(1.0)
@@ -215,10 +239,10 @@ def alpha(counters: list[PromptCounters]) -> float:
     return sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
 
 
-def run(scale: Scale, seeds: tuple[int, ...]) -> None:
-    bench = Experiment(scale)
+def run(kind: type[Experiment], scale: Scale, seeds: tuple[int, ...]) -> None:
+    bench = kind(scale)
     for seed in seeds:
-        for cell in CELLS:
+        for cell in bench.cells:
             path = place(scale, cell, seed)
             if path.exists():
                 continue
@@ -255,21 +279,21 @@ def difference(
     return hierarchical_difference(pairs, "alpha")
 
 
-def report(scale: Scale) -> str:
+def report(kind: type[Experiment], scale: Scale) -> str:
     lines = [
         f"{scale.pretrain} + {scale.continued} + {scale.align} steps of {scale.rows} rows, "
         f"{scale.prompts} prompts, {scale.held_out} held out, gamma = {K}, torch "
         f"{torch.__version__}, Python {platform.python_version()}",
         "",
-        "| cell | T | seeds | " + " | ".join(f"AR {d} / alpha" for d in (*DOMAINS, "all"))
+        "| cell | T | seeds | " + " | ".join(f"AR {d} / alpha" for d in (*kind.domains, "all"))
         + " | tokens per round |",
-        "| --- | ---: | ---: |" + " ---: |" * (len(DOMAINS) + 2),
+        "| --- | ---: | ---: |" + " ---: |" * (len(kind.domains) + 2),
     ]  # fmt: skip
-    for cell in CELLS:
+    for cell in kind.cells:
         seeds = [seed for seed in SEEDS if place(scale, cell, seed).exists()]
         for temperature in map("{:g}".format, TEMPERATURES) if seeds else ():
             cells = []
-            for domain in (*DOMAINS, None):
+            for domain in (*kind.domains, None):
                 one = [c for s in seeds for c in load(scale, cell, s, temperature, domain)]
                 found = summarise(one, draws=0)
                 cells.append(f"{found['draft_acceptance_rate']:.3f} / {found['alpha']:.3f}")
@@ -280,34 +304,39 @@ def report(scale: Scale) -> str:
         "| claim | T | seeds | difference in alpha | 95 % interval | at least | p (Holm) | holds |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    known = {claim: difference(scale, pair, JUDGED) for claim, pair in CLAIMS.items()}
-    judged = {claim: row for claim, row in known.items() if row is not None}
-    adjusted = holm([row["p"] for row in judged.values()])
-    for (claim, row), p in zip(judged.items(), adjusted, strict=True):
-        margin, (low, high) = CLAIMS[claim][3], row["ci95"]
-        clear = p < 0.05 if margin >= 0 else True  # p is of "no difference", not of "little lost"
-        holds = row["diff"] >= margin and low > min(0.0, margin) and clear
-        lines.append(
-            f"| {claim} | {JUDGED} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
-            f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {'yes' if holds else 'no'} |"
-        )
-    for name, pair in FINDINGS.items():
-        if row := difference(scale, pair, JUDGED):
-            low, high = row["ci95"]
+    for t in kind.judged:
+        known = {claim: difference(scale, pair, t) for claim, pair in kind.claims.items()}
+        judged = {claim: row for claim, row in known.items() if row is not None}
+        adjusted = holm([row["p"] for row in judged.values()])
+        for (claim, row), p in zip(judged.items(), adjusted, strict=True):
+            margin, (low, high) = kind.claims[claim][3], row["ci95"]
+            clear = p < 0.05 or margin < 0  # p is of "no difference", not of "little lost"
+            holds = row["diff"] >= margin and low > min(0.0, margin) and clear
             lines.append(
-                f"| {name} | {JUDGED} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
-                f"{high:+.4f}] | | | finding |"
+                f"| {claim} | {t} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
+                f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {'yes' if holds else 'no'} |"
             )
+        for name, pair in kind.findings.items():
+            if row := difference(scale, pair, t):
+                low, high = row["ci95"]
+                lines.append(
+                    f"| {name} | {t} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
+                    f"{high:+.4f}] | | | finding |"
+                )
     return "\n".join(lines) + "\n"
+
+
+def main(kind: type[Experiment], scale: Scale, words: list[str]) -> None:
+    if words != ["report"]:
+        run(kind, scale, tuple(map(int, words)) or SEEDS)
+    text = report(kind, scale)
+    print(text)
+    if scale is not TINY:
+        Path(f"benchmarks/results/{kind.result}.md").write_text(text)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["tiny"]:
-        run(TINY, (0,))
-        print(report(TINY))
+        main(Experiment, TINY, ["0"])
     else:
-        if sys.argv[1:] != ["report"]:
-            run(Scale(), tuple(map(int, sys.argv[1:])) or SEEDS)
-        text = report(Scale())
-        print(text)
-        Path("benchmarks/results/fastdraft_claims.md").write_text(text)
+        main(Experiment, Scale(), sys.argv[1:])
