@@ -31,7 +31,7 @@ from target.model import Target
 from target.outputs import ProjectedLogits
 from target.padding import by_length, right_padded
 from target.sampling import Sampling, row_key
-from trainer.config import UserError
+from trainer.config import UserError, require
 from trainer.logits import chunk_rows
 from trainer.losses import CompressedTeacher, compress
 from trainer.progress import TokenProgress
@@ -242,6 +242,8 @@ def _fill(
             "context of "
             f"{target.context}: use fewer new tokens"
         )
+    rule = f"be at most {target.vocab_size}, the tokens of the target"
+    require(plan.teacher_top_k <= target.vocab_size, "data.teacher_top_k", rule, plan.teacher_top_k)
     work = _Work(plan, target, store.load(), limit)
     items = [
         _Item(prompt, index, sample, list(user_turns(prompt)))

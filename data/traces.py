@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import time
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 FLUSH_S = 120.0  # a kill loses no more than what was generated since
 
 _REPEATING = ["source", "domain", "finish_reason", "model_hash", "tokenizer_hash"]
+OURS = ("manifest.json", "manifest-r*.json", "shard-r*-*.parquet", "rows.arrow", "rows.json")
 _STORE = b"draftsmith.store"  # in the metadata of a shard: hash of the identity of its store
 
 
@@ -105,6 +107,7 @@ class TraceStore:
         """
         folder = Path(folder)
         path = folder / "manifest.json"
+        check_store(folder)
         # through JSON, so that tuples and numbers as keys compare as they are stored
         wanted = json.loads(json.dumps(dataclasses.asdict(identity))) if identity else None
         if not path.exists():
@@ -218,14 +221,7 @@ class TraceStore:
 
     def remove(self) -> None:
         """Remove the store, and its folder where nothing else is in it."""
-        ours = (
-            "manifest.json",
-            "manifest-r*.json",
-            "shard-r*-*.parquet",
-            "rows.arrow",
-            "rows.json",
-        )
-        for pattern in (*ours, ".*.tmp", ".lock", ".writer-r*.lock"):
+        for pattern in (*OURS, ".*.tmp", ".lock", ".writer-r*.lock"):
             for path in self.folder.glob(pattern):
                 path.unlink()
         with contextlib.suppress(OSError):
@@ -274,6 +270,22 @@ class TraceStore:
                 )
                 table = table.filter(pa.array(fresh))
             yield table
+
+
+def check_store(folder: Path) -> None:
+    """Raise UserError unless `folder` holds a trace store, nothing, or does not exist."""
+    if not folder.is_dir():
+        return
+    manifest = folder / "manifest.json"
+    if manifest.exists():
+        foreign = [] if "identity" in read_json(manifest, REMEDY) else [manifest.name]
+    else:  # files with a dot before their name may be locks of a store that another process begins
+        names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+        foreign = [n for n in names if not any(fnmatch.fnmatch(n, one) for one in OURS)]
+    if foreign:
+        raise UserError(
+            f"data.traces={folder} holds {foreign[0]!r} and is no trace store: name a new folder"
+        )
 
 
 class TraceWriter:

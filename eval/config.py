@@ -191,8 +191,8 @@ def trees_of(config: EvalConfig) -> list[tuple[str, TreeSpec]]:
     for text in config.tree:
         if "=" in text.split(",")[0]:
             raise UserError(
-                f"eval.tree must name trees, got {excerpt(text)}: quote one that has a comma, as in "
-                "'eval.tree=[\"eagle,siblings=top\"]'"
+                f"eval.tree must name trees, got {excerpt(text)}: quote one that has a comma, "
+                "as in 'eval.tree=[\"eagle,siblings=top\"]'"
             )
     found = [(text, parse_tree(text)) for text in config.tree]
     for text, tree in found:

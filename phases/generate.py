@@ -51,6 +51,11 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         "column": data.prompts_column,
     }
     own = evaluation.prompts is not None
+    if not own:
+        for name in ("prompts_config", "prompts_split", "prompts_column"):
+            given, default = getattr(evaluation, name), getattr(EvalConfig, name)
+            rule = "be left out where eval.prompts names no data set of its own"
+            require(given == default, f"eval.{name}", rule, given)
     imported = open_imported(data.traces)
     toy = imported is None and is_made_here(data.prompts)
     if imported is not None:

@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from data.features_remote import check_storage
+from data.traces import check_store
 from engines.vllm_server import engine_python
 from recipes.common.config import Config
 from target.gguf import is_gguf
@@ -156,6 +157,7 @@ def check_places(config: Config) -> None:
     require_folder("data.cache_dir", config.data.cache_dir)
     if config.data.traces:
         require_folder("data.traces", config.data.traces)
+        check_store(Path(config.data.traces))
     if config.data.features_cache_dir:
         require_folder("data.features_cache_dir", config.data.features_cache_dir)
     if config.data.features_url:

@@ -14,6 +14,7 @@ belong to no run, have one row in each table. `script.rows`: only drafters of th
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ from eval.report.rows import BASELINE, PLAIN, TARGET, Row, draft_shape, label, n
 from eval.report.schema import read_report
 from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from eval.report.web import to_html
-from trainer.config import UserError, asks_for_help, suggest
+from trainer.checks import require_folder
+from trainer.config import RunFault, UserError, asks_for_help, suggest
 from trainer.files import write_atomic
 from trainer.redaction import hide
 
@@ -58,12 +60,14 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
     """Parse the command line: paths of reports (or run folders), `script.out`, `script.rows`."""
     paths: list[Path] = []
     rows: list[str] = []
-    out = Path("runs/leaderboard")
+    out: Path | None = None
     for word in arguments:
         key, equals, value = word.partition("=")
         if key == "script.out" and equals:
             if not value:
                 raise UserError("script.out must name a folder, got nothing")
+            if out is not None:
+                raise UserError("script.out is given twice")
             out = Path(value)
         elif key == "script.rows" and equals:
             rows = [name.strip() for name in value.strip("[]").split(",")]
@@ -71,11 +75,13 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
             raise UserError(f"unknown key {key!r}{suggest(key, ['script.out', 'script.rows'])}")
         else:
             path = Path(word)
-            path = path / "report.json" if path.is_dir() else path
+            path = path / "report.json" if os.path.isdir(path) else path
             if path not in paths:
                 paths.append(path)
     if not paths:
         raise UserError("name at least one report: python -m scripts.compare runs/*/report.json")
+    out = out or Path("runs/leaderboard")
+    require_folder("script.out", out)
     return paths, out, rows
 
 
@@ -212,6 +218,6 @@ def measured_how(row: Row, target: Mapping[str, object]) -> dict[str, str]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, RunFault, OSError) as error:
         print(f"error: {hide(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 3)

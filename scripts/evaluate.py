@@ -55,7 +55,7 @@ def resolve(arguments: list[str]) -> Config:
             "eval.drafter must name a drafter: a folder, a Hub id or "
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
         )
-    stored = Path(given[0]).parent / "config.yaml"
+    stored = Path(given[0]).resolve().parent / "config.yaml"
     if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, (), arguments, script_keys=("out",))
     recipe = load_yaml(stored).get("recipe")

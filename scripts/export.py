@@ -16,6 +16,8 @@ import os
 import sys
 from pathlib import Path
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from drafters.acceptance_head import adaptive_note, attach
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
@@ -25,7 +27,9 @@ from drafters.load import load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
 from phases import run
-from target.model import Target, load_causal_lm
+from target.gguf import is_gguf
+from target.model import UNREADABLE, Target, load_causal_lm
+from target.vocabulary import check_same_vocabulary
 from trainer.checks import require_files, require_folder
 from trainer.config import (
     ModelConfig,
@@ -62,10 +66,10 @@ def export_drafter(
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
     report = read_report(stored_report) if stored_report.exists() else None
-    revision = None
+    model, revision = config.get("model", {}), None
+    own = model.get("target")
     if target is None:
-        model = config.get("model", {})
-        target, revision = model.get("target"), model.get("target_revision")
+        target, revision = own, model.get("target_revision")
         if not isinstance(target, str):
             raise UserError(
                 f"{drafter} lies in no run folder (no {stored_config} with a target): "
@@ -74,12 +78,18 @@ def export_drafter(
         print(f"model.target={target}, from {stored_config}")
     _check_out(out, {"model.target": target, "script.drafter": str(drafter)})
     num_tokens = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
-    counts = isinstance(num_tokens, int) and num_tokens >= 1
+    counts = type(num_tokens) is int and num_tokens >= 1  # and no true
     require(counts, "eval.K", "be a whole number >= 1", num_tokens)
+    if target != own:  # the run's numbers are of another target
+        report = None
     table = markdown_table(report["results"]) if report and report["results"] else None
     license = "apache-2.0" if target == ModelConfig.target else None
     if kind.load is None:  # a causal LM is written without its target
-        whole: TrainedDrafter = _causal_lm(drafter, about)
+        language_model = _causal_lm(drafter, about)
+        if target != own:
+            theirs = _tokenizer(target, trust_remote_code)
+            check_same_vocabulary(theirs, language_model.tokenizer, str(drafter))
+        whole: TrainedDrafter = language_model
     else:  # in float32, so that the comparison after writing is exact
         loaded = Target.load(
             target,
@@ -122,6 +132,19 @@ def _check_engine(kind: Kind, engine: str) -> None:
         what = "" if kind.load is None else f" for a drafter of kind {kind.name!r}"
         names = ", ".join(kind.writers)
         raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
+
+
+def _tokenizer(target: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of `target`, whose weights are not needed."""
+    file = Path(target)
+    where = {"gguf_file": file.name} if is_gguf(file) else {}
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(file.parent) if where else target, trust_remote_code=trust_remote_code, **where
+        )
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.target={target} has no tokenizer to read ({reason})") from error
 
 
 def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:

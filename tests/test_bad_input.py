@@ -65,6 +65,10 @@ def refused(tmp_path, tiny_folder, capsys):
         ("data.temperature=[]", "data.temperature must name at least one"),
         ("data.temperature=-1", "data.temperature must be >= 0"),
         ("data.temperature=warm", "data.temperature"),
+        ("data.temperature=[[1]]", "data.temperature must hold numbers alone, got [[1]]"),
+        ("eval.temperatures=[{a: 1}]", "eval.temperatures must hold numbers alone"),
+        ("data.teacher_top_k=5000", "data.teacher_top_k must be at most"),
+        ("run.dir=~/x", "run.dir=~/x: a shell has not replaced the ~"),
         ("data.engine=vlm", "data.engine must be one of hf, vllm, openai, got 'vlm'"),
         ("data.chat_template_kwargs=yes", "data.chat_template_kwargs must be a mapping"),
         ("eval.K=0", "eval.K must be >= 1, got 0"),
@@ -111,6 +115,38 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
     script = evaluate if key == "script.out" else None
     refused(*words, *extra, script=script, says=[key, says])
     assert {p.name for p in tmp_path.iterdir()} <= {"file", "train.jsonl", "eval.jsonl"}
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache_dir", "data.traces"])
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_loaded(
+    refused, tmp_path, monkeypatch, key
+):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
+    words = [f"{key}={closed}/new", "model.target=none/such"]
+    refused(*words, says=f"{key}={closed}/new cannot be created, {closed} is not writable")
+    require_folder(key, closed)  # what is there already may be only read
+
+
+def test_a_folder_of_something_else_is_no_place_for_traces(refused, tmp_path):
+    """Least of all one whose files have names of ours, which a failed import would remove."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("rows.json", "answers.jsonl"):
+        (mine / name).write_text("{}")
+    says = f"data.traces={mine} holds 'answers.jsonl' and is no trace store: name a new folder"
+    refused(f"data.traces={mine}", "model.target=none/such", says=says)
+    (mine / "manifest.json").write_text('{"name": "a web application"}')
+    refused(f"data.traces={mine}", says=f"data.traces={mine} holds 'manifest.json' and is no")
+    assert {path.name for path in mine.iterdir()} == {"rows.json", "answers.jsonl", "manifest.json"}
+
+
+@pytest.mark.parametrize("word", ["split=validation", "column=text", "config=de"])
+def test_an_option_of_evaluation_prompts_that_are_not_named_is_refused(refused, word):
+    key = f"eval.prompts_{word.partition('=')[0]}"
+    refused("eval.prompts=null", f"eval.prompts_{word}", says=f"{key} must be left out where eval")
 
 
 def test_the_longest_name_is_no_mistake(tmp_path):

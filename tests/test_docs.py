@@ -49,8 +49,8 @@ SCRIPT_KEYS = {
 }
 # what else a block may start; keys of ours stand in none of them
 OTHERS = (
-    "bash", "export", "head", ".venv/bin/pip", "$DRAFTSMITH_VLLM_PYTHON", "python3", "source", "srun",
-    "vllm",
+    "bash", "export", "head", ".venv/bin/pip", "$DRAFTSMITH_VLLM_PYTHON", "python3", "source",
+    "srun", "vllm",
 )  # fmt: skip
 
 

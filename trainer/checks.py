@@ -124,7 +124,10 @@ NAME_BYTES, PATH_BYTES = 255, 4096 - 512  # of one name; of a path, less what is
 
 
 def require_folder(key: str, folder: str | Path) -> None:
-    """UserError unless `folder` exists or can be created: no file has its path or a parent's."""
+    """UserError unless `folder` exists or can be created: no file has its path or a parent's, and
+    what it would be created in can be written to."""
+    if str(folder).startswith("~"):
+        raise UserError(f"{key}={folder}: a shell has not replaced the ~, write the path out")
     place = Path(folder).absolute()
     name = os.fsencode(place)
     rule = f"be a path of at most {PATH_BYTES} bytes, {NAME_BYTES} between two slashes"
@@ -134,6 +137,10 @@ def require_folder(key: str, folder: str | Path) -> None:
     if not there.is_dir():
         raise UserError(
             f"{key}={folder} cannot be a folder, {there} is a file: choose another path"
+        )
+    if there != place and not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{key}={folder} cannot be created, {there} is not writable: choose another path"
         )
 
 

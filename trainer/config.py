@@ -236,6 +236,9 @@ def compose(
             if key in texts and isinstance(value, list):  # OmegaConf makes "False" of a `no`
                 good = all(isinstance(item, str) for item in value)
                 require(good, key, "hold text alone, a number in quotes", value)
+            if key in lists - texts and isinstance(value, list):
+                good = not any(isinstance(item, list | dict | bool | None) for item in value)
+                require(good, key, "hold numbers alone", value)
             try:
                 OmegaConf.update(tree, key, _literal(value, "${", _DOLLAR))
             except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:

@@ -6,6 +6,7 @@ Each section checks its own keys. The comments of its keys are what `train.py --
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -82,7 +83,13 @@ class ModelConfig(Section):
 
     def __post_init__(self) -> None:
         require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        if not isinstance(self.device_map, dict | None):
+        if isinstance(self.device_map, dict):
+            known = all(
+                re.fullmatch(r"\d+|cpu|disk|cuda:\d+", str(d)) for d in self.device_map.values()
+            )
+            rule = "name the device of each module: the number of a GPU, cuda:<number>, cpu or disk"
+            require(bool(self.device_map) and known, "model.device_map", rule, self.device_map)
+        elif self.device_map is not None:
             require_one_of("model.device_map", self.device_map, (*DEVICE_MAPS, "fsdp2"))
         if self.max_memory and self.device_map not in DEVICE_MAPS:
             raise UserError(

@@ -93,10 +93,10 @@ def test_a_gzipped_log_and_one_domain(tmp_path, target, rows):
     assert not (tmp_path / "other").exists()
 
 
-def test_what_lies_beside_a_refused_import_stays(tmp_path, tiny_target, log):
+def test_nothing_is_imported_into_a_folder_of_other_files(tmp_path, target, log):
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="these are not answers of"):
-        import_log(tiny_target("llama", seed=5), log, tmp_path, ())
+    with pytest.raises(UserError, match=r"holds 'log\.jsonl' and is no trace store"):
+        import_log(target, log, tmp_path, ())
     assert sorted(tmp_path.iterdir()) == before
 
 

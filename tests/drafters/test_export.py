@@ -1,4 +1,5 @@
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -324,6 +325,26 @@ def test_script_exports_with_the_settings_of_the_run(run, tmp_path, capsys, engi
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.num_assistant_tokens == 7
 
 
+def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
+    """Another target with the same tokens may be named; nothing was measured with it."""
+    other = tmp_path / "other"
+    tokenizer.save_pretrained(other)
+    out = tmp_path / "out"
+    words = [f"script.drafter={run}/drafter", "script.engine=vllm", f"script.out={out}"]
+    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
+           "temperature": 1.0, "K": 4, "num_prompts": 96, "prompts": {"name": "gsm8k"}}  # fmt: skip
+    report = {"run": {"command": "train.py"}, "results": [row]}
+    (run / "report.json").touch()
+    with (
+        mock.patch("scripts.export.read_report", return_value=report),
+        mock.patch("scripts.export.markdown_table", return_value="| 2.25 |"),
+    ):
+        assert main(words) == 0
+        assert "2.25" in (out / "README.md").read_text()
+        assert main([*words, f"model.target={other}"]) == 0
+    assert "Not measured." in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -335,6 +356,9 @@ def test_script_exports_with_the_settings_of_the_run(run, tmp_path, capsys, engi
         ),
         ({"script.ingine": "vllm"}, "unknown key 'script.ingine'; did you mean 'script.engine'?"),
         ({"eval.K": "0"}, "eval.K must be a whole number >= 1, got 0"),
+        ({"eval.K": "true"}, "eval.K must be a whole number >= 1, got True"),
+        ({"model.target": "no/such"}, "model.target=no/such has no tokenizer to read"),
+        ({"model.target": "assets/toy/target"}, "ids differently"),
     ],
 )
 def test_script_refuses_with_one_line(run, tmp_path, capsys, change, complaint):

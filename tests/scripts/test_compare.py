@@ -214,6 +214,18 @@ def test_unknown_keys_are_refused_with_a_suggestion():
     assert (paths, out) == ([Path("runs/lr=1/report.json")], Path("x"))
 
 
+def test_places_of_the_leaderboard_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    for words, says in (
+        (["script.out=a", "script.out=b"], "script.out is given twice"),
+        ([f"script.out={tmp_path}/file"], "is a file: choose another path"),
+        (["script.out=~/lb"], "a shell has not replaced the ~"),
+    ):
+        with pytest.raises(UserError, match=says):
+            parse(["a/report.json", *words])
+    assert parse(["a" * 300])[0] == [Path("a" * 300)]  # which reading it names
+
+
 def test_run_folders_of_the_same_name_keep_their_paths():
     assert run_names([Path("x/a/report.json"), Path("y/b/report.json")]) == ["a", "b"]
     assert run_names([Path("x/a/report.json"), Path("y/a/report.json")]) == ["x/a", "y/a"]

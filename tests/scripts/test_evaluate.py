@@ -69,6 +69,17 @@ def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys)
     assert len(rounds) == len(read_jsonl(finished / "run" / "rounds.jsonl"))
 
 
+def test_a_link_to_a_drafter_of_a_run_brings_it_too(tmp_path, finished, monkeypatch):
+    drafter = finished / "run" / "drafter"
+    (tmp_path / "best").symlink_to(drafter)
+    named = evaluate.resolve([f"eval.drafter={drafter}"])
+    linked = evaluate.resolve([f"eval.drafter={tmp_path / 'best'}"])
+    monkeypatch.chdir(drafter)
+    for one in (linked, evaluate.resolve(["eval.drafter=."])):
+        assert one.recipe == named.recipe != "evaluate"
+        assert one.data == named.data
+
+
 def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, finished):
     name = str(finished / "run" / "drafter")
     report = measured(tmp_path, f"eval.drafter={name}", "eval.K=2", "eval.temperatures=0")

@@ -126,6 +126,9 @@ def test_a_quantised_head_is_refused(int8, tiny_folder):
     ("given", "words_of_it"),
     [
         ({"device_map": "cuda"}, "model.device_map must be one of auto, balanced, sequential"),
+        ({"device_map": {"": "gpu"}}, "model.device_map must name the device of each module"),
+        ({"device_map": {"": "meta"}}, "model.device_map must name the device of each module"),
+        ({"device_map": {}}, "model.device_map must name the device of each module"),
         ({"max_memory": {0: "1GiB"}}, "is for model.device_map=auto"),
         ({"quantization": {"load_in_8bit": True}}, "must name its quant_method"),
         ({"device_map": "fsdp2", "max_memory": {0: "1GiB"}}, "is for model.device_map=auto"),
