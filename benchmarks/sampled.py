@@ -2,11 +2,12 @@
 
     python -m benchmarks.sampled <drafter> [seed ...]       # seeds 0 and 1 by default
 
-SmolLM2-135M-Instruct answers the held-out prompts of `benchmarks.queue` at temperature 1 with chains
-of the drafter, 64 tokens each. Three sums must be 0 up to their spread, each given as a multiple of
-it: -log p of every token less the entropy of the distribution that it was drawn from; answers that
-end with an EOS token less the probabilities of ending; rounds less the rounds that replay of the
-same answers expects. They are martingales: every term has mean 0 given what came before it.
+SmolLM2-135M-Instruct answers the held-out prompts of `benchmarks.queue` at temperature 1 with
+chains of the drafter, 64 tokens each. Three sums must be 0 up to their spread, each given as a
+multiple of it: -log p of every token less the entropy of the distribution that it was drawn from;
+answers that end with an EOS token less the probabilities of ending; rounds less the rounds that
+replay of the same answers expects. They are martingales: every term has mean 0 given what came
+before it. The spread of the last one is that of its own terms, by prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.load import load_drafter
 from drafters.round import Budget
-from eval.engine import SpeculativeDecoder, Speculated
+from eval.engine import Speculated, SpeculativeDecoder
 from eval.offline import OfflineEvaluator
 from phases.run import provenance
 from target.cache import CachedModel
