@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,11 +52,8 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         "column": data.prompts_column,
     }
     own = evaluation.prompts is not None
-    if not own:
-        for name in ("prompts_config", "prompts_split", "prompts_column"):
-            given, default = getattr(evaluation, name), getattr(EvalConfig, name)
-            rule = "be left out where eval.prompts names no data set of its own"
-            require(given == default, f"eval.{name}", rule, given)
+    _check_unread("data", data, data.prompts)
+    _check_unread("eval", evaluation, evaluation.prompts)
     imported = open_imported(data.traces)
     toy = imported is None and is_made_here(data.prompts)
     if imported is not None:
@@ -88,6 +86,24 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
     refuse_overlap(train, held_out)
     return train, held_out
+
+
+def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
+    """Refuse the options of prompts that `source` does not read."""
+    of_hub, columns = ["prompts_config", "prompts_split"], ["prompts_column", "response_column"]
+    if source is None:
+        unread, why = of_hub + columns, "where eval.prompts names no data set"
+    elif is_made_here(source):
+        unread, why = of_hub + columns, f"for {source}, which is made here"
+    elif os.path.isfile(source):
+        unread, why = of_hub, "for a file"
+    else:
+        return
+    for name in unread:
+        default = getattr(type(config), name, None)
+        given = getattr(config, name, None)
+        rule = f"be left at {'null' if default is None else default} {why}"
+        require(given == default, f"{section}.{name}", rule, given)
 
 
 def _generate(

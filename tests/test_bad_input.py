@@ -146,7 +146,31 @@ def test_a_folder_of_something_else_is_no_place_for_traces(refused, tmp_path):
 @pytest.mark.parametrize("word", ["split=validation", "column=text", "config=de"])
 def test_an_option_of_evaluation_prompts_that_are_not_named_is_refused(refused, word):
     key = f"eval.prompts_{word.partition('=')[0]}"
-    refused("eval.prompts=null", f"eval.prompts_{word}", says=f"{key} must be left out where eval")
+    refused("eval.prompts=null", f"eval.prompts_{word}", says=f"{key} must be left at")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["data.prompts=toy", "data.prompts_column=x"],
+            "data.prompts_column must be left at null for",
+        ),
+        (
+            ["data.prompts=toy", "data.response_column=x"],
+            "data.response_column must be left at null",
+        ),
+        (
+            ["data.prompts_split=test"],
+            "data.prompts_split must be left at train for a file, got 'test'",
+        ),
+        (["eval.prompts_config=x"], "eval.prompts_config must be left at null for a file, got 'x'"),
+        (["model.target_revision=v1"], "model.target_revision must be null"),
+        (["model.drafter=assets/toy/draft", "model.drafter_revision=v1"], "model.drafter_revision"),
+    ],
+)
+def test_an_option_that_its_source_does_not_read_is_refused(refused, words, says):
+    refused(*words, says=says)
 
 
 def test_the_longest_name_is_no_mistake(tmp_path):

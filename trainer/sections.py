@@ -6,6 +6,7 @@ Each section checks its own keys. The comments of its keys are what `train.py --
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,11 @@ class ModelConfig(Section):
     trust_remote_code: bool = False  # run Python code that comes with a model
 
     def __post_init__(self) -> None:
+        for name in ("target", "drafter"):
+            given, place = getattr(self, f"{name}_revision"), getattr(self, name)
+            rule = f"be null: {place} is a folder here, revisions are of the Hub"
+            local = place is not None and os.path.isdir(place)
+            require(given is None or not local, f"model.{name}_revision", rule, given)
         require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if isinstance(self.device_map, dict):
             known = all(
