@@ -80,7 +80,7 @@ def measure(target: Target, name: str, seed: int) -> dict[str, Any]:
     traces = [trace_of(one, int(one.request.tag)) for one in answers]
     replayed = OfflineEvaluator(target, traces, SAMPLING, Budget(K), engine_counters=False)(drafter)
     gaps = [len(a.rounds) - c.rounds for a, c in zip(answers, replayed.counters, strict=True)]
-    sums = ends(target, traces) | {"rounds": (sum(gaps), sum(gap * gap for gap in gaps))}
+    sums = ends(target, traces) | {"beyond replay": (sum(gaps), sum(gap * gap for gap in gaps))}
     return {
         "answers": len(answers), "tokens": sum(len(one.response_ids) for one in answers),
         "rounds": sum(len(one.rounds) for one in answers),
