@@ -165,7 +165,7 @@ def test_an_option_of_evaluation_prompts_that_are_not_named_is_refused(refused, 
             "data.prompts_split must be left at train for a file, got 'test'",
         ),
         (["eval.prompts_config=x"], "eval.prompts_config must be left at null for a file, got 'x'"),
-        (["model.target_revision=v1"], "model.target_revision must be null"),
+        (["model.target_revision=v1"], "model.target_revision=v1 is of the Hub"),
         (["model.drafter=assets/toy/draft", "model.drafter_revision=v1"], "model.drafter_revision"),
     ],
 )

@@ -261,7 +261,6 @@ def test_a_stored_configuration_asks_for_its_secrets_again(hidden):
 NOT_RUN_HERE = [
     ["data.engine=vllm", "data.engine_options={hf_token: SECRET, api_key: [SECRET], a: {k: 1}}"],
     ["model.quantization={quant_method: awq, secret: SECRET}"],
-    ["model.device_map={apiKey: SECRET}"],
     ["model.device_map=auto", "model.max_memory={0: 1GiB, password: SECRET}"],
     ["recipe=gto", "trainer.lr_warmup_steps=0", "method.base_options={api_token: SECRET}"],
     ["data.stop_strings=[Bearer SECRET]"],
@@ -306,6 +305,7 @@ WRONG = [
     ["model.quantization={api_key: SECRET}"],
     ["model.quantization={api_key: SECRET"],
     ["model.device_map=[{token: SECRET}]"],
+    ["model.device_map={apiKey: SECRET}"],
     ["data.system_prompt=Bearer SECRET", "dry_run=maybe"],
     ["data.prompts=https://me:SECRET@host/x.jsonl"],
     ["recipe=fastdraft", "method.corpus={'https://host/x?token=SECRET': 1}"],

@@ -85,9 +85,11 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         for name in ("target", "drafter"):
             given, place = getattr(self, f"{name}_revision"), getattr(self, name)
-            rule = f"be null: {place} is a folder here, revisions are of the Hub"
-            local = place is not None and os.path.isdir(place)
-            require(given is None or not local, f"model.{name}_revision", rule, given)
+            if given is not None and place is not None and os.path.isdir(place):
+                raise UserError(
+                    f"model.{name}_revision={given} is of the Hub, and {place} is a folder here: "
+                    "leave it out"
+                )
         require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if isinstance(self.device_map, dict):
             known = all(
