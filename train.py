@@ -67,8 +67,9 @@ def main(arguments: list[str]) -> int:
                 print(more)
             return 0
         run.stop_softly()
-        finished_before = report.written(config.run_dir) is not None
-        if config.trainer.resume == "never" or not finished_before:
+        again = config.trainer.resume == "never"
+        old = not again and report.written(config.run_dir) is not None
+        if not old:
             train_prompts, eval_prompts = generate.choose_prompts(config)
             this = run.Run.open(config)
             recipe = module.Recipe(config.method, this.target)
@@ -90,10 +91,9 @@ def main(arguments: list[str]) -> int:
                 report.finish(this, start, trained, results, eval_prompts, dev, about)
             this.target.sync()
         if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
-            if finished_before and config.trainer.resume != "never":
-                print(f"{config.run_dir} is finished: its report, as it was written. "
-                      "trainer.resume=never trains anew")  # fmt: skip
             report.show(finished, config.run_dir)
+            if old:
+                print("This run was finished before; trainer.resume=never trains it anew.")
             return report.failed_export(finished)
     except Exception as error:
         return run.fail(error, arguments)

@@ -134,13 +134,13 @@ def _check_engine(kind: Kind, engine: str) -> None:
         raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
 
 
-def _tokenizer(target: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(target: str, trusted: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of `target`, whose weights are not needed."""
     file = Path(target)
     where = {"gguf_file": file.name} if is_gguf(file) else {}
     try:
         return AutoTokenizer.from_pretrained(
-            str(file.parent) if where else target, trust_remote_code=trust_remote_code, **where
+            str(file.parent) if where else target, trust_remote_code=trusted, **where
         )
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:300]

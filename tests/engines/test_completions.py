@@ -242,7 +242,8 @@ def test_look_ahead_goes_on_behind_whatever_ended_an_answer(target, known, serve
     own = filled(plan_of(served=False, **settings), target, tmp_path / "own")
     known |= {tuple(t.prompt_ids): t for t in own}
     assert all(len(t.lookahead_ids) == 3 for t in own)
-    assert list(filled(plan_of(**settings), target, tmp_path, [server.url])) == list(own)
+    served = filled(plan_of(**settings), target, tmp_path / "served", [server.url])
+    assert list(served) == list(own)
     later = [sent for sent in server.asked if sent["max_tokens"] == 3]
     assert len(later) == len(own) == len(server.asked) - len(later)
     for sent in later:
@@ -258,7 +259,7 @@ def test_an_answer_without_its_look_ahead_is_refused(target, known, server, tmp_
     own = filled(plan_of(served=False, lookahead=3), target, tmp_path / "own")
     known |= {tuple(t.prompt_ids): t for t in own}
     with pytest.raises(RunFault, match="2 tokens without EOS, 3 were requested: allow the server"):
-        filled(plan, target, tmp_path, [server.url])
+        filled(plan, target, tmp_path / "served", [server.url])
 
 
 @pytest.mark.parametrize(
