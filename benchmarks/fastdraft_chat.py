@@ -13,7 +13,6 @@ alignment takes, from the same drafter. Settings were committed before the run.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -21,22 +20,24 @@ from typing import Any
 
 import torch
 
+from benchmarks import chat_model
 from benchmarks.fastdraft_claims import CELLS, Experiment, Scale, main
 from data.batches import Batch
 from data.features import write_features
 from data.features_layout import FeaturesPlan, features_folder
-from data.prompts import load_prompts
-from data.traces import Trace, TraceStore
-from phases.dev import split_dev
+from data.traces import Trace
 from target.outputs import TargetOutputs
 
-SCALE = Scale(200, 100, 150, 8, 740, 48, 96, 3, "runs/benchmarks/fastdraft-chat")
+SCALE = Scale(
+    pretrain=200, continued=100, align=150, rows=8, prompts=chat_model.NUM_TEXTS, held_out=48,
+    new_tokens=chat_model.NEW_TOKENS, evaluations=3, work="runs/benchmarks/fastdraft-chat",
+)  # fmt: skip
 SEEDS = ("0", "1", "2")
 PRETRAIN_LR = 2e-3
 
 
 class ChatModel(Experiment):
-    name, result = "runs/smollm2", "fastdraft_chat"
+    name, result = chat_model.TARGET, "fastdraft_chat"
     cells = MappingProxyType(
         {cell: found for cell, found in CELLS.items() if "own responses" not in cell}
         | {
@@ -61,17 +62,14 @@ class ChatModel(Experiment):
     })  # fmt: skip
 
     def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
-        """Some of its answers, which are in order of their domain."""
-        train, dev = split_dev(TraceStore.open("runs/real/traces", None, create=False).load(), 0)
-        return random.Random(0).sample(train, self.scale.prompts), dev
+        return chat_model.texts()
 
     def answers(self, temperature: float) -> Sequence[Trace]:
-        prompts = load_prompts("runs/real/prompts.jsonl", count=self.scale.held_out, seed=0)
-        return self._traces("held-out prompts", prompts, (temperature,), 0)
+        return self._traces("held-out prompts", chat_model.held_out(), (temperature,), 0)
 
     def stored(self) -> Callable[[Batch], TargetOutputs | None]:
         """The target's distribution, from its stored final states."""
-        plan = FeaturesPlan((26, "final_norm"))  # the store of `benchmarks.heads`, heads_chat
+        plan = FeaturesPlan(chat_model.LAYERS)
         folder = features_folder(self.target, self.train, plan, "runs/cache")
         store = write_features(self.target, self.train, plan, folder, batch_size=32)
 

@@ -26,7 +26,6 @@ import dataclasses
 import importlib
 import json
 import platform
-import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks import chat_model
 from benchmarks.heads_cells import (
     ALL,
     CAPTURES,
@@ -42,7 +42,6 @@ from benchmarks.heads_cells import (
     CHAT,
     CHAT_ROWS,
     CHAT_STEPS,
-    CHAT_TEXTS,
     CLAIMS,
     GROUPS,
     MUON,
@@ -64,7 +63,7 @@ from data.features import write_features
 from data.features_layout import FeaturesPlan, features_folder
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
-from data.traces import Trace, TraceStore
+from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle import Index
 from drafters.eagle1 import Eagle1Drafter
@@ -192,19 +191,16 @@ class Experiment:
 
 
 class ChatModel(Experiment):
-    name, layers, new_tokens = "runs/smollm2", (26, "final_norm"), 96
+    name, layers = chat_model.TARGET, chat_model.LAYERS
+    new_tokens = chat_model.NEW_TOKENS
     steps, rows, trees = CHAT_STEPS, CHAT_ROWS, False
-    about = f"{CHAT_STEPS} steps of {CHAT_ROWS} rows, {CHAT_TEXTS} answers"
+    about = f"{CHAT_STEPS} steps of {CHAT_ROWS} rows, {chat_model.NUM_TEXTS} answers"
 
     def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
-        """Its texts are in order of their domain."""
-        store = TraceStore.open("runs/real/traces", None, create=False)
-        train, dev = split_dev(store.load(), 0)
-        return random.Random(0).sample(train, CHAT_TEXTS), dev
+        return chat_model.texts()
 
     def answers(self, temperature: float) -> Sequence[Trace]:
-        prompts = load_prompts("runs/real/prompts.jsonl", count=CHAT_TEXTS, seed=0)
-        return self._traces("held-out prompts", prompts, temperature, 0)
+        return self._traces("held-out prompts", chat_model.held_out(), temperature, 0)
 
 
 def place(name: str, seed: int) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from benchmarks.chat_model import NUM_TEXTS
 from target.outputs import LayerId
 
 SEEDS = (0, 1, 2, 3, 4)
 STEPS, ROWS, K, NODES = 240, 24, 4, 25
 NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
 SMALL = 400  # prompts of the cells with less data
-CHAT_STEPS, CHAT_ROWS, CHAT_TEXTS = 100, 8, 740  # 104,000 tokens of answers
+CHAT_STEPS, CHAT_ROWS = 100, 8
 TREES = {"static": "eagle,siblings=top", "dynamic": "dynamic:25:5:8"}
 # cell -> (recipe, settings, learning rate, prompts)
 CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
@@ -58,12 +59,12 @@ HASS: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }
 # on the chat model: both networks on either state, one step; HASS as published from the former
 CHAT: dict[str, tuple[str, dict[str, Any], float, int]] = {
-    "chat: eagle": ("eagle", {}, 2e-3, CHAT_TEXTS),
-    "chat: eagle, layer 26": ("eagle", {}, 2e-3, CHAT_TEXTS),
-    "chat: eagle-3, one step, layer 26": ("eagle3", {"steps": 1}, 2e-3, CHAT_TEXTS),
-    "chat: eagle-3, one step, final state": ("eagle3", {"steps": 1}, 2e-3, CHAT_TEXTS),
-    "chat: hass": ("eagle", {"steps": 3, "top_weight": 1.0}, 2e-3 / 3, CHAT_TEXTS),
-    "chat: eagle, continued": ("eagle", {}, 2e-3 / 3, CHAT_TEXTS),
+    "chat: eagle": ("eagle", {}, 2e-3, NUM_TEXTS),
+    "chat: eagle, layer 26": ("eagle", {}, 2e-3, NUM_TEXTS),
+    "chat: eagle-3, one step, layer 26": ("eagle3", {"steps": 1}, 2e-3, NUM_TEXTS),
+    "chat: eagle-3, one step, final state": ("eagle3", {"steps": 1}, 2e-3, NUM_TEXTS),
+    "chat: hass": ("eagle", {"steps": 3, "top_weight": 1.0}, 2e-3 / 3, NUM_TEXTS),
+    "chat: eagle, continued": ("eagle", {}, 2e-3 / 3, NUM_TEXTS),
 }
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)

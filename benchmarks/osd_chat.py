@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import fastdraft_chat, osd_claims
+from benchmarks import chat_model, fastdraft_chat, osd_claims
 from benchmarks.osd_claims import BLOCK, RECOVER, block_interval, blocks, mean, recovery
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
-from data.traces import Trace, TraceStore
+from data.traces import Trace
 from phases.run import provenance
 from trainer.files import write_json
 
 SEEDS = (0, 1, 2)
-FIRST, SECOND = 240, 480  # requests of mathematics, of instructions; whole numbers of blocks
-NEW_TOKENS = 96
+FIRST, SECOND = 216, 480  # requests of mathematics, of instructions; whole numbers of blocks
+TOO_LONG = 80  # so many more instructions are asked, since some are dropped
 LR = 1e-3  # of recipe osd's preset laptop for a stage of the same drafter
 WORK = Path("runs/benchmarks/osd-chat")
 RESULT = Path("benchmarks/results/osd_chat.json")
@@ -46,23 +46,22 @@ class ChatModel(osd_claims.Experiment):
     def __init__(self) -> None:
         self.drafters = fastdraft_chat.ChatModel(fastdraft_chat.SCALE)
         self.accelerator, self.target = self.drafters.accelerator, self.drafters.target
-        trained = {trace.index for trace in self.drafters.train}
-        store = TraceStore.open("runs/real/traces", None, create=False)
+        seen = {t.index for texts in chat_model.texts() for t in texts}
         self.mathematics = [
-            t for t in store.load()
-            if t.index not in trained and t.domain == "math" and t.temperature == 1
+            t for t in chat_model.answers()
+            if t.index not in seen and t.domain == "math" and t.temperature == 1
         ][:FIRST]  # fmt: skip
         prompts = load_prompts("runs/real/training.jsonl", count=10**6, seed=0)
-        asked = [one for one in prompts if one.domain == "instructions"][:SECOND]
-        assert (len(self.mathematics), len(asked)) == (FIRST, SECOND)
+        asked = [one for one in prompts if one.domain == "instructions"][: SECOND + TOO_LONG]
         plan = GenerationPlan(
-            "instructions", tuple(asked), (1.0,), max_new_tokens=NEW_TOKENS, seed=0,
+            "instructions", tuple(asked), (1.0,), max_new_tokens=chat_model.NEW_TOKENS, seed=0,
             max_prompt_tokens=512, long_prompts="drop",
         )  # fmt: skip
         folder = traces_folder(plan, self.target, "runs/cache")
         self.instructions = list(
             generate_traces(self.target, plan, folder, batch_size=32, rows_per_shard=128)
-        )
+        )[:SECOND]
+        assert (len(self.mathematics), len(self.instructions)) == (FIRST, SECOND)
 
     def stream(self, name: str, seed: int) -> list[Trace]:
         rows = []

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from data.prompts import load_prompts
+from benchmarks import chat_model
 from data.traces import Trace
 from drafters.load import load_drafter
 from drafters.round import Budget
@@ -67,9 +67,8 @@ def ends(target: Target, traces: list[Trace]) -> dict[str, tuple[float, float]]:
 @torch.inference_mode()
 def measure(target: Target, name: str, seed: int) -> dict[str, Any]:
     drafter = load_drafter(name, target).eval()
-    prompts = load_prompts("runs/real/prompts.jsonl", count=10**6, seed=0)
     chat = {"add_generation_prompt": True, "return_dict": False}
-    rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in prompts]
+    rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in chat_model.held_out()]
     requests = [Request(ids, row_key(seed, ids, 0), SAMPLING, str(i)) for i, ids in enumerate(rows)]
     decoder = SpeculativeDecoder(
         CachedModel(target.model), drafter, sampling=SAMPLING, budget=Budget(K),
@@ -91,7 +90,7 @@ def measure(target: Target, name: str, seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, *words = sys.argv[1:]
-    target = Target.load("runs/smollm2")
+    target = Target.load(chat_model.TARGET)
     found = {seed: measure(target, name, int(seed)) for seed in words or ("0", "1")}
     about = provenance(["benchmarks.sampled", *sys.argv[1:]])
     write_json(RESULT, {**about, "K": K, "new_tokens": NEW_TOKENS, "seeds": found})
