@@ -5,9 +5,10 @@
         eval.prompts=mt_bench.jsonl script.out=reports/qwen
     python -m scripts.evaluate eval.drafter=lookup:3 model.target=Qwen/Qwen3-8B
 
-A drafter inside a run folder brings the configuration of that run, except the permission to run
-code that comes with a model and the address of a server: give these again. The report holds the
-drafter, the same shape untrained, the drafters of eval.baselines and the target as its own drafter.
+A drafter inside a run folder, exported or not, brings the configuration of that run, except the
+permission to run code that comes with a model and the address of a server: give these again. The
+report holds the drafter, the same shape untrained, the drafters of eval.baselines and the target as
+its own drafter.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ def resolve(arguments: list[str]) -> Config:
             "eval.drafter must name a drafter: a folder, a Hub id or "
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
         )
-    stored = Path(given[0]).resolve().parent / "config.yaml"
-    if not (os.path.exists(Path(given[0]) / "drafter.json") and stored.exists()):
+    drafter = Path(given[0]).resolve()
+    if drafter.parent.name == "export":  # <run>/export/<engine>
+        drafter = drafter.parents[1] / "drafter"
+    stored = drafter.parent / "config.yaml"
+    if not (os.path.exists(drafter / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, (), arguments, script_keys=("out",))
     recipe = load_yaml(stored).get("recipe")
     if not isinstance(recipe, str):

@@ -80,6 +80,19 @@ def test_a_link_to_a_drafter_of_a_run_brings_it_too(tmp_path, finished, monkeypa
         assert one.data == named.data
 
 
+def test_an_export_of_a_run_brings_it_too_and_a_folder_called_export_nothing(tmp_path, finished):
+    run = finished / "run"
+    named = evaluate.resolve([f"eval.drafter={run / 'drafter'}"])
+    exported = evaluate.resolve([f"eval.drafter={run / 'export' / 'transformers'}"])
+    assert (exported.recipe, exported.data, exported.model) == (
+        named.recipe, named.data, named.model
+    )  # fmt: skip
+    (tmp_path / "export" / "mine").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("somebody: else\n")
+    mine = evaluate.resolve([f"eval.drafter={tmp_path / 'export' / 'mine'}"])
+    assert mine.recipe == "evaluate"
+
+
 def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, finished):
     name = str(finished / "run" / "drafter")
     report = measured(tmp_path, f"eval.drafter={name}", "eval.K=2", "eval.temperatures=0")
