@@ -40,11 +40,14 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
     """`key=value` of the settings that a recipe chose for the toy, of a run with a large target."""
     if num_parameters <= LARGE:
         return []
-    own, found = composed(config.recipe), []
+    own, published = composed(config.recipe), composed(config.recipe, "published")
+    found = []
     for key in TOY_KEYS:
         section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value == getattr(getattr(own, section), name):
+        value, toys, papers = (
+            getattr(getattr(one, section), name) for one in (config, own, published)
+        )
+        if value == toys != papers:
             found.append(f"{key}={value}")
     return found
 

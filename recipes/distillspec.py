@@ -39,6 +39,7 @@ from recipes.base import (
 from recipes.common.divergence import DivergenceConfig
 from target.model import Target
 from target.outputs import ProjectedLogits, TargetOutputs, TargetRequest
+from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
 from trainer.divergence import Divergence
@@ -131,6 +132,11 @@ class Config(DivergenceConfig):
                 f"method.approx={self.approx} is for a compressed teacher: set "
                 "method.teacher=compressed or leave it out"
             )
+        if compressed and self.parsed_divergence.name == "ce_hard":
+            raise UserError(
+                "method.teacher=compressed serves another method.divergence than ce_hard, which "
+                "needs no teacher: name one or leave it at live"
+            )
         if compressed and self.data_mix.get("draft"):
             raise UserError(
                 "ConfigError: on-policy data needs a live teacher: set method.teacher=live or "
@@ -165,6 +171,14 @@ class Config(DivergenceConfig):
             self.warm_start_steps >= 0, "method.warm_start_steps", "be >= 0", self.warm_start_steps
         )
         require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
+        for name in ("refresh_every", "gen_temperature"):
+            require_read("method", self, name, bool(self.data_mix.get("draft")),
+                         "a share of draft in method.data_mix")  # fmt: skip
+        require_read(
+            "method", self, "warm_start_steps",
+            self.parsed_divergence.name not in ("fkl", "ce_hard"),
+            "another method.divergence than fkl, which it begins with, or ce_hard",
+        )  # fmt: skip
 
 
 class Recipe(base.Recipe):
@@ -298,7 +312,7 @@ class Distillation(LabelObjective):
 
     def divergence_at(self, step: int) -> Divergence:
         """The divergence of step `step`: fkl during the warm start."""
-        warm = step < self.config.warm_start_steps and self.divergence.name != "ce_hard"
+        warm = step < self.config.warm_start_steps
         return self.divergence.instead("fkl") if warm else self.divergence
 
     def score(self, scored: Scored, step: int) -> LossOutput:

@@ -66,6 +66,7 @@ from recipes.common.reference_rewards import (
 from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
+from trainer.checks import require_read
 from trainer.config import UserError, make_settings, require
 from trainer.losses import LossOutput
 
@@ -122,6 +123,10 @@ class Config:
                 "method.group_size must be >= 2, got 1: standardised within a group of one every "
                 "advantage is 0; or set method.standardize=false"
             )
+        lse = self.aggregation in ("lse", "lse_mean")
+        require_read("method", self, "eta", lse, "method.aggregation=lse or lse_mean")
+        require_read("method", self, "std_floor", self.standardize, "method.standardize=true")
+        require_read("method", self, "reference_rewards", self.debias, "method.debias=true")
         self.shape()
 
     def shape(self) -> Shape:

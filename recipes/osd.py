@@ -55,6 +55,7 @@ from recipes.common.stream import Stream, check_context
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer import fsdp2
+from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.config import UserError, require
 from trainer.losses import LossOutput
@@ -102,6 +103,9 @@ class Config(DivergenceConfig):
                 self.replay_share)  # fmt: skip
         require(0 <= self.min_confidence <= 1, "method.min_confidence", "lie in [0, 1]",
                 self.min_confidence)  # fmt: skip
+        require_read("method", self, "min_confidence", self.bank, "method.bank=true")
+        require_read("method", self, "log_wait_s", self.log is not None, "method.log")
+        require_read("method", self, "replay_size", self.replay_share > 0, "method.replay_share")
         if self.log is not None and self.positions == "published_code":
             raise UserError(
                 "method.positions=published_code needs the rounds of serving, which a log does not "
@@ -149,7 +153,7 @@ class Recipe(base.Recipe):
         online = Stage("online", self._online, text, start="base", row="after", prepare=self._begin)
         if not self.config.offline:
             return [online]
-        # the published offline schedule; as many rows as the stream has requests
+        # cosine as published, the rest as the stream has it; as many rows as it has requests
         schedule: dict[str, object] = {"lr_schedule": "cosine"}
         if self.config.offline_lr is not None:
             schedule["lr"] = self.config.offline_lr

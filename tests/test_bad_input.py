@@ -80,6 +80,8 @@ def refused(tmp_path, tiny_folder, capsys):
         ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
         ("method.beta=0.3", "exist any more: write method.divergence=jsd:<beta>"),
         ("method.algorithm=kd", ["unknown method.algorithm 'kd'", "on_policy_gkd"]),
+        ("method.refresh_every=2", ["method.refresh_every=2 changes nothing", "method.data_mix"]),
+        ("method.gen_temperature=2", ["method.gen_temperature=2.0 changes", "method.data_mix"]),
         ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),
         ("method.data_mix={target: 1.5, draft: -0.5}", ["method.data_mix", ">= 0", "-0.5"]),
         ("method.data_mix={human: 1}", ["fixed, target, draft", "'human'"]),

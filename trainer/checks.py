@@ -41,6 +41,16 @@ def require_counts(section: str, values: object, *names: str, most: float = math
         require(value <= most, key, f"be at most {most}", value)
 
 
+def require_read(section: str, values: object, name: str, condition: bool, remedy: str) -> None:
+    """UserError where a key of a dataclass differs from its default and, unless `condition` holds,
+    nothing reads it; `remedy`: the setting with which it is read."""
+    value = getattr(values, name)
+    if not condition and value != getattr(type(values), name):
+        raise UserError(
+            f"{section}.{name}={excerpt(value)} changes nothing here: leave it out, or set {remedy}"
+        )
+
+
 def excerpt(value: object, width: int = 200) -> str:
     """`repr(value)`, cut to `width` characters so that it fits into one line."""
     try:

@@ -20,6 +20,7 @@ from eval.costs import cost_of
 from eval.policies.table import make_budget
 from eval.speed_model import mbsu, modelled_speedup
 from target.model import Target
+from trainer.checks import require_read
 from trainer.config import UserError, require
 from trainer.files import read_json, write_json
 
@@ -80,6 +81,9 @@ def check_search(config: SearchConfig) -> None:
         require(min(numbers, default=1) >= 1, f"method.{key}", "be numbers >= 1", numbers)
     require(bool(config.search_layers), "method.search_layers", "name a depth", [])
     given = [k for k in ("draft_layers", "draft_hidden_size") if getattr(config, k) is not None]
+    for key in ("search_by", "search_steps"):
+        require_read("method", config, key, bool(config.search_parameters),
+                     "method.search_parameters")  # fmt: skip
     if config.search_parameters and given:
         raise UserError(
             f"method.search_parameters chooses the size: leave out method.{given[0]}, or the search"

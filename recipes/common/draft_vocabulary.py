@@ -21,7 +21,7 @@ from trainer.config import UserError, require
 WHOLE = 16_384  # up to here, leaving tokens out saves too little
 ENOUGH = 0.995  # share of the training text that a chosen vocabulary covers
 STEP, LEAST = 1024, 8192  # tokens
-LOW = 0.95  # share of other text
+LOW_SEEN, LOW_OTHER = 0.98, 0.95  # shares of the training text and of other text
 FOLDS = 8  # of the conversations; each is covered by the tokens of the others
 
 KEY = "method.draft_vocab_size"
@@ -149,8 +149,11 @@ def frequent_tokens(
         f"draft vocabulary: {size} tokens, {seen[size - 1]:.2%} of the training text and about "
         f"{covered:.2%} of other text of its kind, which bounds alpha{why}"
     )
-    if covered < LOW:
-        print(f"warning: below {LOW:.0%} of other text; train on more text or raise {KEY}")
+    if seen[size - 1] < LOW_SEEN or covered < LOW_OTHER:
+        print(
+            f"warning: below {LOW_SEEN:.0%} of the training text or {LOW_OTHER:.0%} of other text; "
+            f"train on more text or raise {KEY}"
+        )
     return torch.from_numpy(np.sort(ranked[:size]))
 
 

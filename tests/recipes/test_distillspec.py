@@ -61,6 +61,9 @@ def traces(target, tmp_path_factory):
     return made
 
 
+DRAFT = {"draft": 1.0}
+
+
 def make(target, row="after", **options) -> Trained:
     recipe = Recipe(Config(**options), target)
     torch.manual_seed(0)
@@ -374,8 +377,7 @@ def test_pitfall_6_tvd_can_start_warm(target, traces):
         torch.testing.assert_close(
             loss_of(warm, batch, step), loss_of(make(target, divergence=name), batch)
         )
-    hard = make(target, algorithm="seqkd", warm_start_steps=5)  # has no target to ask
-    assert hard.target_request(batch, 0) is None
+    assert make(target, algorithm="seqkd").target_request(batch, 0) is None  # no target to ask
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -421,7 +423,7 @@ def test_pitfall_12_the_control_is_plain_cross_entropy_for_as_many_steps(target,
 
 
 def test_draft_text_comes_from_the_drafter_as_it_is_now(target, traces):
-    recipe = make(target, gen_temperature=1e-4)
+    recipe = make(target, gen_temperature=1e-4, data_mix=DRAFT)
     before = drawn(recipe, traces)
     with torch.no_grad():
         for parameter in recipe.drafter.parameters():
@@ -505,17 +507,17 @@ def test_padding_of_the_drafters_head_is_never_sampled(target, traces):
 
 
 def test_draft_text_is_drawn_anew_every_so_many_batches(target, traces):
-    recipe = make(target, refresh_every=3)
+    recipe = make(target, refresh_every=3, data_mix=DRAFT)
     found = [drawn(recipe, traces, index) for index in range(7)]
     assert [batch.index for batch in found] == [0, 0, 0, 3, 0, 3, 6]
 
 
 def test_the_pool_is_part_of_the_state(target, traces):
-    recipe = make(target, refresh_every=3)
+    recipe = make(target, refresh_every=3, data_mix=DRAFT)
     for index in (0, 3):
         assert drawn(recipe, traces, index, lengths=[90]).input_ids.shape == (8, 90)
     state = recipe.state_dict()
-    other = make(target, refresh_every=3)
+    other = make(target, refresh_every=3, data_mix=DRAFT)
     other.load_state_dict(state)
     for index in (4, 5):
         one, two = drawn(recipe, traces, index), drawn(other, traces, index)
@@ -527,16 +529,16 @@ def test_the_pool_is_part_of_the_state(target, traces):
 def test_every_process_goes_on_with_its_own_pool(target, traces, monkeypatch):
     pools = [[[[[5, 6]], [[number]], ["draft"], 0]] for number in (7, 8)]
     monkeypatch.setattr(distillspec, "gather_object", lambda _: pools)
-    state = make(target, refresh_every=4).state_dict()
+    state = make(target, refresh_every=4, data_mix=DRAFT).state_dict()
     for rank, number in enumerate((7, 8)):
         monkeypatch.setattr(PartialState(), "process_index", rank)
-        again = make(target, refresh_every=4)
+        again = make(target, refresh_every=4, data_mix=DRAFT)
         again.load_state_dict(state)
         assert [batch.responses for batch in again.objective._pool] == [[[number]]]
 
 
 def test_a_stage_begins_without_a_pool(target, traces):
-    recipe = make(target, refresh_every=3)
+    recipe = make(target, refresh_every=3, data_mix=DRAFT)
     drawn(recipe, traces, 0)
     recipe.begin(8)
     assert drawn(recipe, traces, 1).index == 1

@@ -634,6 +634,7 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
         ("method.search_by=size", "method.search_by must be one of mbsu_params, mbsu, modelled"),
         ("method.search_layers=[0]", "method.search_layers must be numbers >= 1"),
         ("method.search_parameters=[600]", "leave out method.draft_hidden_size, or the search"),
+        ("method.search_steps=9", "leave it out, or set method.search_parameters"),
         ("method.draft_hidden_size=17", "method.draft_hidden_size"),
     ],
 )

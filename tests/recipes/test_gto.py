@@ -435,7 +435,7 @@ def test_rewards_that_depend_on_something_else_are_refused(
     change, named, target, tiny_target, tmp_path
 ):
     folder = str(tmp_path / "rewards")
-    recipe = tuned(target, reference_rewards=folder)
+    recipe = tuned(target, reference_rewards=folder, aggregation="lse")
     if named in ("reference", "target"):
         if named == "reference":
             drafter = randomised(recipe.drafter, 0.1)
@@ -445,7 +445,7 @@ def test_rewards_that_depend_on_something_else_are_refused(
             prepared(recipe.recipe, drafter)
         return
     with pytest.raises(UserError, match=rf"method\.reference_rewards: .* another {named}[ ,]"):
-        tuned(target, reference_rewards=folder, **change)
+        tuned(target, reference_rewards=folder, **{"aggregation": "lse", **change})
 
 
 def test_rewards_of_another_device_are_refused(target, tmp_path):
@@ -747,10 +747,10 @@ def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
     assert len(rewards.read_text().splitlines()) == 7
     target = Target.load(str(tiny_folder("llama")))
     assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle3"
-    other = (*given, "method.eta=2", f"run.dir={tmp_path / 'other'}")
+    other = (*given, "method.reward_temperature=2", f"run.dir={tmp_path / 'other'}")
     capsys.readouterr()
     assert train.main(words_of(tmp_path, tiny_folder("llama"), *other)) == 2
-    assert "were made with another method.eta (" in capsys.readouterr().err
+    assert "were made with another method.reward_temperature (" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()  # known before anything is written
 
 
@@ -790,6 +790,12 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
         ("method.acceptance=best", "method.acceptance must be one of greedy, branch"),
         ("method.eta=0", "method.eta must be > 0"),
         ("method.std_floor=0", "method.std_floor must be > 0"),
+        ("method.eta=2", "method.eta=2.0 changes nothing here: leave it out, or set method.aggre"),
+        (["method.std_floor=0.5", "method.standardize=false"], "method.std_floor=0.5 changes noth"),
+        (
+            ["method.reference_rewards=there", "method.debias=false"],
+            "method.reference_rewards='there' changes nothing here: leave it out, or set method.",
+        ),
         ("method.omega=0", "method.omega must be > 0"),
         ("method.token_weight=-1", "method.token_weight must be >= 0"),
         ("method.epsilon=0", "method.epsilon must lie in (0, 1), got 0.0"),

@@ -482,7 +482,7 @@ def test_a_draft_vocabulary_that_misses_much_of_the_text_is_warned_of(
     said = capsys.readouterr().out
     assert f"draft vocabulary: {size} tokens" in said
     assert (
-        "warning: below 95% of other text; train on more text or raise method.draft_voc" in said
+        "warning: below 98% of the training text or 95% of other text; train on more" in said
     ) == warned
 
 

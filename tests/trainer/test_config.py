@@ -347,6 +347,43 @@ def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsy
     assert f"  max_steps: {taken.trainer.max_steps}\n" in capsys.readouterr().out
 
 
+PUBLISHED = {  # what the papers and their code state, by recipe and preset
+    ("distillspec", "published"): "trainer.max_steps=300000 trainer.batch_size=32 trainer.lr=3e-4 "
+    "trainer.lr_warmup_steps=5000 method.algorithm=on_policy_gkd data.num_prompts=204000",
+    ("fastdraft", "published"): "method.continue_steps=14300 method.draft_layers=6 "
+    "method.draft_hidden_size=512 eval.K=3 data.num_prompts=100000",
+    ("medusa", "published"): "method.num_heads=5 trainer.lr=2e-3 trainer.lr_warmup_steps=40 "
+    "trainer.batch_size=2 trainer.gradient_accumulation_steps=4",
+    ("medusa2", "published"): "trainer.lr=1e-4 method.heads_lr_multiplier=4 "
+    "method.heads_weight=0.01 trainer.lr_warmup_steps=20 data.temperature=0.3",
+    ("hydra", "published"): "trainer.lr=1e-3 trainer.lr_warmup_steps=100",
+    ("hydrapp", "published"): "trainer.lr=5e-4 trainer.weight_decay=0.1",
+    ("eagle", "published"): "trainer.lr=3e-5 trainer.lr_warmup_steps=2000 method.feature_noise=0.1",
+    ("eagle", "hass"): "trainer.lr=1e-5 method.steps=3 method.top_weight=1 method.base_lr=3e-5",
+    ("eagle3", "published"): "trainer.lr=5e-5 trainer.lr_warmup_steps=12000 method.steps=7",
+    ("gto", "published"): "trainer.lr=5e-6 method.num_groups=16 method.group_size=8 "
+    "method.base_lr=5e-5 method.base_max_steps=800000 method.aggregation=lse method.omega=0.5",
+    ("osd", "published"): "method.K=5 trainer.batch_size=8 trainer.lr=1e-4 data.max_new_tokens=128 "
+    "eval.max_new_tokens=128 method.offline_lr=2e-5",
+    ("specdecpp", "published"): "method.num_layers=3 method.reject_weight=6 method.mix=0.15 "
+    "method.K_max=20 method.top_k=50 data.top_k=50 eval.top_k=50 eval.temperatures=[1]",
+}
+
+
+@pytest.mark.parametrize(("recipe", "preset"), PUBLISHED)
+def test_presets_hold_published_numbers(recipe, preset):
+    words = [f"recipe={recipe}", f"preset={preset}"]
+    taken = train.resolve(words)[0]
+    stated = train.resolve([*words, *PUBLISHED[recipe, preset].split()])[0]
+    assert stated == taken
+
+
+def test_a_published_tree_of_64_nodes_counts_its_root():
+    for name in ("medusa", "medusa2", "hydra", "hydrapp"):
+        published = train.resolve([f"recipe={name}", "preset=published"])[0]
+        assert published.eval.tree == ["calibrated:63"]
+
+
 def test_presets_hold_the_quirks_of_published_code():
     def method(name):
         return train.resolve([f"recipe={name}", "preset=published"])[0].method
