@@ -69,6 +69,9 @@ class Zero(Replicated):
                 "stage3_param_persistence_threshold": sys.maxsize,
                 "stage3_gather_16bit_weights_on_model_save": True,
             }
+        if isinstance(context := self.autocast(), torch.autocast):
+            # on a GPU the engine switches off an autocast that begins outside of it
+            drafter.forward = context(drafter.forward)
         model, optimizer = super().prepare(drafter, make_optimizer)
         persistent = getattr(_engine(model).optimizer, "persistent_parameters", None)
         if persistent:
@@ -117,6 +120,7 @@ class Zero(Replicated):
     def end(self, model: nn.Module, drafter: nn.Module) -> None:
         super().end(model, drafter)
         _engine(model).destroy()
+        drafter.__dict__.pop("forward", None)
         for module in drafter.modules():
             if hasattr(module, "_original_parameters"):  # stage 3 gave it a dictionary of its own
                 module._parameters = dict(module._parameters)

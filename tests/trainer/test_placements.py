@@ -247,11 +247,12 @@ def test_processes_that_ask_a_target_in_parts_unevenly(tmp_path, tiny_folder, re
     assert notes == [False, True]
 
 
-FUSED = ("--module", "tests.trainer.test_placements")
+AS_ON_A_GPU = ("--module", "tests.trainer.test_placements")
 
 
 @pytest.mark.parametrize(
-    ("kind", "program"), [("zero3", ()), ("fsdp2", ()), ("zero2", FUSED), ("fsdp2", FUSED)]
+    ("kind", "program"),
+    [("zero3", ()), ("fsdp2", ()), ("zero2", AS_ON_A_GPU), ("fsdp2", AS_ON_A_GPU)],
 )
 def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, kind, program):
     """From its second step, with the optimiser's state of both, also in one kernel."""
@@ -272,23 +273,28 @@ def test_a_run_goes_on_from_the_shares_of_its_processes(tmp_path, tiny_folder, k
 
 @pytest.mark.parametrize("kind", ["zero2", "fsdp2"])
 def test_bf16_computes_in_it_and_trains_float32(tmp_path, tiny_folder, kind):
-    """Under ZeRO, where accelerate's own bf16 would round the weights, and under FSDP2, which
-    reduces gradients in it."""
-    found, expected = [], []
-    there = tmp_path / "bf16"
-    for run, rows, given in (
-        (tmp_path / "run", expected, ()), (there, found, ("trainer.precision=bf16",))
-    ):  # fmt: skip
-        given = ("trainer.batch_size=2", f"run.dir={run}", *given)
+    """Under ZeRO, where accelerate's own bf16 would round the weights and DeepSpeed switches off an
+    autocast on a GPU that it has not begun, and under FSDP2, which reduces gradients in it."""
+
+    def run(name, *given, program=()):
+        given = ("trainer.batch_size=2", f"run.dir={tmp_path / name}", *given)
         words = words_of(tmp_path, tiny_folder("llama"), "medusa", *given)
-        launched(tmp_path, kind, [word for word in words if "accumulation_steps" not in word])
-        rows += losses(run)
+        words = [word for word in words if "accumulation_steps" not in word]
+        launched(tmp_path, kind, words, *program)
+        return losses(tmp_path / name)
+
+    expected, found = run("run"), run("bf16", "trainer.precision=bf16")
     assert found != expected
     assert found == [pytest.approx(row, rel=0.05) for row in expected]
-    best = max((there / "stages/0-train/checkpoints").glob("step-*"))
+    if kind == "zero2":
+        assert run("gpu", "trainer.precision=bf16", program=AS_ON_A_GPU) == found
+    best = max((tmp_path / "bf16/stages/0-train/checkpoints").glob("step-*"))
     assert all(t.dtype == torch.float32 for t in load_file(best / "drafter.safetensors").values())
 
 
 if __name__ == "__main__":  # train.py with the optimiser that a GPU has
+    enabled = torch.is_autocast_enabled
+    # asked without a device type, torch answers for CUDA
+    torch.is_autocast_enabled = lambda device="cpu": enabled(device)  # type: ignore[assignment]
     Replicated.fuses = property(lambda placement: True)  # type: ignore[assignment, method-assign]
     end(train.main)
