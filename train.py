@@ -12,7 +12,6 @@ a recipe, `dry_run=true` what a run would do; both stop there.
 
 from __future__ import annotations
 
-import logging
 import os
 from types import ModuleType
 
@@ -40,9 +39,6 @@ def resolve(arguments: list[str]) -> tuple[Config, ModuleType]:
 def main(arguments: list[str]) -> int:
     from recipes import base
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     if asks_for_help(arguments):
         print(__doc__)
         print(base.listing())
@@ -51,6 +47,7 @@ def main(arguments: list[str]) -> int:
     from phases.dev import split_dev
     from phases.help import recipe_help
 
+    run.show_log()
     try:
         if "help=true" in arguments:
             print(recipe_help(resolve([word for word in arguments if word != "help=true"])[0]))

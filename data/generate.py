@@ -1,7 +1,7 @@
 """Target traces of prompts: generated in batches, split over ranks, resumable.
 
 What is drawn for a trace depends on (seed, prompt, sample index, position) only. A killed run
-continues: finished rows are known by their keys, whichever process wrote them.
+continues: finished rows are known by their prompts or by their keys, whichever process wrote them.
 """
 
 from __future__ import annotations
@@ -134,6 +134,12 @@ class _Item:
     turns: list[Turn]
     answers: list[str] = field(default_factory=list)
 
+    @property
+    def turn_hash(self) -> str:
+        """`prompt_hash` of the row of the current turn."""
+        number = len(self.answers)
+        return f"{self.prompt.hash}-{number}" if number else self.prompt.hash
+
 
 class _Work:
     """The turns that are still to be generated: those that the store has are passed over."""
@@ -141,7 +147,10 @@ class _Work:
     def __init__(self, plan: GenerationPlan, target: Target, done: Traces, limit: int):
         self.plan, self.target, self.done, self.limit = plan, target, done, limit
         self.places = {key: i for i, key in enumerate(done.column("key"))}
-        self.num_dropped = 0
+        # a template that writes the date renders a finished prompt anew on another day
+        names = (done.column(name) for name in ("prompt_hash", "sample_index", "temperature"))
+        self.rows = {row: i for i, row in enumerate(zip(*names, strict=True))}
+        self.num_dropped = self.num_doubled = 0  # too long; rendered like another prompt
 
     def next_request(self, item: _Item) -> Request | None:
         """The request of the first unfinished turn, None where no turn is left.
@@ -150,6 +159,11 @@ class _Work:
         """
         plan, tokenizer = self.plan, self.target.tokenizer
         while len(item.answers) < len(item.turns):
+            sampling = self.sampling(item)
+            place = self.rows.get((item.turn_hash, item.sample_index, sampling.temperature))
+            if place is not None:
+                self.advance(item, self.done[place].response_ids)
+                continue
             turn = with_answers(item.turns[len(item.answers)], item.answers)
             ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
             if not ids:
@@ -164,17 +178,11 @@ class _Work:
                     )
                 self.num_dropped += 1
                 return None
-            sampling = self.sampling(item)
-            key = trace_key(
-                ids,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                plan.seed,
-                item.sample_index,
-            )
+            drawn = (sampling.temperature, sampling.top_k, sampling.top_p, plan.seed)
+            key = trace_key(ids, *drawn, item.sample_index)
             if key not in self.places:
                 return Request(ids, row_key(plan.seed, ids, item.sample_index), sampling, item)
+            self.num_doubled += 1
             self.advance(item, self.done[self.places[key]].response_ids)
         return None
 
@@ -218,9 +226,18 @@ def generate_traces(
                 _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, urls)
             barrier()
             if rank == 0:
-                store.finish()
+                store.finish(num_writers=world)
         barrier()
+    if rank == 0 and store.num_dropped:
+        limit = longest_prompt(target, plan)
+        print(f"{label}: {store.num_dropped} prompts or later turns over {limit} tokens left out")
     return store.load()
+
+
+def longest_prompt(target: Target, plan: GenerationPlan) -> int:
+    """Tokens that a prompt may have."""
+    room = target.context - plan.max_new_tokens - plan.lookahead
+    return min(room, plan.max_prompt_tokens or room)
 
 
 def _fill(
@@ -234,13 +251,11 @@ def _fill(
     label: str,
     servers: Sequence[str],
 ) -> None:
-    room = target.context - plan.max_new_tokens - plan.lookahead
-    limit = min(room, plan.max_prompt_tokens or room)
+    limit = longest_prompt(target, plan)
     if limit < 1:
         raise UserError(
             f"max_new_tokens={plan.max_new_tokens} leaves no room for a prompt in the target's "
-            "context of "
-            f"{target.context}: use fewer new tokens"
+            f"context of {target.context}: use fewer new tokens"
         )
     rule = f"be at most {target.vocab_size}, the tokens of the target"
     require(plan.teacher_top_k <= target.vocab_size, "data.teacher_top_k", rule, plan.teacher_top_k)
@@ -256,12 +271,8 @@ def _fill(
     turns = world * sum(len(item.turns) - len(item.answers) for item in items)
     if rank == 0:
         mean = sum(len(r.prompt_ids) for r in pending) / max(1, len(pending))
-        check_budget(
-            store.folder,
-            estimate_bytes(
-                turns, mean, plan.stored_tokens, plan.teacher_top_k, plan.teacher_samples
-            ),
-        )
+        teacher_size = plan.teacher_top_k, plan.teacher_samples
+        check_budget(store.folder, estimate_bytes(turns, mean, plan.stored_tokens, *teacher_size))
     teacher = _Teacher(target, plan) if plan.teacher_top_k or plan.teacher_samples else None
     progress = TokenProgress(label, enabled=rank == 0)
     progress.part(
@@ -281,9 +292,10 @@ def _fill(
             progress.finish_row()
         for finished in teacher.rest() if teacher else ():
             writer.add(finished)
+        writer.drop(work.num_dropped)
     progress.close()
-    if work.num_dropped:
-        print(f"{label}: {work.num_dropped} prompts or later turns over {limit} tokens left out")
+    if num_doubled := work.num_doubled + writer.num_doubled:
+        print(f"{label}: {num_doubled} rows left out, their prompts are others' once rendered")
 
 
 def _continuations(
@@ -332,9 +344,7 @@ def _trace(plan: GenerationPlan, target: Target, item: _Item, row: Continuation)
         lookahead_ids=row.lookahead_ids,
         # cut like the target's own answers, so that both sources cost the same tokens
         fixed_ids=fixed[: plan.max_new_tokens],
-        prompt_hash=item.prompt.hash
-        if not item.answers
-        else f"{item.prompt.hash}-{len(item.answers)}",
+        prompt_hash=item.turn_hash,
         index=item.index,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.tables import FILE_KINDS, Row, Table, file_kind, listed, read_table
+from data.tables import FILE_KINDS, Row, Table, file_kind, listed, read_table, split_files
 from trainer.checks import excerpt
 from trainer.config import UserError, suggest
 
@@ -44,16 +44,18 @@ def open_tables(
     """The tables of a source: one, or those of a folder that holds several data sets.
 
     Each file or folder in that is a data set, and its name the domain of it, or each file of such a
-    folder is one where they differ in their columns. Text files, which would give a prompt a line,
-    are left out there, and so is what holds no prompts; each is named. Raises UserError where there
-    is no table of prompts.
+    folder is one where they differ in their columns; of the files only those of `split` are read.
+    Text files, which would give a prompt a line, are left out there, and so is what holds no
+    prompts; each is named. Raises UserError where there is no table of prompts, or a folder of
+    tables has no such split.
     """
 
     def opened(place: Path | str, domain: str) -> PromptTable:
         return _opened(str(place), domain, config, split, column, response_column)
 
     folder = Path(os.path.expanduser(source))
-    found = list(_data_sets(folder, opened)) if config is None and _holds_several(folder) else []
+    several = config is None and _holds_several(folder)
+    found = list(_data_sets(folder, split, opened)) if several else []
     return found or [opened(source, folder.name.split(".")[0])]
 
 
@@ -75,20 +77,40 @@ def _files(place: Path) -> list[Path]:
     return [file for file in files if file_kind(file) in FILE_KINDS and file_kind(file) != ".txt"]
 
 
-def _data_sets(folder: Path, opened: Callable[[Path, str], PromptTable]) -> Iterator[PromptTable]:
+def _data_sets(
+    folder: Path, split: str, opened: Callable[[Path, str], PromptTable]
+) -> Iterator[PromptTable]:
     for entry in sorted(folder.iterdir()):
         files, domain = _files(entry), entry.name.split(".")[0]
         if entry.is_dir() and files:
             try:
                 yield opened(entry, domain)
                 continue
-            except UserError:  # its files may be readable one by one
-                pass
+            except UserError as error:  # its files may be readable one by one
+                files = _files_of_split(entry, split, files, error)
         for file in files:
             try:
                 yield opened(file, domain)
             except UserError as error:
                 _log.info("left out: %s", error)
+
+
+def _files_of_split(entry: Path, split: str, files: list[Path], error: UserError) -> list[Path]:
+    """Those of the `files` of a data set that are of this split. Raises UserError where it has no
+    such split, `error` where nobody knows which they are."""
+    try:
+        parts = split_files(str(entry))
+    except Exception:  # what is wrong with the folder, `error` says
+        raise error from None
+    if parts and split not in parts:
+        raise UserError(
+            f"{entry} has no split {split!r}; it has: {listed(parts)}: set prompts_split to one "
+            f"that every data set in {entry.parent} has, or move {entry.name} elsewhere"
+        ) from error
+    for file in files:
+        if not any(file.resolve() in part for part in parts.values()):
+            _log.info("left out: %s is of no split of %s", file, entry)
+    return [file for file in files if file.resolve() in parts.get(split, [])]
 
 
 def _opened(

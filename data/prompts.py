@@ -88,6 +88,15 @@ def shown_hash(content: str | Sequence[Message] | Rendered) -> str:
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
+def trimmed_hash(content: str | Sequence[Message] | Rendered) -> str:
+    """`shown_hash` without the white space around each text, which most chat templates drop."""
+    if isinstance(content, str):
+        content = content.strip()
+    elif not isinstance(content, Rendered):
+        content = [{**m, "content": m["content"].strip()} for m in content]
+    return shown_hash(content)
+
+
 def load_prompts(
     source: str,
     *,
@@ -105,8 +114,9 @@ def load_prompts(
     .parquet .csv .txt, each also .gz), a Hub data set id or a folder of one, to which alone
     `config` and `split` apply, or a folder of several data sets. Rows are chosen by a hash keyed
     with `seed`, so a source that grows keeps most of an earlier choice. The domain of a row is its
-    `domain` or `category`, else the name of the file or data set. Raises UserError where a row
-    cannot be read or no prompt is left.
+    `domain` or `category`, else the name of the file or data set. Prompts that differ only in the
+    white space around their texts are one, the first. Raises UserError where a row cannot be read
+    or no prompt is left.
     """
     if is_made_here(source):
         prompts, num_empty = _toy_prompts(source, count, seed, toy_split), 0
@@ -120,7 +130,7 @@ def load_prompts(
             prompts, num_empty = prompts + more, num_empty + empty
     distinct: dict[str, Prompt] = {}
     for prompt in prompts:
-        distinct.setdefault(prompt.hash, prompt)
+        distinct.setdefault(trimmed_hash(prompt.messages or prompt.text or ""), prompt)
     if not distinct:
         raise UserError(f"{source} holds no prompt that is not empty; name another file or column")
     chosen = take(list(distinct.values()), count, seed)
@@ -320,13 +330,14 @@ def split_by_hash(
 
 
 def refuse_overlap(train: Iterable[Prompt], evaluation: Iterable[Prompt]) -> None:
-    """Raise UserError if an evaluation prompt, in whatever form, is also a training prompt."""
+    """Raise UserError if an evaluation prompt, in whatever form and with whatever white space
+    around it, is also a training prompt."""
     # every turn is a context of its own: a conversation may begin with another's whole prompt
-    trained = {shown_hash(turn): prompt for prompt in train for turn in user_turns(prompt)}
+    trained = {trimmed_hash(turn): prompt for prompt in train for turn in user_turns(prompt)}
     shared = {
         identity: prompt
         for prompt in evaluation
-        for identity in map(shown_hash, user_turns(prompt))
+        for identity in map(trimmed_hash, user_turns(prompt))
         if identity in trained
     }
     if shared:

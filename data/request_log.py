@@ -248,10 +248,21 @@ class RequestLog:
         if row.get("reasoning"):
             raise ValueError("reasoning apart from the answer, without the response's token ids")
         ids = self.target.tokenizer(text, add_special_tokens=False).input_ids
+        return [*ids, *self._end(row)]
+
+    def _end(self, row: Mapping[str, object]) -> list[int]:
+        """The EOS that ended a text and is not part of it; nothing where there was none."""
+        stop, eos_ids = row.get("stop_reason"), self.target.eos_ids
+        if row.get("finish_reason") not in ENDED or not eos_ids:
+            return []
+        if type(stop) is int and stop in eos_ids:  # vLLM names all but the tokenizer's own
+            return [stop]
         # a stop string ends a text too, without an EOS
-        ended = row.get("finish_reason") in ENDED and row.get("stop_reason") is None
-        ended = ended and ("stop_reason" in row or not row.get("stop"))
-        return [*ids, self.target.eos_ids[0]] if ended and self.target.eos_ids else ids
+        if stop is not None or ("stop_reason" not in row and row.get("stop")):
+            return []
+        # of the set: a chat model's own is not the smallest, which may end documents
+        own = self.target.tokenizer.eos_token_id
+        return [own if own in eos_ids else eos_ids[0]]
 
     def _checked_ids(self, name: str, ids: object) -> list[int]:
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):

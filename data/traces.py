@@ -1,6 +1,7 @@
 """The store of target generations: parquet shards and one manifest in a folder.
 
-    manifest.json             what the store was made with, and all shards once it is complete
+    manifest.json             what the store was made with, and once it is complete all shards, and
+                              how many prompts were too long for a row
     manifest-r0.json          the shards of rank 0 while it is written; one file per rank
     shard-r0-00000.parquet    finished rows; `datasets.load_dataset("parquet", data_files=...)`
     rows.arrow, rows.json     the same rows to be memory-mapped, and what they were made of:
@@ -147,10 +148,7 @@ class TraceStore:
         It keeps a second command from writing into the same store. Raises UserError while another
         process holds it.
         """
-        said = (
-            f"trace store {self.folder} is being written by another process; wait for it or use "
-            "another data.traces"
-        )
+        said = f"trace store {self.folder} is being written by another process; {ELSEWHERE}"
         return lock(self.folder / ".lock", said)
 
     @contextlib.contextmanager
@@ -162,8 +160,8 @@ class TraceStore:
         another process writes this rank.
         """
         said = (
-            f"rank {rank} of trace store {self.folder} is being written by another process; wait "
-            "for it or use another data.traces"
+            f"rank {rank} of trace store {self.folder} is being written by another process; "
+            f"{ELSEWHERE}"
         )
         with lock(self.folder / f".writer-r{rank}.lock", said):
             writer = TraceWriter(self, rank, rows_per_shard)
@@ -205,15 +203,27 @@ class TraceStore:
         same = manifest["complete"] and finished == {shard.file for shard in self.shards()}
         return same and (not expected or self.done_keys().issuperset(expected))
 
-    def finish(self, check: Callable[[Traces], None] = lambda traces: None) -> None:
+    @property
+    def num_dropped(self) -> int | None:
+        """How many prompts or later turns were too long for a row. None where the store is not
+        complete, or an earlier version completed it."""
+        return read_json(self.folder / "manifest.json", REMEDY).get("num_dropped")
+
+    def finish(
+        self, check: Callable[[Traces], None] = lambda traces: None, num_writers: int = 1
+    ) -> None:
         """Mark the store complete, with one manifest for all ranks, unless `check` raises.
 
-        Called by one process, after all writers have closed.
+        Called by one process, after all writers have closed. `num_writers`: ranks that have written
+        now, whose `num_dropped` are added up; those of further ranks are of a killed run.
         """
         check(self._mapped())  # which writes what all processes will map
         shards = self.shards()
         totals = {"rows": sum(s.rows for s in shards), "bytes": sum(s.bytes for s in shards)}
         entries = [shard._asdict() for shard in shards]
+        paths = [self.folder / f"manifest-r{rank}.json" for rank in range(num_writers)]
+        parts = [read_json(path, REMEDY) for path in paths if path.exists()]
+        totals["num_dropped"] = sum(part.get("num_dropped", 0) for part in parts)
         manifest = {"identity": self.identity, "complete": True, **totals, "shards": entries}
         write_json(self.folder / "manifest.json", manifest)
         for path in (*self.folder.glob("manifest-r*.json"), *self.folder.glob("*.tmp")):
@@ -295,6 +305,7 @@ class TraceWriter:
         require(rows_per_shard >= 1, "data.rows_per_shard", "be >= 1", rows_per_shard)
         self.store, self.rank, self.rows_per_shard = store, rank, rows_per_shard
         self.num_doubled = 0  # rows refused because the store has their key
+        self.num_dropped = 0  # prompts or later turns that were too long for a row
         self._waiting: list[Trace] = []
         self._flushed = time.monotonic()
         for pattern in (f".shard-r{rank}-*.tmp", f".manifest-r{rank}.json.*.tmp"):
@@ -307,6 +318,11 @@ class TraceWriter:
         names = {shard.file for shard in self._shards} | store.listed().keys()
         used = [int(Path(name).stem.removeprefix(mine)) for name in names if name.startswith(mine)]
         self._next = max(used, default=-1) + 1
+        self._write_part()
+
+    def drop(self, count: int) -> None:
+        """Write down that so many prompts or later turns were too long for a row."""
+        self.num_dropped += count
         self._write_part()
 
     def add(self, trace: Trace) -> bool:
@@ -346,7 +362,8 @@ class TraceWriter:
         self._write_part()
 
     def _write_part(self) -> None:
-        part = {"store": self.store.hash, "shards": [shard._asdict() for shard in self._shards]}
+        shards = [shard._asdict() for shard in self._shards]
+        part = {"store": self.store.hash, "num_dropped": self.num_dropped, "shards": shards}
         write_json(self.store.folder / f"manifest-r{self.rank}.json", part)
 
 
@@ -360,4 +377,8 @@ def differences(stored: object, wanted: object, key: str = "") -> list[str]:
     return lines
 
 
+ELSEWHERE = (
+    "wait for it, or use another data.traces where that names this folder, else another "
+    "data.cache_dir"
+)
 REMEDY = "delete this file and start the same command again: what it held is made anew"

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import errno
 import importlib.metadata
+import logging
 import os
 import platform
 import signal
@@ -359,6 +360,13 @@ def _show_fault(
 
 def _in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def show_log() -> None:
+    """Print what this project logs, such as the prompts that are dropped, to stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def stop_softly() -> None:

@@ -132,6 +132,7 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
+    run.show_log()
     try:
         config = resolve(arguments)
         run.check_words(

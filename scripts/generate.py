@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
+    run.show_log()
     try:
         config = compose("generate", NoMethod, (), arguments)
         run.check_words(

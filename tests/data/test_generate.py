@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -14,6 +15,7 @@ from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
 from data.traces import TraceStore
 from scripts import generate
+from target.model import Target
 from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
 from tests.tiny import EOS
@@ -208,6 +210,51 @@ def test_conversations_resume_in_the_middle(tiny_target, tmp_path):
     assert len(whole) == 12
 
 
+def test_rows_of_an_earlier_day_are_not_generated_again(tiny_target, tiny_folder, tmp_path):
+    """Where the template writes the date; the first answer of a conversation is from that day."""
+    target = chat(tiny_target)
+
+    def on(day: str) -> Target:
+        tokenizer = target.tokenizer.__class__.from_pretrained(
+            tiny_folder("llama", chat_template=True)
+        )
+        tokenizer.chat_template = f"{{{{ '{day}.' }}}}" + tokenizer.chat_template
+        return dataclasses.replace(target, tokenizer=tokenizer)
+
+    prompts = [dataclasses.replace(conversation(f"{i}?", "two?"), conversation_id=f"c{i}")
+               for i in range(4)]  # fmt: skip
+    wanted = plan(prompts, samples_per_prompt=2, temperatures=(0.0, 1.0))
+    first = fill(on("Mon"), tmp_path, wanted, rows_per_shard=1)
+    gone = sorted(tmp_path.glob("*.parquet"))[:6]  # of eight first turns and as many second ones
+    for path in gone:
+        path.unlink()
+    found = fill(on("Tue"), tmp_path, wanted, rows_per_shard=1)
+    decode = target.tokenizer.decode
+    days = [decode(trace.prompt_ids)[:4] for trace in found]
+    assert (days.count("Mon."), days.count("Tue.")) == (10, 6)
+    rows = [(t.prompt_hash, t.turn, t.sample_index) for t in found]
+    assert rows == [(t.prompt_hash, t.turn, t.sample_index) for t in first]
+    for day, old, new in zip(days, first, found, strict=True):
+        assert (old == new) == (day == "Mon.")
+
+
+def test_prompts_that_are_one_after_rendering_are_counted(
+    tiny_target, tiny_folder, tmp_path, capsys
+):
+    target = chat(tiny_target)
+    tokenizer = target.tokenizer.__class__.from_pretrained(tiny_folder("llama", chat_template=True))
+    tokenizer.chat_template = tokenizer.chat_template.replace(".content", ".content | lower")
+    lower = dataclasses.replace(target, tokenizer=tokenizer)
+    prompts = [Prompt(text, None, None, "test", "row", text) for text in ("a", "A", "b")]
+    line = "traces: 1 rows left out, their prompts are others' once rendered"
+    assert len(fill(lower, tmp_path, plan(prompts))) == 2
+    assert capsys.readouterr().out.count(line) == 1
+    for path in tmp_path.glob("manifest*"):  # as after a kill: what is left out has no row
+        path.unlink()
+    assert len(fill(lower, tmp_path, plan(prompts))) == 2
+    assert capsys.readouterr().out.count(line) == 1
+
+
 def test_system_prompt_and_template_options_reach_the_prompt(tiny_target, tmp_path, tiny_folder):
     target = chat(tiny_target)
     (own,) = fill(
@@ -238,6 +285,34 @@ def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual):
     fill(tiny_target("llama"), tmp_path, wanted)
     broken = dataclasses.replace(tiny_target("llama"), model=None)  # nothing is generated
     assert fill(broken, tmp_path, wanted) == usual
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_prompts_that_are_too_long_are_counted_whenever_the_store_is_opened(
+    tiny_target, tmp_path, capsys, world
+):
+    """Also where a killed command with more processes had counted them before."""
+    target = tiny_target("llama")
+    prompts = [Prompt("long " * size, None, None, "t", "row", str(size)) for size in range(1, 7)]
+    wanted = plan(prompts, max_prompt_tokens=20, long_prompts="drop", samples_per_prompt=2)
+    with pytest.raises(FileNotFoundError):  # by rank 2 of 3, whose others have not written
+        fill(target, tmp_path, wanted, rank=2, world=3, barrier=(tmp_path / "none").unlink)
+    part = json.loads((tmp_path / "manifest-r2.json").read_text())
+    assert part["num_dropped"] == 2
+    for rank in reversed(range(world)):
+        found = fill(target, tmp_path, wanted, rank=rank, world=world)
+    line = "traces: 4 prompts or later turns over 20 tokens left out\n"
+    assert len(found) == 8
+    assert capsys.readouterr().out.endswith(line)
+    assert fill(target, tmp_path, wanted) == found
+    assert capsys.readouterr().out == line
+    assert TraceStore.open(tmp_path, None).num_dropped == 4
+    # as earlier versions have finished it
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    del manifest["num_dropped"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert fill(target, tmp_path, wanted) == found
+    assert capsys.readouterr().out == ""
 
 
 def test_progress_counts_tokens_from_the_first_step_on(tiny_target, tmp_path, capsys, monkeypatch):

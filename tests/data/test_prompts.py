@@ -188,6 +188,51 @@ def test_a_folder_of_several_data_sets_is_read_one_by_one(tmp_path, caplog):
     refused(load_prompts, "all", column="ids2", count=9)
 
 
+def test_a_data_set_that_is_read_file_by_file_keeps_to_its_split(tmp_path, caplog):
+    """Its two training files differ in the type of a column, so that they load as no one table."""
+    caplog.set_level("INFO")
+    for name in ("all/code", "all/math", "all/model"):
+        (tmp_path / name).mkdir(parents=True)
+    for split in ("train", "test"):
+        write_rows(tmp_path / "all/code", [{"prompt": f"code {split}"}], f"{split}.jsonl")
+        write_rows(tmp_path / "all/math", [{"prompt": f"{split}", "n": "1"}], f"{split}.jsonl")
+    write_rows(tmp_path / "all/math", [{"prompt": "train 2", "n": {"x": 1}}], "train-2.jsonl")
+    write(tmp_path, "all/math/test.csv", "prompt\nother\n")
+    write(tmp_path, "all/model/config.json", "{}")
+    assert texts(load_prompts("all", count=9)) == ["code train", "train 2", "train"]
+    assert texts(load_prompts("all", count=9, split="test")) == ["code test", "test"]
+    said = [record.message for record in caplog.records]
+    for line in (
+        "left out: all/math/test.csv is of no split of all/math",
+        "left out: all/model/config.json is of no split of all/model",
+    ):
+        assert said.count(line) == 2
+
+
+@pytest.mark.parametrize(("has", "split"), [("test", "train"), ("train", "test")])
+def test_a_split_that_one_of_several_data_sets_lacks_stops_the_run(tmp_path, has, split):
+    for name in ("all/code", "all/math"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("train", "test"):
+        write_rows(tmp_path / "all/code", [{"prompt": name}], f"{name}.jsonl")
+    write_rows(tmp_path / "all/math", [{"prompt": "a"}], f"{has}.jsonl")
+    assert refused(load_prompts, "all", count=9, split=split) == (
+        f"all/math has no split '{split}'; it has: {has}: set prompts_split to one that every data "
+        "set in all has, or move math elsewhere"
+    )
+    assert texts(load_prompts("all", count=9, split=has)) == [has, "a"]
+
+
+def test_a_data_set_whose_files_nobody_can_tell_apart_stops_the_run(tmp_path):
+    """Its card names configurations, of which none was chosen."""
+    for name in ("all/code", "all/math"):
+        (tmp_path / name).mkdir(parents=True)
+        write_rows(tmp_path / name, [{"prompt": name}], "a.jsonl")
+    one, two = ({"config_name": name, "data_files": "a.jsonl"} for name in ("one", "two"))
+    write(tmp_path, "all/math/README.md", f"---\nconfigs: {json.dumps([one, two])}\n---\n")
+    assert "Config name is missing" in refused(load_prompts, "all", count=9)
+
+
 @pytest.mark.parametrize("names", ["train test", "data more", "en fr"])
 def test_parts_of_one_data_set_are_not_several(names, tmp_path):
     """By their names, or by a card that says what they are."""
@@ -280,6 +325,18 @@ def test_duplicates_and_empty_prompts_are_dropped_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert texts(load_prompts("x.jsonl", count=9)) == ["a", "b"]
     line = "x.jsonl: 2 prompts taken of 2; 1 duplicates and 2 empty ones dropped"
+    assert caplog.messages == [line]
+
+
+def test_white_space_around_a_text_makes_no_other_prompt(tmp_path, caplog):
+    """Most templates drop it, so that both would be one prompt of the target."""
+    turns = [[{"role": "user", "content": text} for text in ("a", last)] for last in ("b", " b\n")]
+    rows = [{"prompt": p} for p in ("a", "a\n", [{"role": "user", "content": " a"}], "b", *turns)]
+    write_rows(tmp_path, rows)
+    with caplog.at_level(logging.INFO):
+        first, second, third = load_prompts("x.jsonl", count=9)
+    assert (first.text, second.text, shown(third)) == ("a", "b", [("user", "a"), ("user", "b")])
+    line = "x.jsonl: 3 prompts taken of 3; 3 duplicates and 0 empty ones dropped"
     assert caplog.messages == [line]
 
 
@@ -562,6 +619,15 @@ def test_overlap_is_refused_whatever_the_form_of_the_prompt():
         " (b.jsonl line 7 and a.txt line 1); remove them from one side or name another eval.prompts"
     )
     refuse_overlap(train, [conversation(("system", "Be brief."), ("user", "What is\n2 + 2?"))])
+
+
+def test_overlap_is_refused_whatever_white_space_is_around_the_prompt():
+    train = [plain("What is 2 + 2?"), conversation(("system", " Be brief."), ("user", "Why?\n"))]
+    for same in (plain("\tWhat is 2 + 2?\n"), conversation(("user", "What is 2 + 2? "))):
+        message = refused(refuse_overlap, train, [plain("What is  2 + 2?"), same])
+        assert message.startswith("DataLeakError: 1 evaluation prompts")
+    refused(refuse_overlap, train, [conversation(("system", "Be brief."), ("user", "Why?"))])
+    refuse_overlap(train, [plain("What is 2+2?")])
 
 
 def test_hash_is_of_what_is_shown_alone():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from data import request_log
 from data.request_log import RequestLog
+from target.model import Target
 from target.sampling import Sampling
 from tests.commands import write_jsonl
 from tests.tiny import EOS, VOCAB_SIZE
@@ -233,6 +235,24 @@ def test_a_text_that_a_stop_string_ended_has_no_eos(tmp_path, chat):
         row["request"]["stop"] = ["\n"]
     found = opened(tmp_path, chat, [by_string, by_eos, unknown]).read(3)
     assert [one.response_ids[-1] == EOS for one in found] == [False, True, False]
+
+
+def test_a_text_ends_in_the_eos_that_ended_it(tmp_path, tiny_folder):
+    """vLLM names each EOS but the tokenizer's own, which is here not the smallest of the set."""
+    name = tiny_folder("llama", chat_template=True)
+    chat = Target.load(str(name))
+    turn, other = chat.tokenizer.convert_tokens_to_ids(["<|turn|>", "A"])
+    chat.tokenizer.eos_token = "<|turn|>"
+    many = dataclasses.replace(chat, eos_ids=(EOS, turn, other))
+    message = {"role": "assistant", "content": "Yo"}
+    reasons = ({"stop_reason": None}, {}, {"stop_reason": other}, {"stop_reason": 50})
+    rows = [exchange(message=message, **reason) for reason in reasons]
+    found = [one.response_ids for one in opened(tmp_path, many, rows).read(9)]
+    text = ids(chat, "Yo")
+    assert found == [[*text, turn], [*text, turn], [*text, other], text]
+    without = dataclasses.replace(chat, eos_ids=(EOS, other))
+    (one,) = opened(tmp_path, without, rows[:1]).read(9)
+    assert one.response_ids == [*text, EOS]
 
 
 def test_options_of_the_template_are_those_of_the_request(tmp_path, chat, monkeypatch):

@@ -349,6 +349,19 @@ def test_two_writers_of_one_rank_are_refused(tmp_path):
         pass
 
 
+def test_a_store_in_use_names_the_keys_that_place_it(tmp_path):
+    """The report's lie below data.cache_dir, whatever data.traces is."""
+    store = TraceStore.open(tmp_path, IDENTITY)
+    says = (
+        "is being written by another process; wait for it, or use another data.traces where that "
+        "names this folder, else another data.cache_dir"
+    )
+    for held in (store.exclusive, store.writer):
+        with held(), pytest.raises(UserError) as refused, held():
+            pass
+        assert str(refused.value).endswith(f"trace store {tmp_path} {says}")
+
+
 def test_rows_that_two_commands_wrote_side_by_side_are_read_once(tmp_path, capsys):
     store = TraceStore.open(tmp_path, IDENTITY)
     with store.writer(0) as one, store.writer(1) as other:
