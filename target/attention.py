@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,7 +62,7 @@ class Capability:
     @classmethod
     def here(cls, device: torch.device, dtype: torch.dtype, width: int) -> Capability:
         """What this device can compile with the torch that is installed."""
-        return cls(device.type, dtype, width, device.type == "cuda" and has_triton())
+        return cls(device.type, dtype, width, device.type == "cuda" and _compiles())
 
     @property
     def flex(self) -> bool:
@@ -70,6 +73,21 @@ class Capability:
         """
         fits = self.width >= NARROWEST and self.dtype != torch.float64
         return self.device == "cuda" and self.compiles and fits
+
+
+@functools.cache
+def _compiles() -> bool:
+    """Whether Triton is installed and finds the C compiler that its launchers are built with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if has_triton() and compiler:
+        return True
+    missing = "C compiler" if has_triton() else "Triton that works with this GPU"
+    warnings.warn(
+        f"no {missing} is installed: attention takes dense masks, which grow with the square of "
+        "the text's length",
+        stacklevel=2,
+    )
+    return False
 
 
 @dataclass(eq=False)
@@ -154,11 +172,11 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def _compiled():
+def _compiled(backend: str = "inductor"):
     """Flex attention as a kernel. More variants than torch allows by itself, as rows, dtypes and
     gradients come and go; behind its limit it would compute without one, in length squared."""
     more = torch._dynamo.config.patch(recompile_limit=64)
-    return more(torch.compile(flex_attention, fullgraph=True))
+    return more(torch.compile(flex_attention, fullgraph=True, backend=backend))
 
 
 def flex(
@@ -172,7 +190,9 @@ def flex(
     the values: [B, H, C, D], and the log-sum-exp of the scores [B, H, C] float32. `scale`: of the
     scores, None: D ** -0.5."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not reach it
-    mixed, further = _compiled()(
+    # a layer that is compiled holds the kernel in its own graph
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    mixed, further = attend(
         queries, keys, values, block_mask=blocks, scale=scale, enable_gqa=True,
         return_aux=AuxRequest(lse=True), kernel_options=KERNEL,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def compiled(backend: str | Callable[..., object] | None, module: nn.Module) -> 
     if backend is None:
         yield
         return
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second
+    from torch._dynamo.exc import ShortenTraceback  # of every backend; takes a second
 
     found = list(_parts(module))
     for owner, name in found:
@@ -33,8 +33,8 @@ def compiled(backend: str | Callable[..., object] | None, module: nn.Module) -> 
         owner.__dict__[name] = made
     try:
         yield
-    except BackendCompilerFailed as error:
-        reason = " ".join(str(error.inner_exception).split())[:200]
+    except ShortenTraceback as error:
+        reason = " ".join(str(getattr(error, "inner_exception", error)).split())[:200]
         raise UserError(
             f"trainer.compile={backend} does not work on this machine ({reason}): set it to null"
         ) from error

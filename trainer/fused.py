@@ -22,7 +22,7 @@ T = TypeVar("T")
 @functools.cache
 def _fused(function: Callable[..., T]) -> Callable[..., T]:
     """`function` compiled, until the compiler fails: from then on as it is."""
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second
+    from torch._dynamo.exc import ShortenTraceback  # of every backend; takes a second
 
     # as many positions as a batch happens to have: one compilation serves all
     compiled: list[Callable[..., T]] = [torch.compile(function, dynamic=True)]
@@ -32,9 +32,9 @@ def _fused(function: Callable[..., T]) -> Callable[..., T]:
         if compiled:
             try:
                 return compiled[0](*arguments)
-            except BackendCompilerFailed as error:
+            except ShortenTraceback as error:
                 compiled.clear()
-                reason = " ".join(str(error.inner_exception).split())[:200]
+                reason = " ".join(str(getattr(error, "inner_exception", error)).split())[:200]
                 warnings.warn(
                     f"torch.compile does not work on this machine ({reason}): losses over a large "
                     "vocabulary take about twice the time",

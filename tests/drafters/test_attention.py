@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from drafters.attention import attend_unrolled
 from drafters.eagle3 import Eagle3Settings
 from drafters.hydra import HydraDrafter, HydraSettings
-from target.attention import BLOCK, Visible, flex
+from target import attention
+from target.attention import BLOCK, Capability, Visible, flex
 from tests.eagle import build_eagle
 from tests.heads import close, outputs_of, randomised
 from tests.kernels import GPU, chosen_as_on_a_gpu, without
@@ -178,6 +179,22 @@ def test_a_gpu_takes_flex_attention_where_its_kernels_can():
     assert without(dtype=torch.float32).flex
     refused = [{"device": "cpu"}, {"compiles": False}, {"width": 8}, {"dtype": torch.float64}]
     assert not any(without(**changed).flex for changed in refused)
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "compiles"),
+    [(True, "gcc", True), (True, None, False), (False, "gcc", False)],
+)
+def test_a_kernel_needs_triton_and_a_c_compiler(triton, compiler, compiles, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(attention, "has_triton", lambda: triton)
+    monkeypatch.setattr(attention.shutil, "which", lambda name: compiler)
+    attention._compiles.cache_clear()
+    said = contextlib.nullcontext() if compiles else pytest.warns(UserWarning, match="is installed")
+    with said:
+        assert Capability.here(torch.device("cuda"), torch.float32, 64).flex == compiles
+    assert not Capability.here(torch.device("cpu"), torch.float32, 64).flex
+    attention._compiles.cache_clear()
 
 
 @torch.no_grad()

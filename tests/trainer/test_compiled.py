@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ import train
 from data.batches import collate
 from drafters.eagle import EagleDrafter
 from recipes import eagle3
+from target import attention
 from target.attention import Capability
 from tests.commands import command, read_jsonl
 from tests.eval.test_engine import target_of
@@ -73,15 +76,42 @@ def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
     torch._dynamo.reset()
 
 
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(attention, "_compiled", functools.partial(attention._compiled, "eager"))
+    monkeypatch.setattr(Capability, "here", lambda *where: GPU)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+@torch.no_grad()
+def test_compiled_layers_read_packed_rows_in_one_graph(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    target = target_of(tiny_model("llama"))
+    rows = [torch.cat([torch.arange(n) for n in ends])[None] for ends in ([9, 7], [3, 8, 12], [30])]
+
+    def read():
+        return [
+            target.outputs(9 + positions, positions, layers=["final_norm"], logits=False)
+            for positions in rows
+        ]
+
+    plain = read()
+    torch._dynamo.reset()
+    counters.clear()
+    with compiled("eager", target.model):
+        found = read()
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one.hidden["final_norm"], other.hidden["final_norm"])
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 3
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("fused_attention", [False, True])
 def test_an_epoch_is_compiled_in_few_graphs_without_a_break(fused_attention, monkeypatch):
     """Rows have one of eight lengths. The layer's queries are columns of any number, so that there
     are almost as many shapes as batches, which one graph serves."""
-    if fused_attention:  # as on a GPU, whose kernel is compiled by itself
-        fused = torch.compile(flex_attention.flex_attention, fullgraph=True, backend="eager")
-        monkeypatch.setattr("target.attention._compiled", lambda: fused)
-        monkeypatch.setattr(Capability, "here", lambda *where: GPU)
-        monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    if fused_attention:
+        as_on_a_gpu(monkeypatch)
     target = target_of(tiny_model("llama"))
     recipe = eagle3.Recipe(eagle3.Config(draft_vocab_size=0, layers=[0, 1], steps=2), target)
     drafter, objective = recipe.build([]), recipe.objective

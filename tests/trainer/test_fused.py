@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor.exc import TritonMissing
 
 from tests.losses import chunked_divergence
 from trainer import fused as module
-from trainer.fused import FROM_VOCABULARY, fused
+from trainer.fused import FROM_VOCABULARY, _fused, fused
 from trainer.logits import OutputHead
 
 N, D, W = 7, 8, FROM_VOCABULARY
@@ -72,17 +73,27 @@ def test_a_small_vocabulary_is_not_compiled():
     assert fused(loss, FROM_VOCABULARY) is not loss
 
 
-def test_without_a_compiler_the_function_runs_as_it_is(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            BackendCompilerFailed(len, RuntimeError("no C++\ncompiler found"), None),
+            "no C.. compiler",
+        ),
+        (TritonMissing(None), "Cannot find a working triton"),  # raised by inductor as it is
+    ],
+)
+def test_without_a_compiler_the_function_runs_as_it_is(error, reason, monkeypatch):
+    _fused.cache_clear()
+
     def compile_to_nothing(function, dynamic):
         def fails(*arguments):
-            raise BackendCompilerFailed(len, RuntimeError("no C++\ncompiler found"), None)
+            raise error
 
         return fails
 
     monkeypatch.setattr(torch, "compile", compile_to_nothing)
     run = fused(lambda a, b: a + b, FROM_VOCABULARY)
-    with pytest.warns(
-        UserWarning, match=r"does not work on this machine \(no C\+\+ compiler found"
-    ):
+    with pytest.warns(UserWarning, match=rf"does not work on this machine \({reason}"):
         assert run(1, 2) == 3
     assert run(3, 4) == 7  # and says it once
