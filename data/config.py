@@ -73,7 +73,8 @@ class DataConfig(Section):
     top_k: int = 0  # of the training text
     top_p: float = 1.0  # of the training text
     samples_per_prompt: int = 1  # responses to each prompt
-    stop_strings: list[str] = field(default_factory=list)  # texts that end a response
+    # texts that end a response of the training text; answers of the report go on behind them
+    stop_strings: list[str] = field(default_factory=list)
     # rows that are decoded side by side; with servers: requests under way at each of them
     batch_size: int = 32
     rows_per_shard: int = 256  # rows that are written to disk at once

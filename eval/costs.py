@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from drafters.base import TrainedDrafter, acceptance_of
@@ -18,9 +19,6 @@ from target.cache import CachedModel
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,39 @@ class Cost:
     source: str = "not measured"
 
 
-def read_per_step(model: PreTrainedModel) -> tuple[int, int]:
-    """(bytes, parameters) that one decoding step reads."""
-    read = parameters_read(model)
-    return sum(p.numel() * p.element_size() for p in read), sum(p.numel() for p in read)
+# of a configuration of transformers: the experts that a token is sent to, and all of a layer
+ROUTED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def routed_shares(module: nn.Module) -> dict[torch.Tensor, float]:
+    """The share of each weight of routed experts in `module` that a token reads."""
+    shares: dict[torch.Tensor, float] = {}
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            config = model.config.get_text_config()
+            sent, of_all = (
+                next((n for key in keys if isinstance(n := getattr(config, key, None), int)), 0)
+                for keys in (ROUTED, EXPERTS)
+            )
+            if sent and of_all:
+                named = model.named_parameters()
+                experts = (p for name, p in named if "experts" in name.split("."))
+                shares |= dict.fromkeys(experts, sent / of_all)
+    return shares
+
+
+def _amounts(
+    read: Iterable[torch.Tensor], shares: Mapping[torch.Tensor, float]
+) -> tuple[float, float]:
+    """(bytes, parameters) of weights that are read, some of them to a share."""
+    counts = [(p.numel() * shares.get(p, 1), p.element_size()) for p in read]
+    return sum(count * size for count, size in counts), sum(count for count, _ in counts)
+
+
+def read_per_step(model: PreTrainedModel) -> tuple[float, float]:
+    """(bytes, parameters) that one decoding step reads for one token."""
+    return _amounts(parameters_read(model), routed_shares(model))
 
 
 def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
@@ -56,9 +83,9 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
     head = drafter.output_head(1).weight
     shared = [] if any(p is head for p in own) else [head]
     share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
-    counts = [sum(p.numel() for p in group) for group in (own, shared)]
-    sizes = [sum(p.numel() * p.element_size() for p in group) for group in (own, shared)]
-    return sizes[0] * share + sizes[1] * forwards, counts[0] * share + counts[1] * forwards
+    own_read, shared_read = _amounts(own, routed_shares(drafter)), _amounts(shared, {})
+    size, count = (a * share + b * forwards for a, b in zip(own_read, shared_read, strict=True))
+    return size, count
 
 
 CONTEXT = 64  # tokens before those of the forwards that are timed

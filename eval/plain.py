@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict, TypeVar
 
 import torch
+from transformers import GenerationConfig
 
 from data.batches import collate
 from data.traces import Trace
@@ -66,9 +67,7 @@ def plain_generate(
     target: Target, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int
 ) -> list[int]:
     """transformers' own generate at batch 1: the plain decoding that ours must equal at T=0."""
-    # changes of the distribution by the model's generation config are switched off: ours has none
-    options: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
-    options["no_repeat_ngram_size"] = 0
+    options: dict[str, object] = {"do_sample": False}
     if sampling.temperature > 0:
         options |= {
             "do_sample": True,
@@ -78,15 +77,20 @@ def plain_generate(
             "min_p": None,
         }
     ids = torch.tensor([prompt_ids], device=target.device)
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-        eos_token_id=list(target.eos_ids) or None,
-        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
-        # ids without a token: their logits are padding
-        suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
-        synced_gpus=False,  # processes wait for each other in `target.sharded`
-        **options,
-    )  # fmt: skip
+    own = target.model.generation_config
+    target.model.generation_config = GenerationConfig()  # the model's may change the distribution
+    try:
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+            eos_token_id=list(target.eos_ids) or None,
+            pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
+            # ids without a token: their logits are padding
+            suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
+            synced_gpus=False,  # processes wait for each other in `target.sharded`
+            **options,
+        )  # fmt: skip
+    finally:
+        target.model.generation_config = own
     return output[0, len(prompt_ids) :].tolist()
 
 

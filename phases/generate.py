@@ -313,4 +313,7 @@ def describe(config: Config) -> None:
         rows, prompt_tokens, data.max_new_tokens, data.teacher_top_k, data.teacher_samples
     )
     print(f"prompts: {len(train)} for training, {len(held_out)} for evaluation")
-    print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")
+    if (imported := open_imported(data.traces)) is not None:
+        print(f"traces: those of {len(train)} prompts in {imported.folder}; none is generated")
+    else:
+        print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")

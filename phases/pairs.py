@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from eval.config import EvalConfig
+from eval.counters import PromptCounters
 from eval.measure import Measurement
 from eval.metrics import paired_difference
 from eval.report.rows import STAGES, Row, draft_shape
@@ -59,13 +60,23 @@ def compare(
     for a, b in dict.fromkeys(pairs):
         for metric in ("alpha", "tokens_per_round"):
             if a != b:
-                pair = measured[a].counters, measured[b].counters
+                pair = _of_both(measured[a], measured[b])
                 diff = paired_difference(
                     *pair, metric, draws=config.bootstrap_draws, seed=config.seed
                 )
                 roles = {"a_role": measured[a].row["role"], "b_role": measured[b].row["role"]}
                 rows.append({"a": a, "b": b, **roles, "temperature": temperature, **diff})
     return rows
+
+
+def _of_both(a: Measurement, b: Measurement) -> tuple[list[PromptCounters], list[PromptCounters]]:
+    """The counters of the prompts that both measured. Targets that write different answers leave
+    out different later turns of a conversation, those that have grown too long."""
+    if not (a.row.get("target_changed") or b.row.get("target_changed")):
+        return a.counters, b.counters
+    both = {c.prompt_hash for c in a.counters} & {c.prompt_hash for c in b.counters}
+    mine, others = ([c for c in one.counters if c.prompt_hash in both] for one in (a, b))
+    return mine, others
 
 
 def differing_prompts(offline: Measurement, real: Measurement) -> int:

@@ -250,6 +250,13 @@ def test_the_text_that_is_trained_on_is_the_log(words, rows, monkeypatch):
     assert all(pair in logged for pair in seen)
 
 
+def test_a_dry_run_says_that_nothing_is_generated_for_training(tmp_path, words, capsys):
+    capsys.readouterr()
+    assert train.main([*words, "data.samples_per_prompt=4", "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert f"traces: those of 8 prompts in {tmp_path / 'store'}; none is generated" in said
+
+
 def refused(capsys, words):
     assert train.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
