@@ -15,8 +15,9 @@ import torch
 from data.batches import Batch, response_of
 from data.traces import Trace
 from target.model import Target
-from target.outputs import TargetOutputs
+from target.outputs import KeptLogits, TargetOutputs
 from target.padding import by_length, right_padded
+from trainer.device import sent
 
 LIMIT_BYTES = 4 << 30
 GROUP = 32
@@ -31,7 +32,8 @@ class CachedLogits:
         """`sources`: of the responses that batches will hold, "target" and "fixed"."""
         self.target = target
         self.traces, self.sources = traces, sorted(set(sources) - {"draft"})
-        self._logits: dict[_Row, torch.Tensor] = {}
+        self._first: dict[_Row, int] = {}  # where each text's logits begin in the table
+        self._table: torch.Tensor | None = None  # [tokens of all responses, vocab_size]
 
     def fits(self, limit_bytes: int = LIMIT_BYTES) -> bool:
         """Whether the logits at response positions, which are kept, take at most `limit_bytes`."""
@@ -54,32 +56,33 @@ class CachedLogits:
                     yield row
 
     @torch.no_grad()
-    def _fill(self) -> None:
+    def _fill(self) -> torch.Tensor:
         """Compute the logits that score a response token, by one parallel pass over all rows."""
-        rows = sorted(self._rows())
+        rows, device = sorted(self._rows()), self.target.device
+        shape = sum(len(response) for _, response in rows), self.target.vocab_size
+        table, used = torch.empty(shape, dtype=self.target.model.dtype, device=device), 0
         for group in by_length(rows, lambda row: len(row[0]) + len(row[1]), GROUP):
             ids, _ = right_padded([[*prompt, *response] for prompt, response in group])
-            logits = self.target.outputs(ids.to(self.target.device), project_later=True).logits
+            logits = self.target.outputs(ids.to(device), project_later=True).logits
             assert logits is not None
             for j, (prompt, response) in enumerate(group):
-                first = len(prompt) - 1
-                own = logits[j, slice(first, first + len(response))]
-                self._logits[prompt, response] = own.contiguous()  # without a padded head's columns
+                first, count = len(prompt) - 1, len(response)
+                table[used : used + count] = logits[j, slice(first, first + count)]
+                self._first[prompt, response] = used
+                used += count
+        return table
 
     def outputs(self, batch: Batch) -> TargetOutputs | None:
-        """Logits [B, L, V], zero where nothing is supervised; None if a row is no stored text."""
-        if not self._logits:
-            self._fill()
+        """Logits [B, L, V], of any text where nothing is supervised; None if a row is no stored
+        text."""
+        if self._table is None:
+            self._table = self._fill()
         keys = [(tuple(p), tuple(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-        if not all(key in self._logits for key in keys):
+        if not all(key in self._first for key in keys):
             return None
-        logits = torch.zeros(
-            *batch.input_ids.shape,
-            self.target.vocab_size,
-            dtype=self.target.model.dtype,
-            device=self.target.device,
-        )
+        places = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         for (prompt, response), (row, begin) in zip(keys, batch.starts(), strict=True):
-            first = begin + len(prompt) - 1
-            logits[row, first : first + len(response)] = self._logits[prompt, response]
-        return TargetOutputs(logits=logits)
+            first, count = begin + len(prompt) - 1, len(response)
+            own = self._first[prompt, response]
+            places[row, first : first + count] = torch.arange(own, own + count)
+        return TargetOutputs(logits=KeptLogits(self._table, sent(places, self.target.device)))

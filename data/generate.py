@@ -28,7 +28,7 @@ from engines.completions import complete
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
 from target.model import Target
-from target.outputs import ProjectedLogits
+from target.outputs import Logits
 from target.padding import by_length, right_padded
 from target.sampling import Sampling, row_key
 from trainer.config import UserError, require
@@ -378,9 +378,7 @@ class _Teacher:
                     trace.tail_logp = _rows(block.tail_logp for block in blocks)
         return finished
 
-    def _blocks(
-        self, trace: Trace, logits: torch.Tensor | ProjectedLogits, row: int
-    ) -> Iterator[CompressedTeacher]:
+    def _blocks(self, trace: Trace, logits: Logits, row: int) -> Iterator[CompressedTeacher]:
         """Compress the distributions of a response, whose logits are in this row, in chunks."""
         top_k, samples = self.plan.teacher_top_k, self.plan.teacher_samples
         # drawn on the CPU and seeded by the row, so that neither device nor grouping matters

@@ -110,7 +110,8 @@ class SpeculativeDecoder:
             free = self.rows.count(None)
             if self.waiting and free >= max(1, size // 8):
                 yield from self._fill()
-            elif not self.waiting and free:
+            # each compaction drops the graphs that a GPU has captured, a CPU is rid of the rows
+            elif not self.waiting and free >= (len(self.rows) / 2 if self.ids.is_cuda else 1):
                 self._compact()
 
     def _fill(self) -> Iterator[Speculated]:

@@ -38,7 +38,7 @@ from recipes.base import (
 )
 from recipes.common.divergence import DivergenceConfig
 from target.model import Target
-from target.outputs import ProjectedLogits, TargetOutputs, TargetRequest
+from target.outputs import Logits, TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
@@ -239,7 +239,7 @@ class Scored:
     labels: torch.Tensor
     states: torch.Tensor
     head: OutputHead
-    target: torch.Tensor | ProjectedLogits | None
+    target: Logits | None
 
 
 class LabelObjective(Objective):

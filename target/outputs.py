@@ -26,6 +26,22 @@ class ProjectedLogits:
 
 
 @dataclass(frozen=True)
+class KeptLogits:
+    """Logits of a batch in a table [N, vocab_size] of those of many texts; `places` [B, L] int64:
+    where each position's are in it. They are read when they are indexed."""
+
+    table: torch.Tensor
+    places: torch.Tensor
+
+    def __getitem__(self, at: Index | tuple[Index, ...]) -> torch.Tensor:
+        """`at`: rows [N] and indices [N], or another index of [B, L] -> logits [N, vocab_size]."""
+        return self.table[self.places[at]]
+
+
+Logits = torch.Tensor | ProjectedLogits | KeptLogits  # of a batch [B, L], to be indexed
+
+
+@dataclass(frozen=True)
 class TargetRequest:
     """What an objective needs of the target for a batch: hidden states of `layers`, and logits.
     `summary`: it reads the logits of a reduced vocabulary, and their summary where one is stored
@@ -45,9 +61,9 @@ class TargetRequest:
 @dataclass
 class TargetOutputs:
     """The answer to a `TargetRequest`. hidden[layer]: [B, L, H]; logits: [B, L, width], or computed
-    when they are indexed by row and position; summary: [B, L], of the logits that the drafter is
-    trained on, NaN elsewhere in a text, or None where the logits have to be computed."""
+    or read when they are indexed by row and position; summary: [B, L], of the logits that the
+    drafter is trained on, NaN elsewhere in a text, or None where the logits have to be computed."""
 
     hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | ProjectedLogits | None = None
+    logits: Logits | None = None
     summary: LogitsSummary | None = None

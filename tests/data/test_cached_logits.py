@@ -35,8 +35,8 @@ def test_kept_logits_are_the_live_ones_at_supervised_positions(target):
         batch = batches.at(index)
         ours = kept.outputs(batch).logits
         live = target.outputs(batch.input_ids, batch.position_ids).logits[..., : target.vocab_size]
-        scored = batch.loss_mask[:, 1:]
-        torch.testing.assert_close(ours[:, :-1][scored], live[:, :-1][scored], rtol=0, atol=1e-4)
+        scored = batch.supervised().nonzero(as_tuple=True)
+        torch.testing.assert_close(ours[scored], live[scored], rtol=0, atol=1e-4)
 
 
 def test_the_same_numbers_whatever_was_asked_first(target):
@@ -45,7 +45,8 @@ def test_the_same_numbers_whatever_was_asked_first(target):
     one, other = (CachedLogits(target, TRACES, ("target",)) for _ in range(2))
     first = [one.outputs(batches.at(i)).logits for i in range(4)]
     late = other.outputs(batches.at(3)).logits
-    assert torch.equal(first[3], late)
+    scored = batches.at(3).supervised().nonzero(as_tuple=True)
+    assert torch.equal(first[3][scored], late[scored])
 
 
 def test_unknown_text_is_left_to_the_live_target(target):
@@ -68,19 +69,21 @@ def test_only_the_logits_of_responses_are_computed_and_of_a_few_texts_at_a_time(
     target, monkeypatch
 ):
     whole = CachedLogits(target, TRACES, ("target", "fixed"))
-    whole._fill()
+    expected = whole._fill()
     tokens = 24
     monkeypatch.setattr("target.padding.MOST_TOKENS", tokens)
     kept = CachedLogits(target, TRACES, ("target", "fixed"))
     with Reads(target) as reads:
-        kept._fill()
+        table = kept._fill()
+    reads.shapes.remove(tuple(table.shape))  # what is kept
     assert tokens / 2 < max(reads.forwards) <= tokens
-    assert reads.positions == max(len(response) for _, response in kept._logits)
-    assert kept._logits.keys() == whole._logits.keys()
-    for row, logits in kept._logits.items():
-        assert logits.shape == (len(row[1]), target.vocab_size)
-        assert logits.untyped_storage().nbytes() == logits.nbytes
-        torch.testing.assert_close(logits, whole._logits[row], rtol=0, atol=1e-4)
+    assert reads.positions == max(len(response) for _, response in kept._first)
+    assert kept._first.keys() == whole._first.keys()
+    assert table.shape == (sum(len(response) for _, response in kept._first), target.vocab_size)
+    for row, first in kept._first.items():
+        own = table[first : first + len(row[1])]
+        other = expected[whole._first[row] :][: len(row[1])]
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-4)
 
 
 def test_a_large_store_is_not_read_to_see_that_it_does_not_fit(target):
