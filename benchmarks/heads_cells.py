@@ -117,6 +117,14 @@ CLAIMS |= {
     )
     for shape in (("chain",) if better in CHAT else ("chain", "dynamic"))
 }
+CLAIMS |= {  # what HASS adds to as many steps of EAGLE's loss, and its loss on the likeliest tokens
+    f"{better} > {worse}, {shape}": ((better, shape), (worse, shape), 1.0)
+    for better, worse in (
+        ("noise 0.1, steps 3, top 1", "noise 0.1, steps 1, top 0"),
+        ("noise 0.01, steps 3, top 1", "noise 0.01, steps 3, top 0"),
+    )
+    for shape in ("chain", "calibrated", *TREES)
+}
 CLAIMS |= {
     f"{name}, muon > {name}, {shape}": ((f"{name}, muon", shape), (name, shape), 1.0)
     for name in ("medusa", "hydra", "eagle", "eagle-3")

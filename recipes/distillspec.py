@@ -172,10 +172,9 @@ class Config(DivergenceConfig):
         )
         require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
         for name in ("refresh_every", "gen_temperature"):
-            require_read("method", self, name, bool(self.data_mix.get("draft")),
+            require_read(self, name, bool(self.data_mix.get("draft")),
                          "a share of draft in method.data_mix")  # fmt: skip
-        require_read(
-            "method", self, "warm_start_steps",
+        require_read(self, "warm_start_steps",
             self.parsed_divergence.name not in ("fkl", "ce_hard"),
             "another method.divergence than fkl, which it begins with, or ce_hard",
         )  # fmt: skip

@@ -124,9 +124,9 @@ class Config:
                 "advantage is 0; or set method.standardize=false"
             )
         lse = self.aggregation in ("lse", "lse_mean")
-        require_read("method", self, "eta", lse, "method.aggregation=lse or lse_mean")
-        require_read("method", self, "std_floor", self.standardize, "method.standardize=true")
-        require_read("method", self, "reference_rewards", self.debias, "method.debias=true")
+        require_read(self, "eta", lse, "method.aggregation=lse or lse_mean")
+        require_read(self, "std_floor", self.standardize, "method.standardize=true")
+        require_read(self, "reference_rewards", self.debias, "method.debias=true")
         self.shape()
 
     def shape(self) -> Shape:

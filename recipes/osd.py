@@ -103,9 +103,9 @@ class Config(DivergenceConfig):
                 self.replay_share)  # fmt: skip
         require(0 <= self.min_confidence <= 1, "method.min_confidence", "lie in [0, 1]",
                 self.min_confidence)  # fmt: skip
-        require_read("method", self, "min_confidence", self.bank, "method.bank=true")
-        require_read("method", self, "log_wait_s", self.log is not None, "method.log")
-        require_read("method", self, "replay_size", self.replay_share > 0, "method.replay_share")
+        require_read(self, "min_confidence", self.bank, "method.bank=true")
+        require_read(self, "log_wait_s", self.log is not None, "method.log")
+        require_read(self, "replay_size", self.replay_share > 0, "method.replay_share")
         if self.log is not None and self.positions == "published_code":
             raise UserError(
                 "method.positions=published_code needs the rounds of serving, which a log does not "

@@ -41,13 +41,13 @@ def require_counts(section: str, values: object, *names: str, most: float = math
         require(value <= most, key, f"be at most {most}", value)
 
 
-def require_read(section: str, values: object, name: str, condition: bool, remedy: str) -> None:
-    """UserError where a key of a dataclass differs from its default and, unless `condition` holds,
-    nothing reads it; `remedy`: the setting with which it is read."""
-    value = getattr(values, name)
-    if not condition and value != getattr(type(values), name):
+def require_read(method: object, name: str, condition: bool, remedy: str) -> None:
+    """UserError where a key of the section `method` differs from its default, which is no list,
+    while nothing reads it unless `condition` holds; `remedy`: the setting with which it is read."""
+    value = getattr(method, name)
+    if not condition and value != getattr(type(method), name):
         raise UserError(
-            f"{section}.{name}={excerpt(value)} changes nothing here: leave it out, or set {remedy}"
+            f"method.{name}={excerpt(value)} changes nothing here: leave it out, or set {remedy}"
         )
 
 

@@ -82,7 +82,7 @@ def check_search(config: SearchConfig) -> None:
     require(bool(config.search_layers), "method.search_layers", "name a depth", [])
     given = [k for k in ("draft_layers", "draft_hidden_size") if getattr(config, k) is not None]
     for key in ("search_by", "search_steps"):
-        require_read("method", config, key, bool(config.search_parameters),
+        require_read(config, key, bool(config.search_parameters),
                      "method.search_parameters")  # fmt: skip
     if config.search_parameters and given:
         raise UserError(
