@@ -14,7 +14,7 @@ from tests.commands import SETTINGS
 
 TRAINING = {**SETTINGS, "trainer.lr_warmup_steps": 0, "trainer.gradient_accumulation_steps": 1}
 OF_RECIPE: dict[str, dict[str, object]] = {
-    "fastdraft": {"method.pretrain_steps": 2, "method.continue_steps": 2, "method.search_steps": 2},
+    "fastdraft": {"method.pretrain_steps": 2, "method.continue_steps": 2},
     "gto": {"method.base_max_steps": 2, "method.base_batch_size": 4, "method.num_groups": 1,
             "method.group_size": 2},
 }  # fmt: skip
@@ -39,6 +39,8 @@ def shrunk(command: list[str]) -> list[str]:
         return command
     if entry == "train.py":
         small = TRAINING | OF_RECIPE.get(given.get("recipe", ""), {})
+        if "method.search_parameters" in given:
+            small["method.search_steps"] = 2
     else:
         small = {k: v for k, v in SETTINGS.items() if k.startswith(SECTIONS[str(entry)])}
     kept = [word for word in words if word.partition("=")[0] not in small]
