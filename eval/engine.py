@@ -126,20 +126,17 @@ class SpeculativeDecoder:
         ids = ids.to(device)
         rows = torch.tensor(free, device=device)
         ends = torch.tensor(lengths, device=device)
-        kept = sorted(set(lengths))
         found: dict[LayerId, torch.Tensor] = {}
-        logits = self.target.forward(
+        last = self.target.forward(
             ids,
             torch.arange(ids.shape[1], device=device).expand_as(ids),
             used=ids.shape[1],
             rows=None if len(taken) == len(self.rows) else rows,
             first=0,
-            logits_to_keep=torch.tensor([n - 1 for n in kept], device=device),
+            logits_to_keep=ends - 1,
             layers=self.drafter.target_layers,
             found=found,
-        )
-        last = logits[torch.arange(len(taken)), torch.tensor([kept.index(n) for n in lengths])]
-        last = last[:, : self.vocab_size]
+        )[:, 0, : self.vocab_size]
         for layer, states in found.items():
             if layer not in self.hidden:
                 shape = (len(self.rows), self.capacity, states.shape[-1])

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -232,8 +232,7 @@ def branched(
     queries [R, H, n, D]; text: keys and values [1, G, S, D]; own: [R, G, m, D] -> [R, H, n, D].
     `scale`: of the scores, None: D ** -0.5.
     """
-    if scale is None:
-        scale = 1 / math.sqrt(queries.shape[-1])
+    scale = 1 / math.sqrt(queries.shape[-1]) if scale is None else scale
     values = text[1]
     if not Capability.here(values.device, values.dtype, values.shape[-1]).flex:
         return _tree_by_tree(queries, text, own, branches, scale)
@@ -267,23 +266,30 @@ def _with_own(
 def _tree_by_tree(
     queries: torch.Tensor, text: Pair, own: Pair, branches: Branches, scale: float
 ) -> torch.Tensor:
-    """`branched` by SDPA: the text up to a tree's own position and no key behind it.
-
-    The queries of heads that share keys are one row of queries, so that keys are not repeated.
-    """
-    groups, (count, width) = own[0].shape[1], queries.shape[2:]
+    """`branched` by SDPA: the text up to a tree's own position and no key behind it."""
     found = []
     for row, end in enumerate(branches.ends):
         keys, values = (
             torch.cat([shared[:, :, :end], mine[row : row + 1]], 2)
             for shared, mine in zip(text, own, strict=True)
         )
-        seen = F.pad(branches.allowed[row], (end, 0), value=True)
-        mine = queries[row].reshape(1, groups, -1, width)
-        mask = seen.repeat(mine.shape[2] // count, 1)
-        mixed = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scale)
-        found.append(mixed.reshape(1, -1, count, width))
+        seen = F.pad(branches.allowed[row], (end, 0), value=True)[None, None]
+        found.append(_grouped(queries[row : row + 1], (keys, values), seen, scale))
     return torch.cat(found)
+
+
+def _grouped(
+    query: torch.Tensor, text: Pair, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention of queries [B, H, C, D] to keys and values [B, G, S, D] by a mask [B, 1, C, S].
+
+    The queries of heads that share keys are one row of queries. transformers repeats the keys and
+    values for each head: H / G times the cache, in every layer of every forward.
+    """
+    heads = query.unflatten(1, (text[0].shape[1], -1))
+    own = mask.repeat(1, 1, heads.shape[2], 1)
+    mixed = F.scaled_dot_product_attention(heads.flatten(2, 3), *text, attn_mask=own, scale=scale)
+    return mixed.unflatten(2, heads.shape[2:4]).flatten(1, 2)
 
 
 class OwnMask(torch.Tensor):
@@ -315,13 +321,27 @@ def _sdpa_or_blocks(
     """transformers' "sdpa", which also reads a block mask and an `OwnMask`: [B, T, H, D]."""
     if isinstance(attention_mask, OwnMask):
         mixed = _uncompiled(attention_mask, query, (key, value), scaling)
-        return mixed.transpose(1, 2).contiguous(), None
-    if isinstance(attention_mask, BlockMask):
+    elif isinstance(attention_mask, BlockMask):
         mixed, _ = flex(query, key, value, attention_mask, scaling)
-        return mixed.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **options
-    )
+    elif attention_mask is not None and _reads_a_cache(query, key, attention_mask, options):
+        mixed = _grouped(query, (key, value), attention_mask, scaling)
+    else:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _reads_a_cache(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, options: Mapping[str, object]
+) -> bool:
+    """Whether few queries, whose heads share keys, see many keys by one mask for all heads, on a
+    GPU: a CPU's SDPA reads shared keys with a mask, see `target.layout`."""
+    where = Capability.here(key.device, key.dtype, key.shape[-1])
+    shared = mask.shape[1] == 1 and key.shape[1] < query.shape[1]
+    more = options.get("position_bias") is not None
+    more = more or bool(options.get("softcap") or options.get("dropout"))
+    return where.device == "cuda" and shared and not more and query.shape[2] < key.shape[2]
 
 
 AttentionInterface.register("sdpa", _sdpa_or_blocks)

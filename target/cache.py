@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutput
 
 from target.attention import Pair
 from target.devices import decoder_of, device_of
@@ -169,7 +172,8 @@ class CachedModel:
         layers: Sequence[LayerId] = (),
         found: dict[LayerId, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits [R, T', V] of ids [R, T] int64 at positions [R, T] int64.
+        """Logits [R, T', V] of ids [R, T] int64 at positions [R, T] int64: of the last
+        `logits_to_keep` tokens, 0: of all, or [R] int64: of one column of each row, T' = 1.
 
         `used`: one past the largest visible slot; `rows`: [R] int64, None for all; `first`: given
         where every row writes slots first..first+T-1; `tree`: the tokens are nodes of a tree, with
@@ -220,14 +224,15 @@ class CachedModel:
         place.first, place.rows, place.used = first, rows, used
         place.past = 0 if causal else used
         states: dict[LayerId, torch.Tensor] = {}
-        with captured(self.model, layers, states):
+        columns = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
+        with captured(self.model, layers, states), _projected(self.model, columns):
             logits = self.model(
                 input_ids=ids,
                 attention_mask=None if causal else self._mask(positions, used, tree),
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=logits_to_keep if columns is None else 0,
             ).logits
         return [logits, *(states[layer] for layer in layers)]
 
@@ -321,6 +326,29 @@ class CachedModel:
             )
 
         return self.layer_masks.each(mask)
+
+
+@contextmanager
+def _projected(model: PreTrainedModel, columns: torch.Tensor | None) -> Iterator[None]:
+    """Inside the block, the head of `model` reads the state of one column [R] int64 of each row.
+
+    transformers projects the same columns of all rows: with prompts of R lengths, R x R states.
+    """
+
+    def chosen(module: nn.Module, inputs: object, output: BaseModelOutput) -> BaseModelOutput:
+        assert columns is not None
+        states = output.last_hidden_state
+        assert states is not None
+        at = columns.to(states.device)
+        output.last_hidden_state = states[torch.arange(len(at), device=at.device), at].unsqueeze(1)
+        return output
+
+    handle = None if columns is None else decoder_of(model).register_forward_hook(chosen)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def _scored(tree: bool, cache: CachedModel, ids: torch.Tensor, nodes: PlacedNodes) -> torch.Tensor:

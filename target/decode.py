@@ -155,24 +155,20 @@ class _Decoder:
             ids[i, : lengths[i]] = torch.tensor(request.prompt_ids)
         rows = torch.tensor(free, device=device)
         ends = torch.tensor(lengths, device=device)
-        ends_at = sorted(set(lengths))
         logits = self.model.forward(
             ids.to(device),
             torch.arange(max(lengths), device=device).expand(len(taken), -1),
             used=max(lengths),
             rows=None if len(taken) == len(self.rows) else rows,
             first=0,
-            logits_to_keep=torch.tensor([n - 1 for n in ends_at], device=device),
-        )
-        column = torch.tensor([ends_at.index(n) for n in lengths], device=device)
+            logits_to_keep=ends - 1,
+        )[:, 0]
         self.keys[rows] = torch.tensor([r.key for r in taken], device=device)
         self.temperature[rows, 0] = torch.tensor(
             [r.sampling.temperature for r in taken], device=device
         )
         self.position[rows, 0] = ends
-        chosen = self._choose(
-            logits[torch.arange(len(taken), device=device), column], rows, taken[0].sampling
-        )
+        chosen = self._choose(logits, rows, taken[0].sampling)
         self.last[rows, 0] = chosen
         yield from self._take(free, chosen.tolist())
 

@@ -63,7 +63,7 @@ class TabularModel:
         context = [self.tokens[rows.unsqueeze(1), (positions - i).clamp(min=0)] for i in back]
         logits = self.table[tuple(context)].log()
         if isinstance(logits_to_keep, torch.Tensor):
-            return logits[:, logits_to_keep]
+            return logits[torch.arange(len(rows)), logits_to_keep].unsqueeze(1)
         return logits[:, -logits_to_keep:]  # 0 keeps all
 
 

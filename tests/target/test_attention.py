@@ -10,10 +10,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from drafters.causal_lm import CausalLMDrafter
-from target.attention import packed
+from target.attention import Capability, packed
+from target.cache import CachedModel
+from target.nodes import place_tree
 from tests.heads import close
-from tests.kernels import chosen_as_on_a_gpu
-from tests.tiny import prompts_of
+from tests.kernels import GPU, chosen_as_on_a_gpu
+from tests.tiny import prompts_of, tiny_model
+from tests.watch import Watch
 
 IDS = torch.tensor(prompts_of([12, 12]))
 ONE = torch.arange(12).expand(2, -1)
@@ -103,3 +106,30 @@ def test_attention_with_dropout_keeps_transformers_masks(tiny_target):
         assert "attention_mask" in packed(target.model, SEVERAL)
         patch.setattr(target.model, "training", True)
         assert "attention_mask" not in packed(target.model, SEVERAL)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@torch.no_grad()
+def test_a_cache_is_read_once_for_the_heads_that_share_it(tree, monkeypatch):
+    """Of two groups of keys for four heads; transformers repeats keys and values for each head."""
+    monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)  # a CPU's, of target.layout
+    cached = CachedModel(tiny_model("llama"))
+    ids, lengths = torch.tensor(prompts_of([20, 20])), torch.tensor([20, 13])
+    siblings = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
+    nodes = place_tree(lengths, siblings, torch.ones(2, 3, dtype=torch.long))
+    positions = nodes.positions if tree else lengths.unsqueeze(1) + torch.arange(4)
+    later = torch.tensor(prompts_of([4, 4]))
+
+    def logits():
+        cached.begin(2, 64)
+        cached.forward(ids, torch.arange(20).expand(2, -1), used=20, first=0)
+        with Watch() as watch:
+            found = cached.forward(later, positions, used=24, tree=nodes if tree else None)
+        return found, [s for s in watch.shapes if len(s) == 4 and s[1:3] == (4, 32)]
+
+    wanted, repeated = logits()
+    monkeypatch.setattr(Capability, "here", lambda *where: GPU)
+    found, left = logits()
+    close(found, wanted)
+    assert repeated
+    assert not left

@@ -136,6 +136,26 @@ def test_states_and_head_are_found(name):
     torch.testing.assert_close(mine, logits[..., :VOCAB_SIZE], **CLOSE)
 
 
+@pytest.mark.parametrize("name", SCORED)
+@torch.no_grad()
+def test_a_prompt_projects_one_state_of_each_row(name):
+    """With a vocabulary of 150,000, the logits of 32 rows at 32 distinct ends have 614 MB."""
+    model = model_of(name)
+    ids, positions = torch.randint(4, VOCAB_SIZE, (3, 7)), torch.arange(7).expand(3, -1)
+    ends, found, cached = torch.tensor([6, 1, 3]), {}, CachedModel(model)
+    cached.begin(3, 16)
+    every = cached.forward(ids, positions, used=7, first=0)
+    with Watch() as watch:
+        own = cached.forward(
+            ids, positions, used=7, first=0, logits_to_keep=ends, layers=("final_norm",),
+            found=found,
+        )  # fmt: skip
+    torch.testing.assert_close(own[:, 0], every[torch.arange(3), ends])
+    assert found["final_norm"].shape[:2] == (3, 7)
+    assert {s for s in watch.shapes if s[-1:] == every.shape[-1:] and s[1:-1]} == {own.shape}
+    assert (3 * 7, every.shape[-1]) not in watch.shapes
+
+
 def test_an_image_encoder_is_not_read_for_text():
     model = model_of("gemma3 with images")
     read = set(parameters_read(model))

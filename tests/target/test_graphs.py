@@ -141,7 +141,7 @@ def test_prompts_and_refilled_rows_are_not_captured():
         for _ in range(BEFORE_CAPTURE + 2):
             cached.forward(ids, positions, used=8, first=0)
             cached.forward(ids[:1], positions[:1], used=8, first=0, rows=torch.tensor([1]))
-            cached.forward(ids, positions, used=8, logits_to_keep=torch.tensor([3]))
+            cached.forward(ids, positions, used=8, logits_to_keep=torch.tensor([3, 5]))
     assert not tapes
 
 
