@@ -62,7 +62,7 @@ TRIES: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     *(("gto", lr, STEPS, {}) for lr in (1e-4, 4e-4)),
     ("gto", 4e-4, STEPS, {"omega": 4.0}),
     ("as many steps", 1e-4, 6 * STEPS, {}),
-    ("gto", 1e-4, 6 * STEPS, {"aggregation": "node_sum", "epsilon": 0.5, "omega": 2.0}),
+    ("gto", 1e-4, 6 * STEPS, {"epsilon": 0.5, "omega": 2.0}),
     ("gto", 1e-4, 6 * STEPS, {}),
 )
 NUM_EVAL, NEW_TOKENS = 300, 64
@@ -94,7 +94,7 @@ SETTINGS = {
 # arm -> its settings of GTO; None: the token loss alone
 CLAIMED: dict[str, dict[str, Any] | None] = {"gto": {}, "as many steps": None, "as much time": None}
 ABLATIONS: dict[str, dict[str, Any] | None] = {
-    "node_sum": {"aggregation": "node_sum"},  # the expected tokens themselves
+    "lse": {"aggregation": "lse"},  # the reward as the paper prints it
     "no debiasing": {"debias": False},
     "rewards as they are": {"debias": False, "standardize": False},
     "trees alone": {"token_weight": 0.0},
@@ -109,7 +109,7 @@ ARMS = CLAIMED | ABLATIONS
 # arm, the one it must beat, factor in tokens per round at T=0
 CLAIMS = (
     ("gto", "as many steps", 1.03),
-    ("node_sum", "as many steps", 1.03),
+    ("lse", "as many steps", 1.03),
     ("gto", "as much time", 1.03),
     ("gto", "no debiasing", 1.0),
     ("gto", "m = 1, not standardised", 1.0),
