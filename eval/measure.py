@@ -67,7 +67,7 @@ class Bench:
         traces: Sequence[Trace],
         sampling: Sampling,
         config: EvalConfig,
-        prompts: Mapping[str, str],
+        prompts: Mapping[str, object],
         about: Mapping[str, object] | None = None,
         progress: TokenProgress | None = None,
     ):

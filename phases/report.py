@@ -204,9 +204,11 @@ def measure(
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
-        name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
+        measured_on: dict[str, object] = {"name": plan.source, "hash": plan.prompts_hash}
+        if left_out := len(plan.prompts) - len({trace.index for trace in traces}):
+            measured_on["left_out"] = left_out
         by = {"text_by": plan.served or "hf"}
-        frozen = Bench(run.target, traces, sampling, config, name_and_hash, by, progress)
+        frozen = Bench(run.target, traces, sampling, config, measured_on, by, progress)
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}

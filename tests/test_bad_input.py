@@ -299,9 +299,17 @@ def test_prompts_that_cannot_be_used(refused, tmp_path, content, words, says):
 def test_long_prompts_are_dropped_where_asked(tmp_path, tiny_folder, capsys):
     rows = [{"prompt": text} for text in ("short one", "another", "long " * 60)]
     prompts = write_jsonl(tmp_path / "own.jsonl", rows)
-    words = (f"data.prompts={prompts}", "data.long_prompts=drop", "trainer.max_steps=1")
-    assert train.main(command(tmp_path, tiny_folder("llama"), *words)) == 0
-    assert "1 prompts or later turns over 248 tokens left out" in capsys.readouterr().out
+    others = write_jsonl(
+        tmp_path / "others.jsonl", [{"prompt": t} for t in ("third", "wide " * 60)]
+    )
+    words = (f"data.prompts={prompts}", f"eval.prompts={others}", "data.long_prompts=drop")
+    given = command(tmp_path, tiny_folder("llama"), *words, "trainer.max_steps=1")
+    assert train.main(given) == 0
+    out = capsys.readouterr().out
+    assert "1 prompts or later turns over 248 tokens left out" in out
+    left_out = "1 prompts, 1 left out as too long or equal to another"
+    assert left_out in out
+    assert left_out in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("side", ["data", "eval"])

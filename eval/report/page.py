@@ -36,6 +36,7 @@ from eval.report.rows import (
     known_positions,
     label,
     once,
+    prompts_of,
 )
 from eval.report.stages import stage_tables
 from eval.report.tables import (
@@ -271,8 +272,9 @@ def _measured(rows: Sequence[Row]) -> list[str]:
     def values(key: str) -> str:
         return ", ".join(sorted({str(row[key]) for row in rows if row["role"] != PLAIN}))
 
-    prompts = sorted({(r["prompts"]["name"], r["prompts"]["hash"], r["num_prompts"]) for r in rows})
-    counted = {f"{name} ({number_} prompts, hash {hash_})" for name, hash_, number_ in prompts}
+    counted = {
+        f"{r['prompts']['name']} ({prompts_of(r)}, hash {r['prompts']['hash']})" for r in rows
+    }
     written = sorted({WRITERS[r["text_by"]] for r in rows if r.get("text_by")})
     compared = any(r["speedup"] is not None or r["identical_to_plain"] is not None for r in rows)
     lines = [

@@ -59,6 +59,12 @@ def num_nodes(row: Row) -> int | None:
     return row.get("nodes") or chain or None
 
 
+def prompts_of(row: Row) -> str:
+    """How many prompts were measured, and how many have no answer."""
+    count, left_out = f"{row['num_prompts']} prompts", row["prompts"].get("left_out")
+    return f"{count}, {left_out} left out as too long or equal to another" if left_out else count
+
+
 def label(row: Row) -> str:
     """The drafter with its shape."""
     shape = draft_shape(row)

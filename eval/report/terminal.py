@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eval.report.breakdown import domains_of
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
-from eval.report.rows import Report, Row, groups, label, once
+from eval.report.rows import Report, Row, groups, label, once, prompts_of
 
 HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
@@ -21,7 +21,7 @@ def summary(report: Report) -> str:
         names = domains_of(shown)  # each a column of tokens per round
         cells = [(*HEADERS, *names), *(_cells(row, names) for row in shown)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", f"{heading} ({rows[0]['num_prompts']} prompts)"]
+        lines += ["", f"{heading} ({prompts_of(rows[0])})"]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in cells
