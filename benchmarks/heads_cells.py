@@ -57,7 +57,8 @@ HASS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     )
     for noise, steps, top in itertools.product((0.1, 0.01, 0.0), (1, 3), (0.0, 1.0))
 }
-# on the chat model: both networks on either state, one step; HASS as published from the former
+# on the chat model: both networks on either state, one step; HASS from the first, with the recipe's
+# noise and with the published one
 CHAT: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "chat: eagle": ("eagle", {}, 2e-3, NUM_TEXTS),
     "chat: eagle, layer 26": ("eagle", {}, 2e-3, NUM_TEXTS),
@@ -65,14 +66,19 @@ CHAT: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "chat: eagle-3, one step, final state": ("eagle3", {"steps": 1}, 2e-3, NUM_TEXTS),
     "chat: hass": ("eagle", {"steps": 3, "top_weight": 1.0}, 2e-3 / 3, NUM_TEXTS),
     "chat: eagle, continued": ("eagle", {}, 2e-3 / 3, NUM_TEXTS),
-}
+    "chat: hass, noise 0.1": (
+        "eagle", {"steps": 3, "top_weight": 1.0, "feature_noise": 0.1}, 2e-3 / 3, NUM_TEXTS,
+    ),
+    "chat: eagle, continued, noise 0.1": ("eagle", {"feature_noise": 0.1}, 2e-3 / 3, NUM_TEXTS),
+}  # fmt: skip
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)
 # cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
 MUON = {f"{name}, muon": 0.05 for name in ("medusa", "hydra", "eagle", "eagle-3")}
 # whose head it trains on, for a quarter of the steps (published: 10 epochs after 40)
 STARTS = dict.fromkeys(("hass", "eagle, continued", *HASS), "eagle")
-STARTS |= dict.fromkeys(("chat: hass", "chat: eagle, continued"), "chat: eagle")
+CONTINUED = [cell for cell in CHAT if "hass" in cell or "continued" in cell]
+STARTS |= dict.fromkeys(CONTINUED, "chat: eagle")
 # claim -> ((cell, shape), the one it must beat, factor in tokens per round, temperature)
 Side = tuple[str, str]
 CLAIMS: dict[str, tuple[Side, Side, float]] = {
@@ -110,6 +116,8 @@ CLAIMS |= {
         ("chat: eagle-3, one step, layer 26", "chat: eagle, layer 26"),
         ("chat: eagle-3, one step, layer 26", "chat: eagle"),
         ("chat: hass", "chat: eagle, continued"),
+        ("chat: hass, noise 0.1", "chat: eagle, continued, noise 0.1"),
+        ("chat: hass, noise 0.1", "chat: hass"),
         ("chat: eagle, continued", "chat: eagle"),
         ("eagle-3, normed residual", "eagle-3"),
         *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
