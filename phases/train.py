@@ -33,6 +33,7 @@ from trainer.lock import lock
 from trainer.loop import FitResult
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
+TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so
 LARGE = 10**9  # parameters of a target for which these keys, as the recipe has them, are too small
 
 
@@ -41,8 +42,11 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
     if num_parameters <= LARGE:
         return []
     own, published = composed(config.recipe), composed(config.recipe, "published")
+    names = [f.name for f in dataclasses.fields(config.method) if f.name.endswith(TOY_ENDINGS)]
+    if config.model.drafter is not None:  # a stage that would make it is left out
+        names = [name for name in names if not name.startswith("base_")]
     found = []
-    for key in TOY_KEYS:
+    for key in (*TOY_KEYS, *(f"method.{name}" for name in names)):
         section, _, name = key.partition(".")
         value, toys, papers = (
             getattr(getattr(one, section), name) for one in (config, own, published)

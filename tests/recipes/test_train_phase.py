@@ -158,6 +158,14 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
     assert settings_of_the_toy(config, 10**9) == []
     found = settings_of_the_toy(config, 8 * 10**9)
     assert found == ["data.num_prompts=2600", "data.max_new_tokens=96", "trainer.max_steps=600"]
+    gto, headed = (
+        settings_of_the_toy(resolve(["recipe=gto", *words])[0], 8 * 10**9)
+        for words in ((), ("model.drafter=head",))
+    )
+    assert {*gto} - {*headed} == {"method.base_max_steps=600", "method.base_lr=0.001"}
+    fastdraft = settings_of_the_toy(resolve(["recipe=fastdraft"])[0], 8 * 10**9)
+    assert "method.pretrain_lr=0.003" in fastdraft
+    assert "method.context=128" in fastdraft
     for name in base.names():  # hydra's rate on the toy is the published one
         published = resolve([f"recipe={name}", "preset=published"])[0]
         assert settings_of_the_toy(published, 8 * 10**9) == []
