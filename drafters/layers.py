@@ -6,6 +6,7 @@ is SiLU and projections have no bias.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from target.devices import is_plain
 from target.model import Target
+from trainer.config import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,20 +30,37 @@ RMSNorm = LlamaRMSNorm
 
 
 def layer_config(target_config: PreTrainedConfig) -> LlamaConfig:
-    """Configuration of one Llama layer with the target's width, heads and rotary embedding."""
+    """Configuration of one Llama layer with the target's width, heads and rotary embedding.
+
+    Of a target that turns only a part of each head, it has the base frequency alone; where the
+    width is no multiple of the number of heads, as many heads of the target's width as fill it.
+    """
     config = target_config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" not in rope and "rope_theta" not in rope:  # one entry per kind of layer
         rope = rope.get("full_attention") or {"rope_type": "default", "rope_theta": 10000.0}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # factors of frequencies would be too few
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if config.hidden_size % heads:  # Llama's configuration refuses such a width
+        heads = config.hidden_size // head_dim
+        groups = math.gcd(groups, heads)
+        if heads * head_dim != config.hidden_size:
+            raise UserError(
+                f"a head with attention has Llama's layer: the target's hidden size, "
+                f"{config.hidden_size}, must be a multiple of its heads' width, {head_dim}; train "
+                "recipe=medusa, hydra or distillspec"
+            )
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 17,
         rope_parameters=dict(rope),

@@ -54,11 +54,13 @@ def engine_python() -> Path:
 
 
 def model_options(target: Target) -> dict[str, object]:
-    """The options with which vLLM loads the target in the same dtype as here."""
-    local = Path(target.name)
+    """The options with which vLLM loads the target, in the same dtype as here and, from the Hub, of
+    the same commit."""
+    local, commit = Path(target.name), getattr(target.model.config, "_commit_hash", None)
     return {
         "model": str(local.resolve()) if local.exists() else target.name,
         "dtype": str(target.model.dtype).removeprefix("torch."),
+        **({"revision": commit} if commit and not local.exists() else {}),
     }
 
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from drafters.base import TrainedDrafter
+from drafters.export import vllm
 from drafters.export.card import Export
 from drafters.kinds import kind_of, served_by
 from engines.vllm_run import Speculation, serve
@@ -33,6 +34,7 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
     if is_address(config.engine):
         check_server(config.engine, config.K)
     else:
+        vllm.check(drafter)
         engine_python()
 
 
@@ -54,9 +56,10 @@ def served_rows(bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost) ->
             "plain": None,
             name: Speculation(method, folder, config.K),
         }
-        default = f"{name}{GREEDY_DRAFTS}"
         if bench.sampling.temperature > 0:
-            jobs[default] = Speculation(method, folder, config.K, sampled=False)
+            jobs[f"{name}{GREEDY_DRAFTS}"] = Speculation(method, folder, config.K, sampled=False)
+            if method == "medusa":  # vLLM draws no drafts from these heads, whatever it is told
+                del jobs[name]
         served = serve(
             target, jobs, [trace.prompt_ids for trace in bench.traces],
             max_new_tokens=config.max_new_tokens, sampling=bench.sampling,

@@ -57,8 +57,11 @@ def resolve(arguments: list[str]) -> Config:
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
         )
     drafter = Path(given[0]).resolve()
+    beside = None  # a target that was trained with the drafter
     if drafter.parent.name == "export":  # <run>/export/<engine>
         drafter = drafter.parents[1] / "drafter"
+    elif drafter.parents[1].name == "export" and drafter.name == "drafter":
+        beside, drafter = drafter.parent / "target", drafter.parents[2] / "drafter"
     stored = drafter.parent / "config.yaml"
     if not (os.path.exists(drafter / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, (), arguments, script_keys=("out",))
@@ -82,16 +85,20 @@ def resolve(arguments: list[str]) -> Config:
     if "data.engine_options" not in asked:
         data.engine_options = {}
     if "model.target" not in asked:
-        print(f"model.target={config.model.target}, from {stored}")
+        if beside is not None:
+            config.model.target, config.model.target_revision = str(beside), None
+        print(f"model.target={config.model.target}, from {beside or stored}")
     return config
 
 
-def drafter_of(config: EvalConfig, target: Target) -> TrainedDrafter | TrainingFree:
-    """Load eval.drafter, and check that eval.* suits it."""
+def drafter_of(
+    config: EvalConfig, target: Target, trusted: bool = False
+) -> TrainedDrafter | TrainingFree:
+    """Load eval.drafter, and check that eval.* suits it. `trusted`: code of its own may run."""
     name = str(config.drafter)
     if is_training_free(name):
         return parse_training_free(name, "eval.drafter")
-    drafter = load_drafter(name, target, key="eval.drafter")
+    drafter = load_drafter(name, target, trust_remote_code=trusted, key="eval.drafter")
     if config.acceptance_head is not None:
         load_acceptance_head(config.acceptance_head, drafter, "eval.acceptance_head")
     report.check_drafter(drafter, target, config)
@@ -153,7 +160,7 @@ def main(arguments: list[str]) -> int:
             return 0
         run.stop_softly()
         this = run.Run.open(config)
-        drafter = drafter_of(config.eval, this.target)
+        drafter = drafter_of(config.eval, this.target, config.model.trust_remote_code)
         _, prompts = generate.choose_prompts(config)
         with generate.shared_engine(this) as engine:  # by all processes
             generate.report_traces(this, prompts, engine)

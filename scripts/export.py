@@ -6,7 +6,8 @@
 kind; a causal-LM drafter has the same layout for the first two. The model card takes its table from
 the run's report.json where there is one. `eval.K` sets the drafted tokens a round, `model.target`
 names the target where the drafter's folder does not lie in a run; for heads it is loaded, and code
-that comes with it runs only with `model.trust_remote_code=true` here, whatever the run says.
+that comes with it or with the drafter runs only with `model.trust_remote_code=true` here, whatever
+the run says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import os
 import sys
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from drafters.acceptance_head import adaptive_note, attach
 from drafters.base import DrafterJson, TrainedDrafter
@@ -27,6 +33,7 @@ from drafters.load import load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
 from phases import run
+from target.fingerprint import eos_ids, eos_ids_of
 from target.gguf import is_gguf
 from target.model import UNREADABLE, Target, load_causal_lm
 from target.vocabulary import check_same_vocabulary
@@ -85,10 +92,11 @@ def export_drafter(
     table = markdown_table(report["results"]) if report and report["results"] else None
     license = "apache-2.0" if target == ModelConfig.target else None
     if kind.load is None:  # a causal LM is written without its target
-        language_model = _causal_lm(drafter, about)
+        language_model = _causal_lm(drafter, about, trust_remote_code)
         if target != own:
-            theirs = _tokenizer(target, trust_remote_code)
+            theirs, vocab_size, eos = _vocabulary(target, trust_remote_code)
             check_same_vocabulary(theirs, language_model.tokenizer, str(drafter))
+            language_model.fingerprint |= {"vocab_size": vocab_size, "eos_ids": list(eos)}
         whole: TrainedDrafter = language_model
     else:  # in float32, so that the comparison after writing is exact
         loaded = Target.load(
@@ -97,7 +105,9 @@ def export_drafter(
             dtype="float32",
             trust_remote_code=trust_remote_code,
         )
-        whole = load_drafter(str(drafter), loaded, key="script.drafter")
+        whole = load_drafter(
+            str(drafter), loaded, trust_remote_code=trust_remote_code, key="script.drafter"
+        )
     num_tokens = min(num_tokens, whole.max_depth or num_tokens)
     served, trained = whole.servable(out / "target")
     if trained is not None:  # it serves on the target that was trained with it
@@ -134,20 +144,26 @@ def _check_engine(kind: Kind, engine: str) -> None:
         raise UserError(f"script.engine must be one of {names}{what}, got {engine!r}")
 
 
-def _tokenizer(target: str, trusted: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of `target`, whose weights are not needed."""
-    file = Path(target)
-    where = {"gguf_file": file.name} if is_gguf(file) else {}
+def _vocabulary(target: str, trusted: bool) -> tuple[PreTrainedTokenizerBase, int, tuple[int, ...]]:
+    """Tokenizer, configured vocabulary and EOS ids of `target`; of weights only a GGUF file's are
+    read."""
+    if is_gguf(target):
+        model, tokenizer = load_causal_lm(target, "model.target")
+        return tokenizer, model.config.get_text_config().vocab_size, eos_ids(model, tokenizer)
     try:
-        return AutoTokenizer.from_pretrained(
-            str(file.parent) if where else target, trust_remote_code=trusted, **where
-        )
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trusted)
+        try:
+            generation = GenerationConfig.from_pretrained(target)
+        except OSError:  # it has none: as transformers makes it when it loads the model
+            generation = GenerationConfig.from_model_config(config)
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.target={target} has no tokenizer to read ({reason})") from error
+    return tokenizer, config.get_text_config().vocab_size, eos_ids_of(generation, tokenizer)
 
 
-def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:
+def _causal_lm(folder: Path, about: DrafterJson, trusted: bool) -> CausalLMDrafter:
     """Load a causal LM in the dtype of its weights. `about`: the content of drafter.json."""
     try:
         dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
@@ -155,7 +171,9 @@ def _causal_lm(folder: Path, about: DrafterJson) -> CausalLMDrafter:
         vocab_size, _ = made_for["vocab_size"], made_for["eos_ids"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"script.drafter: {folder} is damaged ({error!r})") from error
-    model, tokenizer = load_causal_lm(str(folder), "script.drafter", dtype=dtype)
+    model, tokenizer = load_causal_lm(
+        str(folder), "script.drafter", dtype=dtype, trust_remote_code=trusted
+    )
     drafter = CausalLMDrafter(model, tokenizer, vocab_size, made_for)
     attach(drafter, folder, "script.drafter")
     return drafter

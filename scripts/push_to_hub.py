@@ -3,9 +3,10 @@
     python -m scripts.push_to_hub script.run=runs/x script.repo=user/name [script.private=false]
 
 What is uploaded is the folder that an engine loads: transformers' layout of a causal LM, vLLM's of
-a head; a drafter that no engine loads (Hydra, a bank) goes in this project's own format. The name
-on the Hub then stands wherever a drafter is named, such as `eval.drafter=user/name`. A target that
-was trained with its heads (Medusa-2) gets a repository of its own, user/name-target.
+a head, SGLang's of one that vLLM does not load; a drafter that no engine loads (Hydra, a bank) goes
+in this project's own format. The name on the Hub then stands wherever a drafter is named, such as
+`eval.drafter=user/name`. A target that was trained with its heads (Medusa-2) gets a repository of
+its own, user/name-target.
 
 A new repository is private unless script.private=false; nothing private goes to one that is public
 already. The report goes without the prompts and answers that it shows. Report and card lose what
@@ -32,10 +33,12 @@ from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
 
 # in a run's folder, first come first served; the last is no engine's but our own
-DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "drafter")
+DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "export/sglang",
+            "drafter")  # fmt: skip
 TARGET = "export/vllm/target"
 REPORTS = ("report.md", "report.json", "report.html")
-KEYS = ["script.run", "script.repo", "script.private"]
+TEXTS = ["script.run", "script.repo"]
+KEYS = [*TEXTS, "script.private"]
 LINKED_BYTES = 1 << 26  # larger files are linked, not copied, to be uploaded
 
 
@@ -156,7 +159,7 @@ def main(arguments: list[str], api: HfApi | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        given = parse_overrides(arguments, KEYS)
+        given = parse_overrides(arguments, KEYS, TEXTS)
         for key in ("script.run", "script.repo"):
             if not given.get(key):
                 raise UserError(f"{key} must be given: {key}=...")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from target.gguf import is_gguf
 
@@ -16,7 +16,14 @@ FULL_HASH_BYTES = 64 << 20
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end an answer, ascending: of the generation config, else of the tokenizer."""
-    found: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
+    return eos_ids_of(model.generation_config, tokenizer)
+
+
+def eos_ids_of(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """The same of a model that is not loaded."""
+    found: int | list[int] | None = getattr(generation, "eos_token_id", None)
     if found is None:
         found = getattr(tokenizer, "eos_token_id", None)
     if found is None:

@@ -15,7 +15,10 @@ import pytest
 import yaml
 
 import train
+from drafters.export import hf
+from drafters.export.card import Export
 from engines.vllm_server import PYTHON_VARIABLE
+from eval.config import EvalConfig
 from phases import run
 from recipes.common.config import compose
 from scripts import evaluate
@@ -77,6 +80,19 @@ def test_code_of_a_model_runs_only_where_that_is_asked_for_and_said(foreign, cap
     load_causal_lm(str(folder), "model.target", trust_remote_code=True)
     assert mark.exists()
     assert f"code that comes with {folder} may run here" in capsys.readouterr().out
+
+
+def test_a_drafter_with_code_of_its_own_is_measured_and_exported_where_that_is_asked_for(
+    foreign, tiny_target, monkeypatch, tmp_path
+):
+    folder, mark = foreign
+    target, config = tiny_target("llama"), EvalConfig(drafter=str(folder))
+    with pytest.raises(UserError, match=r"set model\.trust_remote_code=true"):
+        evaluate.drafter_of(config, target)
+    assert not mark.exists()
+    monkeypatch.setenv("HF_MODULES_CACHE", str(folder.parent / "modules"))
+    drafter = evaluate.drafter_of(config, target, trusted=True)
+    assert hf.write(drafter, tmp_path / "out", Export("card", "org/target", 3)).exists()
 
 
 def test_names_in_a_prompt_file_are_only_text(tiny_folder, tmp_path):

@@ -146,15 +146,20 @@ def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
 
     Raises UserError for a head that engines cannot serve.
     """
+    check_eagle1(drafter)
+    tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
+    embedding = own_embedding(drafter)
+    return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
+
+
+def check_eagle1(drafter: Eagle1Drafter) -> None:
+    """Raise UserError for a head that no engine can serve."""
     if drafter.settings.captures != ["final_norm"]:
         raise UserError(
             "engines feed EAGLE-1 the final-normed state, this head was trained on layers "
             f"{drafter.settings.captures}"
         )
     refuse_biased_head(drafter)
-    tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
-    embedding = own_embedding(drafter)
-    return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
 
 
 def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:

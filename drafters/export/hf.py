@@ -50,6 +50,7 @@ def write(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
         card=asked.card, eos_ids=drafter.fingerprint["eos_ids"], ours=asked.ours,
         num_assistant_tokens=length.num_assistant_tokens,
         confidence_threshold=length.confidence_threshold or 0.0, acceptance=drafter.acceptance,
+        known=drafter.vocab_size,
     )  # fmt: skip
 
 
@@ -66,16 +67,17 @@ def export(
     confidence_threshold: float = 0.0,
     acceptance: AcceptanceHead | None = None,
     ours: bool = False,
+    known: int | None = None,
 ) -> Path:
     """Write `model` to `folder`, in its own dtype, complete or not at all.
 
     An earlier export there is replaced. `card` becomes README.md. `eos_ids`: the target's (None:
     the model's own). `confidence_threshold`: transformers ends a chain after a token less likely
     than that, 0: never. `acceptance`: a head for this model, written beside it; transformers does
-    not read it. `ours`: see `whole_folder`.
+    not read it. `ours`: see `whole_folder`. `known`: see `pad_vocabulary`.
     """
     require(num_assistant_tokens >= 1, "num_assistant_tokens", "be >= 1", num_assistant_tokens)
-    padded = pad_vocabulary(model, tokenizer, target_config_vocab_size)
+    padded = pad_vocabulary(model, tokenizer, target_config_vocab_size, known)
     padded.config.use_cache = True
     padded.generation_config = _generation_config(
         model, tokenizer, num_assistant_tokens, eos_ids, confidence_threshold
@@ -86,20 +88,25 @@ def export(
         (partial / "README.md").write_text(card, encoding="utf-8")
         if acceptance is not None:
             acceptance.save(partial)
-        reread(partial, model, real_ids(tokenizer))
+        reread(partial, model, _known(tokenizer, known))
     return Path(folder)
 
 
 @torch.no_grad()
 def pad_vocabulary(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    known: int | None = None,
 ) -> PreTrainedModel:
     """A copy of `model` on the CPU, `vocab_size` wide, that cannot draft an id without a token.
 
-    The module's docstring says how. Padded embedding rows are zero, unless tied to the head. Raises
-    UserError where the tokenizer names an id that the drafter or the target lacks.
+    The module's docstring says how. Padded embedding rows are zero, unless tied to the head.
+    `known`: tokens from this id on are none of the target's, whose tokenizer names more than its
+    embedding holds. Raises UserError where the tokenizer names another id that the drafter or the
+    target lacks.
     """
-    real = real_ids(tokenizer)
+    real = _known(tokenizer, known)
     width = output_weight(model).shape[0]
     if int(real[-1]) >= min(width, vocab_size):
         raise UserError(
@@ -118,6 +125,12 @@ def pad_vocabulary(
     if getattr(head, "bias", None) is not None:
         head.bias[padding] = head.bias[real].double().mean().to(head.bias.dtype)
     return padded
+
+
+def _known(tokenizer: PreTrainedTokenizerBase, known: int | None) -> torch.Tensor:
+    """The ids [n] of tokens, below `known` where it is given."""
+    real = real_ids(tokenizer)
+    return real if known is None else real[real < known]
 
 
 def _generation_config(
@@ -150,9 +163,12 @@ def reread(folder: str | Path, model: PreTrainedModel, real: torch.Tensor) -> fl
     must agree; RunFault otherwise. Returns their largest absolute difference: 0 where the two are
     equally wide.
     """
+    # code of its own was allowed where the model was loaded, and was written as it is
+    foreign = not type(model).__module__.startswith("transformers.")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=model.dtype, attn_implementation="eager", output_loading_info=True
-    )
+        folder, dtype=model.dtype, attn_implementation="eager", output_loading_info=True,
+        trust_remote_code=foreign,
+    )  # fmt: skip
     written, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):

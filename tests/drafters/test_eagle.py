@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import Phi3Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafters.attention import attend
@@ -84,6 +85,27 @@ def target(tiny_target):
 
 
 # --- the layer ------------------------------------------------------------------------------------
+
+
+def test_a_target_that_turns_a_part_of_each_head_gives_the_base_frequency():
+    """Phi-4-mini's factors are of the turned part: Llama's layer turns the whole head."""
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "rope_type": "longrope",
+               "original_max_position_embeddings": 64, "rope_theta": 5e4}  # fmt: skip
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    given = Phi3Config(**shape, rope_parameters={**factors, "partial_rotary_factor": 0.75})
+    config = layer_config(given)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e4}
+    DecoderLayer(config, 64)
+
+
+def test_heads_that_the_width_is_no_multiple_of_are_as_many_as_fill_it():
+    """GLM-4.5's: a width of 4,096 with 96 heads of 128."""
+    shape = {"hidden_size": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = layer_config(Qwen3Config(**shape, head_dim=8))
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    DecoderLayer(config, 64)
+    with pytest.raises(UserError, match="32, must be a multiple of its heads' width, 12"):
+        layer_config(Qwen3Config(**shape, head_dim=12))
 
 
 @torch.no_grad()

@@ -53,6 +53,15 @@ def written(model, tokenizer, width, folder, **changes):
     )
 
 
+def test_tokens_past_the_targets_embedding_are_no_obstacle(tokenizer, tmp_path):
+    """A tokenizer may name more tokens than the target's embedding has rows."""
+    tokenizer.add_tokens(["<extra>"])
+    with pytest.raises(UserError, match="the tokenizer names ids up to"):
+        written(llama(), tokenizer, WORDS, tmp_path / "out")
+    written(llama(), tokenizer, WORDS, tmp_path / "out", known=WORDS)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == WORDS
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("own", "target"), [(WORDS, WORDS), (WORDS, 96), (80, 96), (96, 64), (64, 64)]
@@ -326,9 +335,13 @@ def test_script_exports_with_the_settings_of_the_run(run, tmp_path, capsys, engi
 
 
 def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
-    """Another target with the same tokens may be named; nothing was measured with it."""
+    """Another target with the same tokens may be named; nothing was measured with it. Its
+    vocabulary may be padded otherwise, which vLLM compares, and its answers end otherwise."""
     other = tmp_path / "other"
     tokenizer.save_pretrained(other)
+    model = llama(width=80)
+    model.generation_config.eos_token_id = [5, 6]
+    model.save_pretrained(other)
     out = tmp_path / "out"
     words = [f"script.drafter={run}/drafter", "script.engine=vllm", f"script.out={out}"]
     row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
@@ -343,6 +356,9 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
         assert "2.25" in (out / "README.md").read_text()
         assert main([*words, f"model.target={other}"]) == 0
     assert "Not measured." in (out / "README.md").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.vocab_size == 80
+    assert loaded.generation_config.eos_token_id == [5, 6]
 
 
 @pytest.mark.parametrize(

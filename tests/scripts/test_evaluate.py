@@ -93,6 +93,17 @@ def test_an_export_of_a_run_brings_it_too_and_a_folder_called_export_nothing(tmp
     assert mine.recipe == "evaluate"
 
 
+def test_exported_heads_are_measured_on_the_target_that_was_trained_with_them(tmp_path, finished):
+    """Medusa-2's: a target lies beside them."""
+    run, heads = tmp_path / "run", tmp_path / "run" / "export" / "vllm" / "drafter"
+    shutil.copytree(finished / "run", run, ignore=shutil.ignore_patterns("stages"))
+    heads.mkdir(parents=True)
+    found = evaluate.resolve([f"eval.drafter={heads}"])
+    assert found.recipe == "distillspec"
+    assert found.model.target == str(heads.parent / "target")
+    assert evaluate.resolve([f"eval.drafter={heads}", "model.target=other"]).model.target == "other"
+
+
 def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, finished):
     name = str(finished / "run" / "drafter")
     report = measured(tmp_path, f"eval.drafter={name}", "eval.K=2", "eval.temperatures=0")

@@ -151,6 +151,20 @@ def test_a_head_goes_in_vllms_layout_and_what_no_engine_loads_in_our_own(run, hu
     assert (hub.folder / "user" / "own" / "drafter.json").exists()
 
 
+def test_a_head_that_only_sglang_loads_goes_in_its_layout_from_the_folder_that_is_named(
+    run, hub, tmp_path
+):
+    """And a name is a name: YAML would end this one at its number."""
+    (run / "export" / "transformers").rename(run / "export" / "sglang")
+    (run / "drafter").mkdir()
+    (run / "drafter" / "drafter.json").write_text("own")
+    named = run.rename(tmp_path / "try #2")
+    assert main([f"script.run={named}", "script.repo=user/head"], hub) == 0
+    there = hub.folder / "user" / "head"
+    assert (there / "config.json").read_text() == "export config.json"
+    assert not (there / "drafter.json").exists()
+
+
 def test_a_target_trained_with_its_heads_gets_a_repository_beside_theirs(run, hub, capsys):
     heads = run / "export" / "vllm"
     (run / "export" / "transformers").rename(run / "export" / "drafter")
