@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.cells import DONE, Cells, Json
+from benchmarks.verdict import ENOUGH_SEEDS
 from eval.report.rows import MEASURED, TRAINED, draft_shape
 
-ENOUGH_SEEDS = 3
 MILLISECONDS = ("draft_ms", "verify_ms", "other_ms")  # of a round
+TOKENS = ("tokens_per_round", "tokens_per_round_needed")  # for the goal of `real_speed`
 
 
 def markdown(table: Cells, names: Sequence[str]) -> str:
@@ -69,6 +70,7 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
                 for arm, row in one.get(batch, {}).items():
                     spent = row.get("round", {})
                     parts = [f"{spent[key]:.0f}" if key in spent else "" for key in MILLISECONDS]
+                    parts += [f"{spent[key]:.2f}" if key in spent else "" for key in TOKENS]
                     ratios = [
                         "{:.2f} [{:.2f}, {:.2f}]".format(
                             row[f"over_{other}"], *row[f"over_{other}_range"]
@@ -84,8 +86,8 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
         return []
     head = ["cell", "batch", "arm", "tokens/s", "over `generate`", "over plain",
             "over vLLM alone", "answers as `generate`", "drafting, ms", "verifying, ms",
-            "other, ms"]  # fmt: skip
-    return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 10, *lines]
+            "other, ms", "tokens per round", "needed for 1.4 over plain"]  # fmt: skip
+    return ["", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 12, *lines]
 
 
 # seeds have calibrated trees of their own, which may be of other depths

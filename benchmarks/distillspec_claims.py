@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
@@ -287,12 +288,12 @@ def report() -> None:
     ]
     for (claim, row), p in zip(found.items(), adjusted, strict=True):
         margin = CLAIMS[claim][2]
-        holds = "yes" if row["ci95"][0] > 0 and row["diff"] >= margin and p < 0.05 else "no"
+        holds = row["ci95"][0] > 0 and row["diff"] >= margin and p < 0.05
         low, high = row["ci95"]
         lines.append(
             f"| {claim} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, {high:+.4f}] | "
             f"{margin} | {p:.4f} | "
-            f"{holds} |"
+            f"{verdict(holds, row['seeds'])} |"
         )
     text = "\n".join(lines) + "\n"
     Path("benchmarks/results").mkdir(exist_ok=True)

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
 from data.cached_logits import CachedLogits
 from data.generate import GenerationPlan, generate_traces, traces_folder
@@ -314,7 +315,7 @@ def report(kind: type[Experiment], scale: Scale) -> str:
             holds = row["diff"] >= margin and low > min(0.0, margin) and clear
             lines.append(
                 f"| {claim} | {t} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
-                f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {'yes' if holds else 'no'} |"
+                f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {verdict(holds, row['seeds'])} |"
             )
         for name, pair in kind.findings.items():
             if row := difference(scale, pair, t):

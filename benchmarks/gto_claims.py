@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
@@ -337,7 +338,7 @@ def _claim_rows(setting: str) -> list[str]:
             holds = ratio >= factor and low > 0
             rows.append(
                 f"| {setting} | {a} > {factor:g} {b} | {t} | {len(seeds)} | {found['diff']:+.3f} "
-                f"| [{low:+.3f}, {high:+.3f}] | {ratio:.3f} | {'yes' if holds else 'no'} |"
+                f"| [{low:+.3f}, {high:+.3f}] | {ratio:.3f} | {verdict(holds, len(seeds))} |"
             )
     return rows
 

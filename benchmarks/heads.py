@@ -58,6 +58,7 @@ from benchmarks.heads_cells import (
     TREES,
     K,
 )
+from benchmarks.verdict import verdict
 from data.batches import Batches
 from data.features import write_features
 from data.features_layout import FeaturesPlan, features_folder
@@ -306,7 +307,7 @@ def report(chosen: Sequence[int], cells: Sequence[str], result: str | None) -> N
             holds = ratio >= factor and low > 0
             lines.append(
                 f"| {claim} | {t} | {len(seeds)} | {found['diff']:+.3f} | [{low:+.3f}, {high:+.3f}]"
-                f" | {ratio:.3f} | {'yes' if holds else 'no'} |"
+                f" | {ratio:.3f} | {verdict(holds, len(seeds))} |"
             )
     text = "\n".join(lines) + "\n"
     print(text)

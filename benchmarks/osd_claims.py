@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
 from data.generate import GenerationPlan, generate_traces, traces_folder
 from data.prompts import load_prompts
@@ -418,7 +419,7 @@ def report() -> None:
         low, high = found["ci95"]
         lines.append(
             f"| {claim} | {found['seeds']} | {found['diff']:+.4f} | [{low:+.4f}, {high:+.4f}] "
-            f"| {'yes' if low > least else 'no'} |"
+            f"| {verdict(low > least, found['seeds'])} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)

@@ -268,7 +268,8 @@ def test_engines_and_clocks_have_tables_of_their_own():
         "over_plain": 1.5, "over_plain_range": [1.4, 1.6], "answers_as_generate": "6 of 6",
     }  # fmt: skip
     alone = {"over_vllm": 1.0, "over_vllm_range": [1.0, 1.0]}
-    spent = {"draft_ms": 11.6, "verify_ms": 60.2, "other_ms": 1.0}
+    spent = {"draft_ms": 11.6, "verify_ms": 60.2, "other_ms": 1.0,
+             "tokens_per_round": 1.766, "tokens_per_round_needed": 2.004}  # fmt: skip
     outputs = {
         "vllm-s0": [{"prompts": 60, "drafters": {"runs/x/drafter": vllm}}],
         "speed-s0": [
@@ -282,8 +283,8 @@ def test_engines_and_clocks_have_tables_of_their_own():
     )
     *_, plain, chain, engine = speed_lines(outputs)
     start = "21.0 | 1.90 [1.70, 2.10] | 1.50 [1.40, 1.60] |"
-    assert plain == f"| speed-s0 | 1 | plain | {start}  | 6 of 6 |  |  |  |"
-    assert chain == f"| speed-s0 | 1 | chain of 4 | {start}  | 6 of 6 | 12 | 60 | 1 |"
-    assert engine == f"| speed-s0 | 1 | vllm | {start} 1.00 [1.00, 1.00] | 6 of 6 |  |  |  |"
+    assert plain == f"| speed-s0 | 1 | plain | {start}  | 6 of 6 |  |  |  |  |  |"
+    assert chain == f"| speed-s0 | 1 | chain of 4 | {start}  | 6 of 6 | 12 | 60 | 1 | 1.77 | 2.00 |"
+    assert engine == f"| speed-s0 | 1 | vllm | {start} 1.00 [1.00, 1.00] | 6 of 6 |  |  |  |  |  |"
     assert engine_lines({"eagle-s0": [{"rows": []}]}) == []
     assert speed_lines({"eagle-s0": [{"rows": []}]}) == []

@@ -252,7 +252,7 @@ def test_a_bias_of_fc_is_stored_trained_and_given_to_engines_that_add_it(target,
         assert torch.equal(again.fc.bias, tensors["fc.bias"])
         wanted = first_law(drafter, target, ids, hidden)
         assert torch.equal(first_law(again, target, ids, hidden), wanted)
-    with pytest.raises(UserError, match=r"engine=vllm: .* 'fc\.bias'.*engine=sglang") as caught:
+    with pytest.raises(UserError, match=r"vLLM.* 'fc\.bias'.*engine=sglang") as caught:
         writers["vllm"](drafter, tmp_path / "vllm", asked)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "vllm").exists()
