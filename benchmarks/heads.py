@@ -8,6 +8,7 @@
     python -m benchmarks.heads run 0 1 2 heads_hass      # each setting of HASS
     python -m benchmarks.heads run 0 1 2 heads_muon      # Muon for the hidden matrices
     python -m benchmarks.heads run 0 1 2 heads_chat      # networks, and HASS, on a chat model
+    python -m benchmarks.heads run 0 1 2 heads_long      # EAGLE and EAGLE-3, ten times the steps
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
@@ -44,6 +45,9 @@ from benchmarks.heads_cells import (
     CHAT_STEPS,
     CLAIMS,
     GROUPS,
+    LONG,
+    LONG_PROMPTS,
+    LONG_STEPS,
     MUON,
     NEW_TOKENS,
     NODES,
@@ -97,7 +101,7 @@ class ReadingNormed(Eagle1Drafter):
 
 class Experiment:
     name, layers, new_tokens = "assets/toy/target", LAYERS, NEW_TOKENS
-    steps, rows, trees = STEPS, ROWS, True
+    steps, rows, trees, num_prompts = STEPS, ROWS, True, NUM_PROMPTS
     about = (
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
         f"held-out prompts, {NODES} nodes"
@@ -114,7 +118,7 @@ class Experiment:
         self.store = write_features(self.target, self.train, plan, folder, batch_size=32)
 
     def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
-        prompts = load_prompts("toy", count=NUM_PROMPTS, seed=0, toy_split="train")
+        prompts = load_prompts("toy", count=self.num_prompts, seed=0, toy_split="train")
         return split_dev(self._traces("toy train", prompts, 1.0, 0), 0)
 
     def answers(self, temperature: float) -> Sequence[Trace]:
@@ -191,6 +195,14 @@ class Experiment:
         return found
 
 
+class LongBudget(Experiment):
+    steps, num_prompts, layers = LONG_STEPS, LONG_PROMPTS, (1, 3, 4, "final_norm")
+    about = (
+        f"{LONG_STEPS} steps of {ROWS} rows, {LONG_PROMPTS} prompts, {NUM_EVAL} held-out prompts, "
+        f"{NODES} nodes"
+    )
+
+
 class ChatModel(Experiment):
     name, layers = chat_model.TARGET, chat_model.LAYERS
     new_tokens = chat_model.NEW_TOKENS
@@ -209,7 +221,8 @@ def place(name: str, seed: int) -> Path:
 
 
 def _where(cells: Sequence[str]) -> type[Experiment]:
-    return ChatModel if set(cells) <= set(CHAT) else Experiment
+    own = {LongBudget: LONG, ChatModel: CHAT}
+    return next((kind for kind, of in own.items() if set(cells) <= set(of)), Experiment)
 
 
 def _slug(name: str) -> str:

@@ -13,6 +13,7 @@ STEPS, ROWS, K, NODES = 240, 24, 4, 25
 NUM_PROMPTS, NUM_EVAL, NEW_TOKENS = 1600, 300, 64
 SMALL = 400  # prompts of the cells with less data
 CHAT_STEPS, CHAT_ROWS = 100, 8
+LONG_STEPS, LONG_PROMPTS = 2400, 6000
 TREES = {"static": "eagle,siblings=top", "dynamic": "dynamic:25:5:8"}
 # cell -> (recipe, settings, learning rate, prompts)
 CELLS: dict[str, tuple[str, dict[str, Any], float, int]] = {
@@ -71,6 +72,14 @@ CHAT: dict[str, tuple[str, dict[str, Any], float, int]] = {
     ),
     "chat: eagle, continued, noise 0.1": ("eagle", {"feature_noise": 0.1}, 2e-3 / 3, NUM_TEXTS),
 }  # fmt: skip
+# ten times the steps on four times the text
+LONG: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "long: eagle": ("eagle", {}, 4e-3, LONG_PROMPTS),
+    "long: eagle-3": ("eagle3", {}, 4e-3, LONG_PROMPTS),
+    "long: eagle-3, normed residual": (
+        "eagle3", {"norm_before_residual": True}, 4e-3, LONG_PROMPTS,
+    ),
+}  # fmt: skip
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)
 # cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
@@ -120,6 +129,8 @@ CLAIMS |= {
         ("chat: hass, noise 0.1", "chat: hass"),
         ("chat: eagle, continued", "chat: eagle"),
         ("eagle-3, normed residual", "eagle-3"),
+        ("long: eagle-3", "long: eagle"),
+        ("long: eagle-3, normed residual", "long: eagle"),
         *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
         *((f"noise {noise}, steps 1, top 0", "noise 0.01, steps 1, top 0") for noise in (0.1, 0)),
     )
@@ -138,11 +149,12 @@ CLAIMS |= {
     for name in ("medusa", "hydra", "eagle", "eagle-3")
     for shape in (("chain", "dynamic") if "eagle" in name else ("chain", "calibrated"))
 }
-ALL = CELLS | NETWORKS | HASS | CHAT | {n: CELLS[n.removesuffix(", muon")] for n in MUON}
+ALL = CELLS | NETWORKS | HASS | CHAT | LONG | {n: CELLS[n.removesuffix(", muon")] for n in MUON}
 GROUPS = {  # word of the command line, and name of the result -> cells
     "heads": [*CELLS],
     "heads_networks": ["eagle", "eagle-3", "eagle-3, one step", *NETWORKS],
     "heads_hass": [*HASS],
     "heads_chat": [*CHAT],
+    "heads_long": [*LONG],
     "heads_muon": ["medusa", "hydra", "eagle", "eagle-3", *MUON],
 }
