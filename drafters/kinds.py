@@ -18,6 +18,7 @@ from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.card import Export
+from drafters.export.heads import capture_order, refuse_biased_head
 from drafters.formats import heads
 from drafters.formats.head import PublishedHead
 from drafters.hydra import HydraDrafter
@@ -36,7 +37,7 @@ class Kind:
     `words`: how the model card names such a drafter; `load`: reads a folder of this project, None
     for causal LMs, which load by any name; `method`: the engines' name for the method; `writers`:
     by engine, a run writes the first of them that serves its drafter; `adopt`: makes a drafter of a
-    published head.
+    published head; `check`: raises UserError for a drafter of the kind that vLLM cannot serve.
     """
 
     drafter: type[TrainedDrafter]
@@ -45,6 +46,7 @@ class Kind:
     method: str | None = None
     writers: Mapping[str, Writer] = field(default_factory=dict)
     adopt: Callable[[PublishedHead, Target], TrainedDrafter] | None = None
+    check: Callable[[Any], object] | None = None
 
     @property
     def name(self) -> str:
@@ -69,16 +71,17 @@ KINDS: dict[str, Kind] = {
         Kind(DrafterBank, "A bank of draft models", DrafterBank.from_pretrained),
         Kind(
             MedusaDrafter, "A set of Medusa heads", MedusaDrafter.from_pretrained, "medusa",
-            _MEDUSA_WRITERS, heads.medusa,
+            _MEDUSA_WRITERS, heads.medusa, refuse_biased_head,
         ),
         Kind(  # served as Medusa's, on the target that was trained with them
             Medusa2Drafter, "A set of Medusa heads", Medusa2Drafter.from_pretrained, "medusa",
-            _MEDUSA_WRITERS,
+            _MEDUSA_WRITERS, check=refuse_biased_head,
         ),
         Kind(HydraDrafter, "A set of Hydra heads", HydraDrafter.from_pretrained, adopt=heads.hydra),
         Kind(
             Eagle1Drafter, "An EAGLE head", Eagle1Drafter.from_pretrained, "eagle",
             {"vllm": vllm.write_eagle1, "sglang": sglang.write_eagle1}, heads.eagle1,
+            vllm.check_eagle1,
         ),
         Kind(
             Eagle3Drafter, "An EAGLE-3 head", Eagle3Drafter.from_pretrained, "eagle3",
@@ -86,7 +89,7 @@ KINDS: dict[str, Kind] = {
                 "vllm": vllm.write_eagle3, "speculators": speculators.write_eagle3,
                 "sglang": sglang.write_eagle3,
             },
-            heads.eagle3,
+            heads.eagle3, capture_order,
         ),
     )
 }  # fmt: skip

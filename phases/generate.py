@@ -256,6 +256,14 @@ def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) ->
             )
 
 
+def measured_on(plan: GenerationPlan, traces: Sequence[Trace]) -> dict[str, object]:
+    """`prompts` of the rows of a report: name, hash and, where there are any, how many of the plan
+    have no answer of their own, as too long or rendered like another one."""
+    named: dict[str, object] = {"name": plan.source, "hash": plan.prompts_hash}
+    left_out = len(plan.prompts) - len({trace.index for trace in traces})
+    return named | {"left_out": left_out} if left_out else named
+
+
 def evaluation_traces(
     run: Run,
     prompts: list[Prompt],

@@ -21,7 +21,7 @@ from eval.policies.rollouts import FAMILIES, Rollouts
 from eval.policies.table import POLICIES
 from eval.report.rows import TRAINED, Row
 from eval.speed_model import COST_RATIOS
-from phases.generate import evaluation_traces
+from phases.generate import evaluation_traces, measured_on
 from phases.run import Run
 from target.sampling import Sampling
 from trainer.progress import TokenProgress
@@ -67,9 +67,9 @@ def measure_policies(
             **{family: [budget.policy, budget.max_tokens] for family, budget in chosen.items()},
             "matching_confidence": matching(banks[0], chosen["head"]),
         }
-        name_and_hash = {"name": plan.source, "hash": plan.prompts_hash}
         by = {"text_by": plan.served or "hf"}
-        bench = Bench(run.target, traces, sampling, config, name_and_hash, by, progress)
+        on = measured_on(plan, traces)
+        bench = Bench(run.target, traces, sampling, config, on, by, progress)
         decoded = {}
         for family, budget in chosen.items():
             real = bench.decoded("after", drafter, cost_of(drafter, run.target, budget), budget)

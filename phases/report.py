@@ -43,7 +43,7 @@ from eval.report.schema import (
 )
 from eval.report.terminal import summary
 from phases.export import complete_card, export_run, save_drafter
-from phases.generate import evaluation_traces
+from phases.generate import evaluation_traces, measured_on
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
@@ -204,11 +204,9 @@ def measure(
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature)
         sampling = Sampling(temperature, config.top_k, config.top_p)
-        measured_on: dict[str, object] = {"name": plan.source, "hash": plan.prompts_hash}
-        if left_out := len(plan.prompts) - len({trace.index for trace in traces}):
-            measured_on["left_out"] = left_out
         by = {"text_by": plan.served or "hf"}
-        frozen = Bench(run.target, traces, sampling, config, measured_on, by, progress)
+        on = measured_on(plan, traces)
+        frozen = Bench(run.target, traces, sampling, config, on, by, progress)
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}

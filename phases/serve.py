@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 from drafters.base import TrainedDrafter
-from drafters.export import vllm
 from drafters.export.card import Export
 from drafters.kinds import kind_of, served_by
 from engines.vllm_run import Speculation, serve
@@ -34,7 +33,8 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
     if is_address(config.engine):
         check_server(config.engine, config.K)
     else:
-        vllm.check(drafter)
+        if kind.check is not None:
+            kind.check(drafter)
         engine_python()
 
 

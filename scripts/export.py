@@ -159,7 +159,9 @@ def _vocabulary(target: str, trusted: bool) -> tuple[PreTrainedTokenizerBase, in
             generation = GenerationConfig.from_model_config(config)
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model.target={target} has no tokenizer to read ({reason})") from error
+        raise UserError(
+            f"model.target={target}: its tokenizer and configuration cannot be read ({reason})"
+        ) from error
     return tokenizer, config.get_text_config().vocab_size, eos_ids_of(generation, tokenizer)
 
 

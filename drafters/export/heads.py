@@ -146,13 +146,13 @@ def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
 
     Raises UserError for a head that engines cannot serve.
     """
-    check_eagle1(drafter)
+    refuse_unserved_eagle1(drafter)
     tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
     embedding = own_embedding(drafter)
     return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
 
 
-def check_eagle1(drafter: Eagle1Drafter) -> None:
+def refuse_unserved_eagle1(drafter: Eagle1Drafter) -> None:
     """Raise UserError for a head that no engine can serve."""
     if drafter.settings.captures != ["final_norm"]:
         raise UserError(

@@ -19,15 +19,12 @@ from pathlib import Path
 
 import torch
 
-from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
 from drafters.export.heads import (
     Layout,
-    capture_order,
     captured_layers,
-    check_eagle1,
     configured_vocab_size,
     draft_vocab_size,
     dtype_of,
@@ -36,25 +33,21 @@ from drafters.export.heads import (
     layer_keys,
     padded_rows,
     refuse_biased_head,
+    refuse_unserved_eagle1,
     write,
 )
 from drafters.medusa import MedusaDrafter
 from trainer.config import UserError
 
 
-def check(drafter: TrainedDrafter) -> None:
-    """Raise UserError for a head that vLLM cannot serve, before anything is written."""
-    if isinstance(drafter, MedusaDrafter):
-        refuse_biased_head(drafter)
-    elif isinstance(drafter, Eagle1Drafter):
-        if drafter.settings.fc_bias:
-            raise UserError(
-                "vLLM's EAGLE loader drops 'fc.bias', which this head has: export it with "
-                "script.engine=sglang, or train a head of your own, which has none"
-            )
-        check_eagle1(drafter)
-    elif isinstance(drafter, Eagle3Drafter):
-        capture_order(drafter)
+def check_eagle1(drafter: Eagle1Drafter) -> None:
+    """Raise UserError for an EAGLE-1 head that vLLM cannot serve."""
+    if drafter.settings.fc_bias:
+        raise UserError(
+            "vLLM's EAGLE loader drops 'fc.bias', which this head has: export it with "
+            "script.engine=sglang, or train a head of your own, which has none"
+        )
+    refuse_unserved_eagle1(drafter)
 
 
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
@@ -64,7 +57,7 @@ def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> P
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
     """Write an EAGLE-1 head; UserError where vLLM cannot serve it."""
-    check(drafter)
+    check_eagle1(drafter)
     config: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
     return write(folder, (config, eagle1_tensors(drafter)), drafter, asked)
 
@@ -76,7 +69,7 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
 
 def medusa(drafter: MedusaDrafter) -> Layout:
     """config.json and tensors of Medusa heads."""
-    check(drafter)
+    refuse_biased_head(drafter)
     settings, weights, dtype = drafter.settings, drafter.state_dict(), dtype_of(drafter)
     width = drafter.shared.target.hidden_size
     num_layers = max(settings.num_layers, 1)  # a layer of zeros passes its input unchanged

@@ -373,7 +373,10 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
         ({"script.ingine": "vllm"}, "unknown key 'script.ingine'; did you mean 'script.engine'?"),
         ({"eval.K": "0"}, "eval.K must be a whole number >= 1, got 0"),
         ({"eval.K": "true"}, "eval.K must be a whole number >= 1, got True"),
-        ({"model.target": "no/such"}, "model.target=no/such has no tokenizer to read"),
+        (
+            {"model.target": "no/such"},
+            "model.target=no/such: its tokenizer and configuration cannot",
+        ),
         ({"model.target": "assets/toy/target"}, "ids differently"),
     ],
 )
