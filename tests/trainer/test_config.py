@@ -340,7 +340,7 @@ def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsy
     words = [f"recipe={name}", f"preset={preset}"]
     taken = train.resolve(words)[0]
     assert taken.trainer.max_steps != own.trainer.max_steps
-    assert taken.trainer.precision == ("auto" if preset == "laptop" else "bf16")
+    assert taken.trainer.precision == ("fp32" if preset == "laptop" else "bf16")
     assert train.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
     assert taken.hash() != own.hash()
     assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0
