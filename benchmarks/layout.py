@@ -36,11 +36,11 @@ PROMPTS = (
 )
 
 
-def as_loaded(name: str) -> Target:
+def as_loaded(name: str, device: str = "cpu") -> Target:
     """The target with its weights as transformers lays them out."""
     kept, loading.lay_out = loading.lay_out, lambda model: None
     try:
-        return Target.load(name)
+        return Target.load(name, device=device)
     finally:
         loading.lay_out = kept
 

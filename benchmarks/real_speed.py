@@ -1,4 +1,5 @@
-"""Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too.
+"""Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too; on
+a GPU where there is one.
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
@@ -20,7 +21,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -108,7 +108,8 @@ def measured(arms: dict[str, Arm]) -> tuple[dict[str, Any], dict[str, Answers]]:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(RUNS):
         for name, arm in arms.items():
-            os.environ[GROUPED] = str(int(not name.startswith(AS_LOADED)))
+            if not torch.cuda.is_available():
+                os.environ[GROUPED] = str(int(not name.startswith(AS_LOADED)))
             seconds[name].append(arm()[0])
     table: dict[str, Any] = {}
     for name in arms:
@@ -132,8 +133,11 @@ def main(arguments: list[str]) -> int:
         "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
         "tokens": "96", "K": "4", "tree": "", "out": OUT,
     } | dict(a.split("=", 1) for a in arguments)  # fmt: skip
-    usual, target = as_loaded(given["target"]), Target.load(given["target"])
-    assistant, drafter = (load_drafter(given["drafter"], target, key="drafter") for _ in range(2))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usual, target = as_loaded(given["target"], device), Target.load(given["target"], device=device)
+    assistant, drafter = (
+        load_drafter(given["drafter"], target, key="drafter").to(device) for _ in range(2)
+    )
     with laid_out(drafter):
         return measure(given, arguments, usual, target, drafter.eval(), assistant.eval())
 
@@ -158,7 +162,7 @@ def measure(
         **provenance(["benchmarks.real_speed", *arguments]),
     }
     engine = engine_arms(target, assistant, requests, limit, max(map(int, given["K"].split(","))))
-    result["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    result["threads"] = torch.get_num_threads()
     for batch in (1, 8):
         last: dict[str, list[Speculated]] = {}
 
