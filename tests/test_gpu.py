@@ -63,7 +63,7 @@ def test_losses_and_gradients_are_those_of_a_cpu(name, vocabulary):
     labels = torch.randint(vocabulary, (50,), generator=g)
     found = []
     for device in ("cpu", "cuda"):
-        own, matrix = (x.to(device).requires_grad_() for x in (states, weight))
+        own, matrix = (x.to(device, copy=True).requires_grad_() for x in (states, weight))
         teacher = logits.to(device)
         loss = chunked_divergence(
             DIVERGENCES[name](), own, OutputHead(matrix), lambda span, t=teacher: t[span],
