@@ -248,7 +248,7 @@ def test_the_compiled_kernel_gives_sdpas_values_and_gradients(case):
     visible = visible_of(case)
     there = Visible(
         LENGTH, visible.columns.cuda(),
-        None if visible.documents is None else visible.documents.cuda(),
+        None if visible.documents is None else visible.documents.cuda(), window=visible.window,
     )  # fmt: skip
     torch.manual_seed(0)
     queries = torch.randn(2, 4, visible.columns.shape[1], 64)
