@@ -60,7 +60,8 @@ def show(table: Cells) -> None:
 
 
 def run(table: Cells, names: Sequence[str], budget_s: float) -> int:
-    """Run cells, for at most `budget_s` in all. Returns the exit code: 3 if a cell has failed."""
+    """Run cells, for at most `budget_s` in all. Returns the exit code: 3 if a cell has failed, 75
+    if a signal has stopped the command of one."""
     ends = time.monotonic() + budget_s
     committed = table.committed()
     wanted = table.chosen(names)
@@ -86,6 +87,8 @@ def run(table: Cells, names: Sequence[str], budget_s: float) -> int:
             found = run_cell(table, cell, ends)
         if found is None:
             print(f"{cell.cell}: stopped; the same command goes on")
+            if time.monotonic() < ends:
+                return INTERRUPTED
             break
         failed += bool(found["failed"])
         print(f"{cell.cell}: {found['failed'] or DONE}, {found['wall_s'] / 60:.1f} min, now commit "

@@ -332,6 +332,10 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     sys.excepthook = _show_fault
     try:
         code = command(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not printed yet
+        code = 128 + signal.SIGPIPE
     except BaseException as fault:
         if not _in_group():
             raise

@@ -169,6 +169,13 @@ def test_a_budget_stops_a_cell_and_its_seconds_add_up(tmp_path, table, capsys):
     assert not (tmp_path / "real" / "results").exists()
 
 
+def test_a_command_that_a_signal_stops_ends_the_queue_with_its_code(tmp_path, table):
+    stopped = "python -c 'import sys; sys.exit(75)'"
+    words = table({"name": "told", "command": stopped}, {"name": "next", "command": WRITES})
+    assert queue.main(["run", words]) == 75
+    assert not (tmp_path / "real" / "results").exists()
+
+
 def test_sigterm_ends_the_command_too(tmp_path, table):
     words = table({"name": "slow", "command": SLEEPS})
     process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -54,3 +55,16 @@ def test_a_fault_is_shown():
     returned, out, err = ended("raise KeyError('such')")
     assert (returned, out) == (1, "left\n")
     assert err.rstrip().endswith("KeyError: 'such'")
+
+
+def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
+    code = "from phases.run import end; end(lambda words: print('line\\n' * 10**6) or 0)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 128 + signal.SIGPIPE)
