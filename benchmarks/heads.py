@@ -9,6 +9,7 @@
     python -m benchmarks.heads run 0 1 2 heads_muon      # Muon for the hidden matrices
     python -m benchmarks.heads run 0 1 2 heads_chat      # networks, and HASS, on a chat model
     python -m benchmarks.heads run 0 1 2 heads_long      # EAGLE and EAGLE-3, ten times the steps
+    python -m benchmarks.heads run 0 1 2 heads_rates     # both at the sweep's best rates
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out

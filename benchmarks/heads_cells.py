@@ -80,6 +80,11 @@ LONG: dict[str, tuple[str, dict[str, Any], float, int]] = {
         "eagle3", {"norm_before_residual": True}, 4e-3, LONG_PROMPTS,
     ),
 }  # fmt: skip
+# at the best rate that `sweep` finds up to 1.6e-2; those of the cells above are 4e-3
+RATES: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "eagle, rate 0.016": ("eagle", {}, 1.6e-2, NUM_PROMPTS),
+    "eagle-3, rate 0.008": ("eagle3", {}, 8e-3, NUM_PROMPTS),
+}
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)
 # cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
@@ -130,6 +135,7 @@ CLAIMS |= {
         ("chat: eagle, continued", "chat: eagle"),
         ("eagle-3, normed residual", "eagle-3"),
         ("long: eagle-3", "long: eagle"),
+        ("eagle-3, rate 0.008", "eagle, rate 0.016"),
         ("long: eagle-3, normed residual", "long: eagle"),
         *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
         *((f"noise {noise}, steps 1, top 0", "noise 0.01, steps 1, top 0") for noise in (0.1, 0)),
@@ -149,12 +155,14 @@ CLAIMS |= {
     for name in ("medusa", "hydra", "eagle", "eagle-3")
     for shape in (("chain", "dynamic") if "eagle" in name else ("chain", "calibrated"))
 }
-ALL = CELLS | NETWORKS | HASS | CHAT | LONG | {n: CELLS[n.removesuffix(", muon")] for n in MUON}
+ALL = CELLS | NETWORKS | HASS | CHAT | LONG | RATES
+ALL |= {name: CELLS[name.removesuffix(", muon")] for name in MUON}
 GROUPS = {  # word of the command line, and name of the result -> cells
     "heads": [*CELLS],
     "heads_networks": ["eagle", "eagle-3", "eagle-3, one step", *NETWORKS],
     "heads_hass": [*HASS],
     "heads_chat": [*CHAT],
     "heads_long": [*LONG],
+    "heads_rates": [*RATES],
     "heads_muon": ["medusa", "hydra", "eagle", "eagle-3", *MUON],
 }
