@@ -1,11 +1,11 @@
-"""Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too; on
-a GPU where there is one.
+"""Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too.
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
         [out=benchmarks/real/results/speed.json]
 
-At temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a warm-up. `generate`
+At temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a warm-up, on a GPU
+where there is one. `generate`
 is transformers' own, on a model as transformers loads it; our arms share one target with its
 weights laid out (`target.layout`), so that the two gains stand apart: `plain` over `generate`, and
 speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,

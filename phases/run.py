@@ -333,8 +333,8 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     try:
         code = command(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # such as `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not printed yet
+    except BrokenPipeError:  # of a reader that has read enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to print
         code = 128 + signal.SIGPIPE
     except BaseException as fault:
         if not _in_group():
