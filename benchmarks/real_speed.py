@@ -5,15 +5,15 @@
         [out=benchmarks/real/results/speed.json]
 
 At temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a warm-up, on a GPU
-where there is one. `generate`
-is transformers' own, on a model as transformers loads it; our arms share one target with its
-weights laid out (`target.layout`), so that the two gains stand apart: `plain` over `generate`, and
-speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
-`assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
-run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
-process each time, of which the answers alone are timed, after as many as the batch holds. Answers
-that differ from `generate`'s are counted. Beside the tokens per second: where each millisecond of a
-round goes, and the tokens per round that a speed-up of 1.4 would need.
+where there is one. `generate` is transformers' own, on a model as transformers loads it; our arms
+share one target with its weights laid out (`target.layout`), so that the two gains stand apart:
+`plain` over `generate`, and speculation over `plain`. A drafter that is a language model also
+assists `generate` at batch 1, `assisted chain of K`. `vllm`, and `vllm chain of K` with the
+exported drafter and the largest K, run where vLLM's environment is there (`bash
+scripts/engine_env.sh`) and serves the drafter: a process each time, of which the answers alone are
+timed, after as many as the batch holds. Answers that differ from `generate`'s are counted. Beside
+the tokens per second: where each millisecond of a round goes, and the tokens per round that a
+speed-up of 1.4 would need.
 """
 
 from __future__ import annotations
