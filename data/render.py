@@ -62,6 +62,28 @@ def render(
     return _render_chat(messages, tokenizer, system, options)
 
 
+def question(
+    turn: Turn,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The end of `render`, from the token before the last user message on: without a system message
+    or a date in front of it, which other runs have otherwise. All of what is no conversation."""
+    ids = render(turn, tokenizer, system_prompt, chat_template_kwargs)
+    if isinstance(turn, Rendered) or not tokenizer.chat_template:
+        return ids
+    *before, last = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
+    begins = len(ids)
+    for text in ("?", "0"):  # the message may begin like one of them
+        other = [*before, {**last, "content": text}]
+        alike = zip(
+            ids, render(other, tokenizer, system_prompt, chat_template_kwargs), strict=False
+        )
+        begins = min(begins, next((i for i, (a, b) in enumerate(alike) if a != b), begins))
+    return ids[max(0, begins - 1) :]
+
+
 def _render_plain(
     turn: Turn,
     tokenizer: PreTrainedTokenizerBase,

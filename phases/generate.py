@@ -28,7 +28,7 @@ from data.prompts import (
     take,
     user_turns,
 )
-from data.render import render
+from data.render import question
 from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
@@ -239,16 +239,21 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Trace
 
 
 def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) -> None:
-    """Raise UserError where a held-out prompt is trained on. Prompts that are token ids compare
-    with text in their rendered form only."""
+    """Raise UserError where a held-out prompt is trained on, behind whatever system message.
+    Prompts that are token ids compare with text in their rendered form only."""
     data, tokenizer = run.config.data, run.target.tokenizer
-    rendered = [
-        tuple(render(next(user_turns(p)), tokenizer, data.system_prompt, data.chat_template_kwargs))
-        for p in held_out
-    ]
-    asked = set(rendered)
-    trained = {ids for trace in traces if (ids := tuple(trace.prompt_ids)) in asked}
-    for prompt, ids in zip(held_out, rendered, strict=True):
+    options = data.system_prompt, data.chat_template_kwargs
+    asked = [tuple(question(next(user_turns(p)), tokenizer, *options)) for p in held_out]
+    # a text that is no conversation may end like another one: ids[-0:] is all of it
+    known, lengths = set(asked), {len(ids) for ids in asked} if tokenizer.chat_template else {0}
+    trained = {
+        end
+        for trace in traces
+        for ids in [tuple(trace.prompt_ids)]
+        for length in lengths
+        if (end := ids[-length:]) in known
+    }
+    for prompt, ids in zip(held_out, asked, strict=True):
         if ids in trained:
             raise UserError(
                 f"DataLeakError: the evaluation prompt {prompt.source} is also a training prompt: "

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ import torch
 import phases.train
 import train
 from data.imported import import_log, open_imported, prompts_of
-from data.prompts import Rendered, user_turns
+from data.prompts import Prompt, Rendered, user_turns
 from data.render import render, with_answers
 from data.traces import TraceStore
+from phases.generate import refuse_trained
 from scripts import evaluate, import_traces
 from target.sampling import Sampling, warp
 from tests.commands import ROOT, command, write_jsonl
-from tests.tiny import EOS, generated
+from tests.tiny import EOS, generated, tiny_tokenizer
 from tests.tiny import prompts_of as random_prompts
 from trainer.config import UserError
 
@@ -370,3 +372,46 @@ def test_importing_and_the_prompts_of_a_store_take_less_than_ten_bytes_a_token(
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
         assert int(found.stdout) < 10 * 7000 * 250, what
+
+
+DATED = "<|turn|>system\nToday is {}.\n"
+
+
+@pytest.mark.parametrize(
+    ("logged", "held_out", "refused"),
+    [
+        ("[DATE]the same question", "the same question", True),
+        ("[SYSTEM]the same question", "the same question", True),
+        ("the same question", "[SYSTEM]the same question", True),
+        ("[DATE]say the same question", "the same question", False),
+        ("[DATE]the same", "the same question", False),
+        ("[DATE]?", "?", True),
+        ("[DATE]0", "?", False),
+    ],
+)
+def test_a_held_out_question_is_found_behind_another_system_message_or_date(
+    logged, held_out, refused
+):
+    """`[DATE]`: logged on another day, by a template that names it; `[SYSTEM]`: behind a system
+    message."""
+    tokenizer = tiny_tokenizer(chat_template=True)
+    template = tokenizer.chat_template
+
+    def prompt(text):
+        system = [{"role": "system", "content": "Be brief."}] if "[SYSTEM]" in text else []
+        return [*system, {"role": "user", "content": text.split("]")[-1]}]
+
+    day = "Friday" if "[DATE]" in logged else "Monday"
+    tokenizer.chat_template = DATED.format(day) + template
+    trace = SimpleNamespace(prompt_ids=render(prompt(logged), tokenizer))
+    tokenizer.chat_template = DATED.format("Monday") + template
+    data = SimpleNamespace(system_prompt=None, chat_template_kwargs={})
+    run = SimpleNamespace(
+        config=SimpleNamespace(data=data), target=SimpleNamespace(tokenizer=tokenizer)
+    )
+    asked = [Prompt(None, tuple(prompt(held_out)), None, "any", "held out", "0")]
+    if refused:
+        with pytest.raises(UserError, match="DataLeakError: the evaluation prompt held out"):
+            refuse_trained(run, [trace], asked)
+    else:
+        refuse_trained(run, [trace], asked)
