@@ -168,6 +168,8 @@ class Fit(Generic[B, O, C]):
         layers = compiled(config.compile, self.network)
         saved = closing(self.store)
         with Interrupt() as self.interrupt, closing(self.progress), layers, saved:
+            if config.compile is not None:
+                self.progress.note("the first steps compile layers too, which can take minutes")
             if counters.step == 0:
                 self.evaluate_drafter()
             self.window.start(counters.num_tokens)

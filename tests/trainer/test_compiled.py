@@ -49,7 +49,7 @@ def losses(folder, target, recipe, backend):
     ],
 )
 def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
-    recipe, backend, tmp_path, tiny_folder, monkeypatch
+    recipe, backend, tmp_path, tiny_folder, monkeypatch, capsys
 ):
     monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     # live at every step, or nothing of the target is compiled
@@ -64,9 +64,11 @@ def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
     monkeypatch.setattr(Fit, "update", watched)
     target = tiny_folder("gemma3")
     plain = losses(tmp_path, target, recipe, "null")
+    assert "compile layers" not in capsys.readouterr().err
     torch._dynamo.reset()
     counters.clear()
     assert losses(tmp_path, target, recipe, backend) == pytest.approx(plain, rel=1e-5)
+    assert "the first steps compile layers too" in capsys.readouterr().err
     assert counters["stats"]["unique_graphs"] >= 2  # of the target and of the drafter
     assert not counters["graph_break"]
     # rows are as long as their longest text, or, to be compiled, as few lengths as will do
