@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import select
 import signal
 import subprocess
 import sys
@@ -333,13 +334,12 @@ def end(command: Callable[[list[str]], int]) -> NoReturn:
     try:
         code = command(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # of a reader that has read enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to print
-        code = 128 + signal.SIGPIPE
     except BaseException as fault:
-        if not _in_group():
+        if isinstance(fault, BrokenPipeError) and _reader_has_left():
+            code = 128 + signal.SIGPIPE
+        elif not _in_group():
             raise
-        if isinstance(fault, SystemExit) and isinstance(fault.code, int):
+        elif isinstance(fault, SystemExit) and isinstance(fault.code, int):
             code = fault.code
         else:
             sys.excepthook(type(fault), fault, fault.__traceback__)
@@ -360,6 +360,16 @@ def _show_fault(
     """Print the traceback of a bug without secrets: a library may have put one into its message."""
     text = "".join(traceback.format_exception(kind, fault, trace))
     print(hide(text, sys.argv[1:], pairs=False), end="", file=sys.stderr)
+
+
+def _reader_has_left() -> bool:
+    """Whether what reads stdout has closed it, as `head` does; what is left goes nowhere then."""
+    output, asked = sys.stdout.fileno(), select.poll()
+    asked.register(output, 0)
+    if not asked.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _in_group() -> bool:

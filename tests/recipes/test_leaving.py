@@ -68,3 +68,9 @@ def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
     process.stdout.close()
     assert process.stderr is not None
     assert (process.stderr.read(), process.wait(timeout=60)) == ("", 128 + signal.SIGPIPE)
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_fault():
+    returned, _, err = ended("raise BrokenPipeError('of a worker')")
+    assert returned == 1
+    assert err.rstrip().endswith("BrokenPipeError: of a worker")
