@@ -246,12 +246,14 @@ def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) ->
     asked = [tuple(question(next(user_turns(p)), tokenizer, *options)) for p in held_out]
     # a text that is no conversation may end like another one: ids[-0:] is all of it
     known, lengths = set(asked), {len(ids) for ids in asked} if tokenizer.chat_template else {0}
+    begin = {ids[0] for ids in asked}
     trained = {
         end
         for trace in traces
         for ids in [tuple(trace.prompt_ids)]
         for length in lengths
-        if (end := ids[-length:]) in known
+        # the first token tells nearly all ends apart, without a copy
+        if length <= len(ids) and ids[-length] in begin and (end := ids[-length:]) in known
     }
     for prompt, ids in zip(held_out, asked, strict=True):
         if ids in trained:
