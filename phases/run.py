@@ -307,6 +307,10 @@ def provenance(command: list[str]) -> dict[str, object]:
     except importlib.metadata.PackageNotFoundError:  # its dependencies came from elsewhere
         version = None
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    parts = [platform.machine(), torch.cpu.get_capabilities().get("cpu_name"),
+             f"{os.cpu_count()} cores"]  # fmt: skip
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name(0))
     return {
         "command": shown_command(command),
         "date": datetime.date.today().isoformat(),
@@ -316,8 +320,7 @@ def provenance(command: list[str]) -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
-        + (f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""),
+        "machine": ", ".join(str(part) for part in parts if part),
     }
 
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.base import TrainedDrafter
@@ -33,6 +34,7 @@ packs = pytest.mark.skipif(not can_pack(), reason="this PyTorch has no oneDNN")
 @pytest.fixture(autouse=True)
 def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "PACKED", 1)
+    monkeypatch.setattr(layout, "made_by_intel", lambda: False)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -60,6 +62,22 @@ def test_large_matrices_exist_once_and_are_saved_as_they_were() -> None:
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in usual.parameters())
     for name, tensor in usual.state_dict().items():
         assert ours.state_dict()[name].equal(tensor), name
+
+
+@packs
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch has no MKL")
+def test_smaller_matrices_stay_where_mkl_multiplies_one_row_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout, "made_by_intel", lambda: True)
+    monkeypatch.setattr(layout, "PACKED", 1024 * 192)  # those of the output matrix
+    ours = model(True)
+    lay_out(ours)
+    assert not ours.model.layers[0].mlp.up_proj.weight.is_mkldnn
+    assert layout.blocked(ours.lm_head) is not None
+    drafter = nn.ModuleList([nn.Linear(192, 768), nn.Linear(192, 1024)])
+    with laid_out(drafter):
+        assert [layout.blocked(layer) is not None for layer in drafter] == [False, True]
 
 
 def test_laid_out_model_is_saved_as_it_was(tmp_path) -> None:
