@@ -48,19 +48,22 @@ from engines.vllm_run import Speculation, serve
 from engines.vllm_server import engine_python
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
-from phases.run import provenance
+from phases.run import fail, provenance
 from target.cache import CachedModel
 from target.decode import Request
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.config import UserError, asks_for_help
+from trainer.config import UserError, asks_for_help, parse_overrides
 from trainer.files import write_json
 
 RUNS = 7
 AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout of the weights
 GREEDY = Sampling(0.0)
-OUT = "benchmarks/real/results/speed.json"
+DEFAULTS = {
+    "drafter": "", "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
+    "tokens": "96", "K": "4", "tree": "", "out": "benchmarks/real/results/speed.json",
+}  # fmt: skip
 Answers = list[list[int]]
 Arm = Callable[[], tuple[float, Answers]]  # seconds, and the answers
 
@@ -129,17 +132,20 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
-    given = {
-        "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
-        "tokens": "96", "K": "4", "tree": "", "out": OUT,
-    } | dict(a.split("=", 1) for a in arguments)  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    usual, target = as_loaded(given["target"], device), Target.load(given["target"], device=device)
-    assistant, drafter = (
-        load_drafter(given["drafter"], target, key="drafter").to(device) for _ in range(2)
-    )
-    with laid_out(drafter):
-        return measure(given, arguments, usual, target, drafter.eval(), assistant.eval())
+    try:
+        given = DEFAULTS | parse_overrides(arguments, [*DEFAULTS], DEFAULTS)
+        if not given["drafter"]:
+            raise UserError("name a drafter: drafter=<folder of a run>/drafter")
+        name, device = given["target"], "cuda" if torch.cuda.is_available() else "cpu"
+        target = Target.load(name, device=device)
+        assistant, drafter = (
+            load_drafter(given["drafter"], target, key="drafter").to(device) for _ in range(2)
+        )
+        usual = as_loaded(name, device)
+        with laid_out(drafter):
+            return measure(given, arguments, usual, target, drafter.eval(), assistant.eval())
+    except Exception as error:
+        return fail(error, arguments)
 
 
 def measure(

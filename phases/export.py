@@ -63,6 +63,7 @@ def run_card(
     return model_card(
         report,
         target=target,
+        revision=run.config.model.target_revision if target == run.target.name else None,
         recipe=run.config.recipe,
         num_assistant_tokens=run.config.eval.K,
         table=markdown_table(report["results"]) if report else None,

@@ -73,10 +73,10 @@ def export_drafter(
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
     report = read_report(stored_report) if stored_report.exists() else None
-    model, revision = config.get("model", {}), None
+    model = config.get("model", {})
     own = model.get("target")
     if target is None:
-        target, revision = own, model.get("target_revision")
+        target = own
         if not isinstance(target, str):
             raise UserError(
                 f"{drafter} lies in no run folder (no {stored_config} with a target): "
@@ -89,6 +89,7 @@ def export_drafter(
     require(counts, "eval.K", "be a whole number >= 1", num_tokens)
     if target != own:  # the run's numbers are of another target
         report = None
+    revision = model.get("target_revision") if target == own else None
     table = markdown_table(report["results"]) if report and report["results"] else None
     license = "apache-2.0" if target == ModelConfig.target else None
     if kind.load is None:  # a causal LM is written without its target
@@ -111,11 +112,12 @@ def export_drafter(
     num_tokens = min(num_tokens, whole.max_depth or num_tokens)
     served, trained = whole.servable(out / "target")
     if trained is not None:  # it serves on the target that was trained with it
-        out, target = out / "drafter", trained.name
+        out, target, revision = out / "drafter", trained.name, None
     assert kind.method is not None, "a kind with writers has a name that engines know"
     text = model_card(
-        report, target=target, recipe=config.get("recipe"), num_assistant_tokens=num_tokens,
-        table=table, license=license, engine=engine, method=kind.method, words=kind.words,
+        report, target=target, revision=revision, recipe=config.get("recipe"),
+        num_assistant_tokens=num_tokens, table=table, license=license, engine=engine,
+        method=kind.method, words=kind.words,
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
     return kind.writers[engine](served, out, Export(text, target, num_tokens))

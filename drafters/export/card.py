@@ -58,6 +58,7 @@ def model_card(
     target: str,
     recipe: str | None,
     num_assistant_tokens: int,
+    revision: str | None = None,
     table: str | None = None,
     license: str | None = None,
     engine: str = "transformers",
@@ -67,10 +68,11 @@ def model_card(
 ) -> str:
     """README.md of an export: a description, the measurements, and the commands to serve it.
 
-    It holds no secret and no path of this machine. `report`: content of report.json; `table`: its
-    rows as an escaped Markdown table; `license`: only where it is known, the target's may apply;
-    `method`: the engines' name for this kind of drafter; `words`: how to name it; `engine`: the
-    engine it was written for; `note`: a further sentence.
+    It holds no secret and no path of this machine. `report`: content of report.json; `revision`: of
+    the target on the Hub, where the run named one; `table`: the report's rows as an escaped
+    Markdown table; `license`: only where it is known, the target's may apply; `method`: the
+    engines' name for this kind of drafter; `words`: how to name it; `engine`: the engine it was
+    written for; `note`: a further sentence.
     """
     head = method != "draft_model"
     hub_id, target = is_hub_id(target), _line(shown(target))
@@ -98,7 +100,7 @@ def model_card(
     serving = [_serve_sglang] if engine == "sglang" else [_serve_vllm]
     if not head:
         serving.insert(0, _serve_transformers)
-    commands = "\n".join(serve(target, method, num_assistant_tokens) for serve in serving)
+    commands = "\n".join(serve(target, revision, method, num_assistant_tokens) for serve in serving)
     loaders = "\nTransformers has no loader for such heads.\n" if head else ""
     return f"""---
 {front.to_yaml()}
@@ -153,14 +155,15 @@ def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
     return found
 
 
-def _serve_transformers(target: str, method: str, num_tokens: int) -> str:
+def _serve_transformers(target: str, revision: str | None, method: str, num_tokens: int) -> str:
+    named = json.dumps(target) + (f", revision={json.dumps(revision)}" if revision else "")
     return f"""transformers:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained({json.dumps(target)})
-target = AutoModelForCausalLM.from_pretrained({json.dumps(target)})
+tokenizer = AutoTokenizer.from_pretrained({named})
+target = AutoModelForCausalLM.from_pretrained({named})
 drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
@@ -168,27 +171,32 @@ print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
 """
 
 
-def _serve_vllm(target: str, method: str, num_tokens: int) -> str:
+def _serve_vllm(target: str, revision: str | None, method: str, num_tokens: int) -> str:
     speculative = {"method": method, "model": "DRAFTER", "num_speculative_tokens": num_tokens}
     return f"""vLLM:
 
 ```bash
-vllm serve {_word(target)} --speculative-config '{json.dumps(speculative)}'
+vllm serve {_word(target)}{_option(revision)} --speculative-config '{json.dumps(speculative)}'
 ```
 """
 
 
-def _serve_sglang(target: str, method: str, num_tokens: int) -> str:
+def _serve_sglang(target: str, revision: str | None, method: str, num_tokens: int) -> str:
     """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree."""
     return f"""SGLang:
 
 ```bash
-python -m sglang.launch_server --model-path {_word(target)} \\
+python -m sglang.launch_server --model-path {_word(target)}{_option(revision)} \\
     --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
     --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens {num_tokens + 1}
 ```
 """
+
+
+def _option(revision: str | None) -> str:
+    """What makes vLLM and SGLang load the target at `revision`."""
+    return f" --revision {shlex.quote(revision)}" if revision else ""
 
 
 def _word(name: str) -> str:

@@ -252,6 +252,17 @@ def test_model_card_front_matter_and_text():
     assert settings == {"method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6}
 
 
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+def test_a_card_serves_the_revision_of_the_target_that_the_drafter_was_trained_for(engine):
+    head = engine == "sglang"
+    about = {"target": "a/b", "recipe": "eagle", "num_assistant_tokens": 4, "engine": engine}
+    about |= {"method": "eagle"} if head else {}
+    card, pinned = model_card(None, **about), model_card(None, **about, revision="v1")
+    assert "revision" not in card
+    assert f"{'--model-path' if head else 'vllm serve'} a/b --revision v1 " in pinned
+    assert pinned.count('from_pretrained("a/b", revision="v1")') == (0 if head else 2)
+
+
 def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
     row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
            "temperature": 1.0, "K": 4, "num_prompts": 96, "prompts": {"name": "gsm8k"}}  # fmt: skip
@@ -313,7 +324,8 @@ def run(tokenizer, tmp_path):
     tokenizer.save_pretrained(run / "drafter")
     about = {"kind": "causal_lm", "vocab_size": WORDS, "target": {"vocab_size": 96, "eos_ids": [5]}}
     (run / "drafter" / "drafter.json").write_text(json.dumps(about))
-    config = {"recipe": "distillspec", "model": {"target": "org/model-8b"}, "eval": {"K": 3}}
+    model = {"target": "org/model-8b", "target_revision": "v2"}
+    config = {"recipe": "distillspec", "model": model, "eval": {"K": 3}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     return run
 
@@ -335,8 +347,9 @@ def test_script_exports_with_the_settings_of_the_run(run, tmp_path, capsys, engi
 
 
 def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
-    """Another target with the same tokens may be named; nothing was measured with it. Its
-    vocabulary may be padded otherwise, which vLLM compares, and its answers end otherwise."""
+    """So is its revision. Another target with the same tokens may be named; nothing was measured
+    with it. Its vocabulary may be padded otherwise, which vLLM compares, and its answers end
+    otherwise."""
     other = tmp_path / "other"
     tokenizer.save_pretrained(other)
     model = llama(width=80)
@@ -352,10 +365,15 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
         mock.patch("scripts.export.read_report", return_value=report),
         mock.patch("scripts.export.markdown_table", return_value="| 2.25 |"),
     ):
-        assert main(words) == 0
-        assert "2.25" in (out / "README.md").read_text()
+        for same in ([], ["model.target=org/model-8b"]):
+            assert main([*words, *same]) == 0
+            card = (out / "README.md").read_text()
+            assert "2.25" in card
+            assert "org/model-8b --revision v2" in card
         assert main([*words, f"model.target={other}"]) == 0
-    assert "Not measured." in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "Not measured." in card
+    assert "revision" not in card
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.config.vocab_size == 80
     assert loaded.generation_config.eos_token_id == [5, 6]
