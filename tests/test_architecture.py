@@ -168,6 +168,7 @@ def results(tmp_path_factory, tiny_folder):
     return json.loads((folder / "out" / "report.json").read_text())["results"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DUMMIES)
 def test_one_new_file_and_a_row_of_its_table_add_it(kind, tmp_path, results):
     dummy, root = DUMMIES[kind], copied(tmp_path)
@@ -224,6 +225,7 @@ def add_the_method_of_the_page(root: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_head_without_an_engine_is_three_files_and_a_row(tmp_path, tiny_folder):
     """As docs/add_a_method.md adds it; then its recipe is trained, measured and loaded again."""
     root = copied(tmp_path / "tree")
@@ -268,6 +270,7 @@ def test_a_head_without_an_engine_is_three_files_and_a_row(tmp_path, tiny_folder
     assert lossy["tokens_per_round"] >= counters.pop()[1]
 
 
+@pytest.mark.slow
 def test_a_recipe_on_a_network_that_is_there_is_two_files(tmp_path):
     root = copied(tmp_path)
     before = files(root)
@@ -287,6 +290,7 @@ def test_a_recipe_on_a_network_that_is_there_is_two_files(tmp_path):
     assert "two_heads      Two Medusa heads." in listed.stdout + listed.stderr
 
 
+@pytest.mark.slow
 def test_what_few_runs_need_is_imported_by_those_alone():
     """Every command waits for what the entry points import."""
     script = "import sys, train, scripts.evaluate, recipes.eagle3; print(*sys.modules)"

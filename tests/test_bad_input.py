@@ -443,6 +443,7 @@ def test_a_trace_store_of_another_target_or_sampling(refused, tmp_path, tiny_fol
     refused(*words, "run.seed=1", says=[*says, "seed 0 (wanted: 1)"])
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_named_and_its_removal_heals(refused, tmp_path, tiny_folder):
     arguments = command(tmp_path, tiny_folder("llama"))
     assert train.main(arguments) == 0
@@ -457,6 +458,7 @@ def test_a_damaged_shard_is_named_and_its_removal_heals(refused, tmp_path, tiny_
     assert train.main(arguments) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_run_folder_of_another_configuration(refused, tmp_path, tiny_folder, finished):
     assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
@@ -468,6 +470,7 @@ def test_a_run_folder_of_another_configuration(refused, tmp_path, tiny_folder, f
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
     refused, tmp_path, tiny_folder
 ):
@@ -568,6 +571,7 @@ def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path, monkeypatch, a
 # faults of the disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

@@ -118,6 +118,7 @@ def saved_target(folder, size):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", base.names())
 def test_a_step_waits_equally_often_whatever_its_texts_chunks_and_vocabulary(
     tmp_path, monkeypatch, recipe

@@ -180,6 +180,7 @@ def grows_twice(shape, length, processes=1):
     return sum(n > part // 2 for n in own) > 1 or math.prod(own) >= length * part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "packed"),
     [("eagle3", False), ("eagle3", True), pytest.param("distillspec", True, marks=SLOW)],
@@ -192,6 +193,7 @@ def test_a_step_makes_no_tensor_of_length_squared(recipe, packed):
     assert not [shape for shape in shapes if grows_twice(shape, length)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "packed", "checkpointed", "bound"),
     [(2**11, False, False, 48), (2**13, False, False, 80), (2**13, True, False, 80),
@@ -220,6 +222,7 @@ def test_a_draft_model_trains_on_131072_tokens_that_devices_share():
     assert not [shape for shape in counts.shapes if grows_twice(shape, 2**17, 8)]
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_text_share_its_products():
     """The first of four computes a quarter of them, but for the keys of a head's layer."""
     alone, shared = (
@@ -231,6 +234,7 @@ def test_processes_that_share_a_text_share_its_products():
     assert 0.24 < share < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "packed", "checkpointed", "bound"),
     [(2**11, False, False, 80), (2**13, False, False, 80),

@@ -138,6 +138,7 @@ def test_every_architecture_trains_reports_and_exports(
     check_run_folder(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", base.names())
 def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, recipe):
     words = command(tmp_path, tiny_folder("llama", layers=8), f"recipe={recipe}")
@@ -168,6 +169,7 @@ def test_the_same_command_again_reports_and_changes_nothing(
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
 
 
+@pytest.mark.slow
 def test_a_report_cut_short_by_a_kill_is_written_again(tmp_path, tiny_folder):
     words = command(tmp_path, tiny_folder("llama"))
     run(*words)
@@ -257,6 +259,7 @@ def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):
     assert "data.eval_share=0.5 holds out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, capsys):
     words = command(tmp_path, tiny_folder("llama"))
     run(*words)

@@ -74,6 +74,7 @@ def test_texts_of_a_chat_are_ragged_and_a_quarter_of_the_longest():
     assert 8 <= min(lengths) < max(lengths) <= 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("benchmark", [gpu, gpu_training])
 def test_a_benchmark_goes_on_with_the_arm_that_is_missing(benchmark, tmp_path, monkeypatch):
     if benchmark is gpu_training:

@@ -89,6 +89,7 @@ def test_from_stored_states_only_the_drafted_rows_of_the_targets_head_are_useful
     assert stored == pytest.approx(live, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS["tiny"])
 def test_what_is_computed_again_is_not_useful(recipe, counted):
     useful, computed = [], []

@@ -72,6 +72,7 @@ def times(tmp_path, cell):
     return len((tmp_path / "runs" / cell / "runs").read_text())
 
 
+@pytest.mark.slow
 def test_two_cells_on_the_toy(tmp_path, table, capsys):
     medusa = f"python train.py recipe=medusa run.seed={{seed}} run.dir={{folder}} {{common}} {TINY}"
     words = table(
@@ -176,6 +177,7 @@ def test_a_command_that_a_signal_stops_ends_the_queue_with_its_code(tmp_path, ta
     assert not (tmp_path / "real" / "results").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_command_too(tmp_path, table):
     words = table({"name": "slow", "command": SLEEPS})
     process = subprocess.Popen(

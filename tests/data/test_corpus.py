@@ -410,6 +410,7 @@ def test_other_processes_only_look_at_the_sizes(target, raw, tmp_path, monkeypat
 # --- several processes ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(tiny_folder, tmp_path):
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps({"text": "ab ~" * n}) + "\n" for n in range(1, 40)))
@@ -418,6 +419,7 @@ def test_two_processes_write_what_one_does(tiny_folder, tmp_path):
     assert code == 0, err[-3000:]
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_first_process_is_shown_and_ends_the_others():
     """While the second has a result that nobody asks for any more."""
     code, _, err = finish(start(*TWO, "-m", "tests.data.test_corpus"))

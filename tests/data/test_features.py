@@ -419,6 +419,7 @@ write_features(target, job.TRACES, job.PLAN, sys.argv[2], batch_size=2)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_a_random_moment_loses_and_doubles_nothing(target, whole, tmp_path):
     command = [sys.executable, "-c", KILLED, target.name, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT)

@@ -220,6 +220,7 @@ def without(words, *keys):
     return [word for word in words if word.partition("=")[0] not in keys]
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_imported_rows_and_holds_some_out(tmp_path, words, rows, capsys):
     capsys.readouterr()
     held_out = [*without(words, "eval.prompts", "data.num_prompts"), "data.eval_share=0.3"]
@@ -355,6 +356,7 @@ print(most("large") - few)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_importing_and_the_prompts_of_a_store_take_less_than_ten_bytes_a_token(
     tmp_path, tiny_folder

@@ -76,6 +76,7 @@ def test_the_listed_modules_exist_on_this_python(modules):
     assert len(missing) <= 0.1 * len(modules), missing
 
 
+@pytest.mark.slow
 def test_reading_imports_nothing_but_the_standard_library():
     """And of that only parent packages: no module that acts when it is imported."""
     script = """

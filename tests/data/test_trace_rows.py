@@ -166,6 +166,7 @@ print(anonymous() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_store_takes_less_than_ten_bytes_of_memory_a_token(tmp_path):
     generator = np.random.default_rng(0)

@@ -267,6 +267,7 @@ with store.writer(int(sys.argv[4]), rows_per_shard=2) as writer:
 """
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_loses_and_doubles_nothing(tmp_path):
     folder = tmp_path / "killed"
     generator = random.Random(0)

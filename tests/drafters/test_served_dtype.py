@@ -36,6 +36,7 @@ def test_weights_are_in_the_targets_dtype_inside_the_block_alone(tiny_target, ti
 RECIPES = ("distillspec", "medusa2", "hydrapp", "eagle", "eagle3", "specdecpp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_report_beside_a_target_in_bfloat16(tmp_path, tiny_folder, recipe, monkeypatch):
     seen = []

@@ -195,6 +195,7 @@ def test_a_conversation_goes_on_from_the_servers_answer(tiny_target, server, kno
     assert [t.turn for t in found] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_text_of_training_and_report_from_a_server(
     tiny_folder, server, known, tmp_path
 ):

@@ -199,6 +199,7 @@ def test_a_file_that_comes_while_the_run_ends_is_deleted(server, client):
     assert not list(server.folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_server_hangs():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

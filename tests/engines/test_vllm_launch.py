@@ -213,6 +213,7 @@ def test_a_process_that_is_killed_leaves_no_server_behind(starts, tmp_path):
     assert ended(starts()[0]["pid"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_has_its_text_from_a_server_of_its_own(
     tiny_folder, starts, tmp_path, monkeypatch, count

@@ -32,6 +32,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800
+TESTS = "not gpu and not engine and not zero"  # pytest's -m: those that are slow, too
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Mutant:
     search: str  # occurs once in the file
     replacement: str
     tests: list[str] = field(default_factory=list)  # as pytest takes them
-    marker: str = ""  # of pytest's -m; else the default tests
 
     def mutated(self, root: Path) -> str:
         text = (root / self.file).read_text(encoding="utf-8")
@@ -65,8 +65,7 @@ def copy_of(root: Path, folder: Path) -> None:
 
 def outcome(root: Path, mutant: Mutant, mutated: bool, timeout_s: float) -> tuple[str, str]:
     """("killed" | "SURVIVED" | "error", by what)"""
-    marker = ["-m", mutant.marker] if mutant.marker else []
-    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *marker, *mutant.tests]
+    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", TESTS, *mutant.tests]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
@@ -111,7 +110,7 @@ def run(root: Path, mutants: list[Mutant], out: Path | None, timeout_s: float) -
         row = known.get(mutant.name, {})
         if row.get("state") != state:
             start = time.perf_counter()
-            key = (mutant.marker, *mutant.tests)
+            key = tuple(mutant.tests)
             if key not in baselines:
                 baselines[key] = outcome(root, mutant, False, timeout_s)
             result, by = baselines[key]

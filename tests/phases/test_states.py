@@ -100,6 +100,7 @@ def test_states_of_held_out_texts_are_stored_too(tmp_path, tiny_folder, capsys):
     assert "features: 8 rows, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

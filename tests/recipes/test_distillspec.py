@@ -167,6 +167,7 @@ def mixed_run(tmp_path_factory, tiny_folder):
     return run_losses(tmp_path_factory.mktemp("mixed"), tiny_folder("llama"), MIX_WORD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word",
     [

@@ -41,22 +41,26 @@ def ended(code: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [SELFISH, BUSY])
 def test_threads_of_a_collective_do_not_hold_up_or_abort_the_end(code):
     returned, out, err = ended(code)
     assert (returned, out) == (5, "left\n"), err[-2000:]
 
 
+@pytest.mark.slow
 def test_the_code_of_whoever_stops_the_command_is_that_of_the_process():
     assert ended("raise SystemExit(75)")[:2] == (75, "left\n")
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown():
     returned, out, err = ended("raise KeyError('such')")
     assert (returned, out) == (1, "left\n")
     assert err.rstrip().endswith("KeyError: 'such'")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
     code = "from phases.run import end; end(lambda words: print('line\\n' * 10**6) or 0)"
     process = subprocess.Popen(
@@ -70,6 +74,7 @@ def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
     assert (process.stderr.read(), process.wait(timeout=60)) == ("", 128 + signal.SIGPIPE)
 
 
+@pytest.mark.slow
 def test_a_pipe_that_breaks_elsewhere_is_a_fault():
     returned, _, err = ended("raise BrokenPipeError('of a worker')")
     assert returned == 1

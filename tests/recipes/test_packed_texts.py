@@ -288,6 +288,7 @@ def words(folder, target, recipe, *given):
     return [*found, *(["method.draft_hidden_size=16"] if recipe == "distillspec" else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["distillspec", "medusa"])
 def test_a_run_trains_on_several_texts_a_row(recipe, tmp_path, tiny_folder):
     tokens_seen = {}

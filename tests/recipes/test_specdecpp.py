@@ -311,6 +311,7 @@ def finished(tmp_path_factory, tiny_folder):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_without_a_drafter_makes_one_first(finished):
     rows = read_jsonl(finished / "run" / "metrics.jsonl")
     assert list(dict.fromkeys(row["stage"] for row in rows)) == ["draft", "acceptance"]
@@ -340,6 +341,7 @@ def test_the_report_compares_policies(finished):
     assert "Policies of draft length" in (finished / "run" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_training_a_drafter_on_leaves_the_head_of_its_former_weights_out(
     finished, tiny_folder, tiny_target, tmp_path, capsys
 ):

@@ -248,6 +248,7 @@ def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, t
         assert f"alpha at depth 1 {evaluations[-1]['alpha_at_depth_1']:.4f}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "medusa2"])
 def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
     tmp_path, tiny_folder, monkeypatch, capsys, name

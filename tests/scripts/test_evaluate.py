@@ -50,6 +50,7 @@ COUNTED = (
 )
 
 
+@pytest.mark.slow
 def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys):
     name = str(finished / "run" / "drafter")
     report = measured(tmp_path, f"eval.drafter={name}")
@@ -223,6 +224,7 @@ def compared_trees(report):
     return {(c["temperature"], tree) for c, (name, _, tree) in pairs if name == c["b"]}
 
 
+@pytest.mark.slow
 def test_each_of_several_trees_has_its_rows(tmp_path, earlier):
     """One that differs in its drawn children alone, only where some are drawn."""
     _, words = earlier

@@ -17,6 +17,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_it_drops_of_the_prompts(tmp_path, tiny_folder, name):
     prompts = write_jsonl(tmp_path / "own.jsonl", ROWS)

@@ -239,6 +239,7 @@ def test_quickstart_launches_the_main_job_without_warnings(installed, tmp_path):
 FAKE_GET = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(parents=True); print('got it')"
 
 
+@pytest.mark.slow
 def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     (installed / "train.py").write_text(FAKE_TRAIN)
     (installed / "scripts" / "get_smollm2.py").write_text(FAKE_GET)

@@ -47,6 +47,7 @@ def words(folder, target, recipe, *given):
     return [*found, *{"eagle3": ["method.layers=[0,1]"]}.get(recipe, [])]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_spread_target_is_the_same_run(tmp_path, tiny_folder):
     """Generation, a layer that starts as the target's, training, the report."""
     losses = []
@@ -101,6 +102,7 @@ def test_a_checkpoint_that_is_quantised_is_the_target_quantised_as_it_is_loaded(
         load_causal_lm(str(tmp_path), "model.target", spread={"device_map": "cpu"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["distillspec", "eagle3"])
 def test_drafters_train_on_a_quantised_target(recipe, int8, tmp_path, tiny_folder, capsys):
     """A fresh causal LM is not quantised with it; an EAGLE layer starts as what is not."""

@@ -264,6 +264,7 @@ def test_autocast_computes_a_laid_out_target_in_its_own_type(
         torch.testing.assert_close(mine, its, rtol=0.1, atol=0.02 * float(its.abs().max()))
 
 
+@pytest.mark.slow
 @packs
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layers_leave_the_layout_alone(

@@ -17,6 +17,7 @@ LAYERS = (0, "final_norm")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # gathered weights lie elsewhere in memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3_moe"])
 def test_processes_that_ask_unevenly_get_what_the_whole_target_says(arch, tiny_folder):
     code, _, err = finish(start(*TWO, "-m", "tests.target.test_sharded", str(tiny_folder(arch))))

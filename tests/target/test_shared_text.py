@@ -24,6 +24,7 @@ LENGTH = 33  # no whole number of blocks
 LAYERS = (0, "final_norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "phi3", "mistral", "gemma3"])
 def test_processes_that_share_a_text_read_what_one_reads(arch, tiny_folder):
     code, _, err = finish(
@@ -68,6 +69,7 @@ def test_a_draft_model_with_dropout_is_refused(tiny_target, monkeypatch):
     assert not target.model.training
 
 
+@pytest.mark.slow
 def test_each_of_four_processes_is_in_one_group_of_two():
     code, _, err = finish(start(*FOUR, "-m", "tests.target.test_shared_text"))
     assert code == 0, err[-3000:]

@@ -40,6 +40,7 @@ def losses(folder, target, recipe, backend):
     return [row["loss"] for row in read_jsonl(folder / backend / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
@@ -108,6 +109,7 @@ def test_compiled_layers_read_packed_rows_in_one_graph(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused_attention", [False, True])
 def test_an_epoch_is_compiled_in_few_graphs_without_a_break(fused_attention, monkeypatch):
     """Rows have one of eight lengths. The layer's queries are columns of any number, so that there

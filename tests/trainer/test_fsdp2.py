@@ -91,6 +91,7 @@ def test_every_layer_is_a_group_and_a_step_is_that_of_the_whole(
         torch.testing.assert_close(weights[name], value)
 
 
+@pytest.mark.slow
 def test_weights_are_sent_in_bfloat16_for_steps_and_exact_for_evaluations():
     code, _, err = finish(start(*TWO, "-m", "tests.trainer.test_fsdp2"))
     assert code == 0, err[-3000:]

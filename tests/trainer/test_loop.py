@@ -758,6 +758,7 @@ def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
     settings = {"max_steps": 200, "save_every": 7, "eval_every": 10, "log_every": 3}
     straight, expected, rows = train(tmp_path / "a", **settings)
@@ -817,6 +818,7 @@ def test_a_finished_training_with_damaged_weights_is_finished_again(tmp_path, ev
     assert all(torch.equal(wanted[name], p) for name, p in drafter.state_dict().items())
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
     one, drafter, rows = train(
         tmp_path / "a", CrossEntropy(), batches=Batches(4, empty=EMPTY), **JOINT
@@ -832,6 +834,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
     assert two["best_step"] == one.best_step
 
 
+@pytest.mark.slow
 def test_two_processes_take_no_step_where_there_is_nothing_to_train_on(tmp_path):
     """Their batches have text, of which an objective that follows a stream wants none any more."""
     _, drafter, rows = train(tmp_path / "a", Ending(), batches=Batches(4), **ENDING)
@@ -854,6 +857,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_of_two_processes_ends_both(tmp_path):
     """Within seconds, and not after the day that a process waits for another: the launcher sees to
     it. The fault is what is said."""
@@ -864,6 +868,7 @@ def test_a_fault_on_one_of_two_processes_ends_both(tmp_path):
     assert time.monotonic() - began < 120
 
 
+@pytest.mark.slow
 def test_two_processes_make_a_step_ready_during_the_one_before(tmp_path):
     """Unless the objective computes its batches with the weights that the step leaves; not a bit of
     the training differs."""

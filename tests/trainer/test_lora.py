@@ -90,6 +90,7 @@ def test_merged_it_drafts_what_it_drafted(tiny_target):
     assert all(p.requires_grad for p in drafter.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     target = tiny_folder("llama")

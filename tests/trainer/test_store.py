@@ -250,6 +250,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, slow):
     assert done[7] - done[3] < 0.9  # the checkpoint after index 3 takes a second
 
 
+@pytest.mark.slow
 def test_a_slow_disk_changes_no_number(tmp_path, slow):
     settings = {"max_steps": 6, "save_every": 2, "eval_every": 3, "log_every": 3}
     _, drafter, _ = train(tmp_path / "a", evaluate=accuracy, **settings)

@@ -77,6 +77,7 @@ def measured():
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("better", "worse"),
     [

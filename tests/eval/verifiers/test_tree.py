@@ -111,6 +111,7 @@ def test_deterministic_trees_leave_the_targets_law(tree, seed):
     assert error(Budget(2, tree=tree), seed) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "seed"),
     [
@@ -126,6 +127,7 @@ def test_children_drawn_without_replacement_leave_the_targets_law(tree, seed):
     assert error(sampled(tree), seed) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "calibrated"])
 def test_static_trees_that_have_a_name_draw_their_children_and_keep_the_targets_law(kind, tmp_path):
     path = tmp_path / "paths.json"
@@ -165,6 +167,7 @@ def test_a_drafter_that_is_the_target_has_every_drawn_child_accepted():
     assert accepted[WITHOUT_REPLACEMENT] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.4, 2.0])
 def test_children_drawn_at_the_drafters_own_temperature_leave_the_targets_law(temperature):
     assert error(sampled(SMALL), draft=Sampling(temperature)) < 1e-12
