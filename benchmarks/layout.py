@@ -1,17 +1,17 @@
 """Seconds of the target's forward on a few tokens: its weights as transformers loads them, and laid
 out as by `target.layout`, in one process, alternating.
 
-    python -m benchmarks.layout [target]    # a folder or Hub id; default: the one of get_smollm2
+    python -m benchmarks.layout [target [file]]
 
-Writes benchmarks/results/layout.json: medians of 15 forwards behind a context of 200 tokens, batch
-1, on a CPU; `greedy_identical` counts prompts whose 64 greedy tokens are the same in both.
+`target`: a folder or Hub id, by default that of get_smollm2; `file`: for the result, by default
+benchmarks/results/layout.json. It holds medians of 15 forwards behind a context of 200 tokens,
+batch 1, on a CPU; `greedy_identical` counts prompts whose 64 greedy tokens are the same in both.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -19,14 +19,17 @@ from pathlib import Path
 
 import torch
 
+from phases.run import provenance
 from scripts.get_smollm2 import FOLDER
 from target import model as loading
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import Target
 from target.sampling import Sampling, row_key
+from trainer.files import write_json
 
 COUNTS = (1, 2, 3, 4, 5, 8, 10, 16, 26, 61)
+RESULT = "benchmarks/results/layout.json"
 CONTEXT, RUNS, GROUPED = 200, 15, "TRANSFORMERS_SDPA_FORCE_GQA"
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -78,7 +81,7 @@ def greedy(model: CachedModel, target: Target, grouped: bool) -> list[list[int]]
 
 
 def main(arguments: list[str]) -> None:
-    name = arguments[0] if arguments else str(FOLDER)
+    name, out = [*arguments, *(str(FOLDER), RESULT)[len(arguments) :]]
     targets = {"transformers": as_loaded(name), "ours": Target.load(name)}
     models = {key: CachedModel(target.model) for key, target in targets.items()}
     table = {}
@@ -89,8 +92,8 @@ def main(arguments: list[str]) -> None:
             print(f"{count} tokens: {table[count]} ms", flush=True)
     texts = [greedy(models[key], targets[key], key == "ours") for key in targets]
     result = {
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}",
+        **provenance(["benchmarks.layout", *arguments]),
+        "threads": torch.get_num_threads(),
         "target": targets["ours"].fingerprint["weights"],
         "milliseconds": table,
         "verify_5": {key: round(table[5][key] / table[1][key], 3) for key in targets},
@@ -98,7 +101,7 @@ def main(arguments: list[str]) -> None:
         "prompts": len(PROMPTS),
     }
     print(json.dumps(result))
-    Path("benchmarks/results/layout.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(Path(out), result)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Speculative decoding multiplies 1 to 60 rows at a time: the tokens of a round, o
 rows that few PyTorch's float32 product rearranges a matrix at every call, which takes as long as
 multiplying by it. oneDNN's blocked layout, the one that torch.compile gives a frozen model, is made
 once (`benchmarks/layout.py`). The operators are PyTorch's, without a promise that they stay; where
-they are missing the weights stay as they are. So do the smaller matrices on a processor of Intel,
-for which MKL multiplies one row faster than oneDNN and five as fast.
+they are missing the weights stay as they are. So do smaller matrices on an Intel processor: there
+PyTorch's own product, of MKL, is faster for one row and as fast for five.
 
 - The decoder's matrices exist in that layout alone. A state dict, and a deep copy, have them in the
   usual one; other readers ask for `weight.to_dense()`, which is exact.
@@ -31,7 +31,7 @@ from target.devices import decoder_of, device_of
 from trainer.logits import blocked_linear
 
 BLOCKED = 100_000  # elements of a matrix; smaller ones gain nothing
-PACKED = 2**22  # the same where MKL is at its best, and of an output matrix, which is stored twice
+PACKED = 2**22  # the same on an Intel processor, and of an output matrix, which is stored twice
 ROWS = 8  # that the blocked layout is made for; it serves all others
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 

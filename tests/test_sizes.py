@@ -183,7 +183,7 @@ def grows_twice(shape, length, processes=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "packed"),
-    [("eagle3", False), ("eagle3", True), pytest.param("distillspec", True, marks=SLOW)],
+    [("eagle3", False), ("eagle3", True), ("distillspec", True)],
 )
 def test_a_step_makes_no_tensor_of_length_squared(recipe, packed):
     """At 32,768 tokens, by target and drafter."""
@@ -237,9 +237,8 @@ def test_processes_that_share_a_text_share_its_products():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "packed", "checkpointed", "bound"),
-    [(2**11, False, False, 80), (2**13, False, False, 80),
-     pytest.param(2**15, True, True, 141, marks=SLOW)],
-)  # fmt: skip
+    [(2**11, False, False, 80), (2**13, False, False, 80), (2**15, True, True, 141)],
+)
 def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
     counts = counts_of_a_step("distillspec", length, packed, checkpointed)
     assert counts.peak < bound * GB, counts.largest()

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,8 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import is_hub_id, model_card
 from drafters.export.hf import export, pad_vocabulary, reread
+from phases.export import run_card
 from scripts.export import main
 from target.vocabulary import real_ids
 from trainer.config import RunFault, UserError
@@ -261,6 +264,21 @@ def test_a_card_serves_the_revision_of_the_target_that_the_drafter_was_trained_f
     assert "revision" not in card
     assert f"{'--model-path' if head else 'vllm serve'} a/b --revision v1 " in pinned
     assert pinned.count('from_pretrained("a/b", revision="v1")') == (0 if head else 2)
+
+
+def test_a_runs_card_names_its_revision_but_not_for_a_target_trained_with_the_drafter(tokenizer):
+    config = {"recipe": "distillspec", "eval": SimpleNamespace(K=4)}
+    model = SimpleNamespace(target_revision="v2")
+    run = SimpleNamespace(
+        config=SimpleNamespace(model=model, **config), target=SimpleNamespace(name="org/model-8b")
+    )
+    about = {"vocab_size": WORDS, "eos_ids": [5]}
+    drafter = CausalLMDrafter(llama(), tokenizer, WORDS, about)
+    card, other = (
+        run_card(run, drafter, "vllm", name, None) for name in ("org/model-8b", "trained")
+    )
+    assert "vllm serve org/model-8b --revision v2 " in card
+    assert "vllm serve trained --spec" in other
 
 
 def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():

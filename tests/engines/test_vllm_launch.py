@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_leaves_no_server_behind(starts, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_run_has_its_text_from_a_server_of_its_own(
     tiny_folder, starts, tmp_path, monkeypatch, count
 ):

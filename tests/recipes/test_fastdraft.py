@@ -599,7 +599,7 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
     assert [(row["layers"], row["hidden_size"]) for row in found] in (
         [(1, 8), (1, 32)], [(1, 32), (1, 8)], [(1, 8), (1, 24)], [(1, 24), (1, 8)],
     )  # fmt: skip
-    assert found[0]["mbsu_params"] >= found[1]["mbsu_params"]
+    assert found[0]["modelled_speedup"] >= found[1]["modelled_speedup"]
     assert report["drafter"]["parameters"] == found[0]["parameters"]
     (folder,) = (cache / "size_search").iterdir()
     rows = read_jsonl(folder / "metrics.jsonl")

@@ -46,7 +46,7 @@ def losses(folder, target, recipe, backend):
     [
         ("distillspec", "eager"),
         ("eagle3", "eager"),
-        pytest.param("eagle3", "inductor", marks=pytest.mark.slow),
+        ("eagle3", "inductor"),
     ],
 )
 def test_compiled_layers_of_drafter_and_target_lose_what_plain_ones_do(
