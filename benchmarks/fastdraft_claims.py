@@ -315,7 +315,7 @@ def report(kind: type[Experiment], scale: Scale) -> str:
             holds = row["diff"] >= margin and low > min(0.0, margin) and clear
             lines.append(
                 f"| {claim} | {t} | {row['seeds']} | {row['diff']:+.4f} | [{low:+.4f}, "
-                f"{high:+.4f}] | {margin:+.2f} | {p:.4f} | {verdict(holds, row['seeds'])} |"
+                f"{high:+.4f}] | {margin:+.3f} | {p:.4f} | {verdict(holds, row['seeds'])} |"
             )
         for name, pair in kind.findings.items():
             if row := difference(scale, pair, t):

@@ -5,8 +5,9 @@
         out=runs/real/training.jsonl
 
 The folder holds gsm8k/, humaneval/, mbpp/, arena_hard/, self_instruct/ and alpaca/. Those held out
-are of other files than those to train on; `count` of each source at most, the ones whose text has
-the smallest SHA-256. The data stays where it is. Alpaca is for research alone (CC BY-NC 4.0): a
+are of other files than those to train on, but for `use=dialogue`, which holds out for drafters of
+other text what `use=training` has of Arena-Hard; `count` of each source at most, the ones whose
+text has the smallest SHA-256. The data stays where it is. Alpaca is for research alone (CC BY-NC 4.0): a
 drafter trained on answers to it is measured here and not published.
 """
 
@@ -58,6 +59,7 @@ SOURCES: dict[str, list[tuple[str, str, Callable[[dict[str, Any]], str | None]]]
         ("code", "humaneval/HumanEval.jsonl.gz", code),
         ("instructions", "self_instruct/user_oriented_instructions.jsonl", instructions),
     ],
+    "dialogue": [("dialogue", "arena_hard/question_dev.jsonl", chat)],
     "training": [
         ("math", "gsm8k/train.jsonl", math),
         ("code", "mbpp/mbpp.jsonl", problem),

