@@ -12,6 +12,7 @@ from eval.report.rows import MEASURED, TRAINED, draft_shape
 
 MILLISECONDS = ("draft_ms", "verify_ms", "other_ms")  # of a round
 WANTED = 1.4  # times plain decoding: the goal of `benchmarks.real_speed`
+SPEEDS = ("speed-up", "c", "verify")
 TOKENS = ("tokens_per_round", "tokens_per_round_needed")
 
 
@@ -24,22 +25,30 @@ def markdown(table: Cells, names: Sequence[str]) -> str:
         for row in drafts(found) for name in row.get("by_domain", {}).get("domains", {})
     })  # fmt: skip
     head = ["row", "T", "draft", "tokens per round", *domains, "alpha by depth", "parameters",
-            "speed-up", "c", "verify", "seeds"]  # fmt: skip
-    lines = [f"{table.count()} are done.", "", "| " + " | ".join(head) + " |",
-             "| --- |" + " --- |" * 2 + " ---: |" * (len(head) - 4) + " --- |"]  # fmt: skip
+            *SPEEDS, "seeds"]  # fmt: skip
+    rows = []
     for name in dict.fromkeys(cell.row for cell in chosen):
         cells = [cell for cell in chosen if cell.row == name]
         done = [results[c.cell][1] for c in cells if results[c.cell][0] == DONE]
         said = f"{len(done)} of {len(cells)}"
+        blank = [""] * (len(head) - 3)
         if not done:
             states = ", ".join(dict.fromkeys(results[c.cell][0] for c in cells))
-            lines.append(f"| {name} | {states} |" + " |" * (len(head) - 3) + f" {said} |")
+            rows.append([name, states, *blank, said])
             continue
         said += ", indicative" if len(done) < ENOUGH_SEEDS else ""
-        measured = [*measurements(done, domains)] or [[DONE, *[""] * (len(head) - 3)]]
-        lines += ["| " + " | ".join([name, *line, said]) + " |" for line in measured]
+        measured = [*measurements(done, domains)] or [[DONE, *blank]]
+        rows += [[name, *line, said] for line in measured]
+    if not any(row[head.index(name)] for row in rows for name in SPEEDS):
+        rows = [row[: -len(SPEEDS) - 1] + row[-1:] for row in rows]
+        head = head[: -len(SPEEDS) - 1] + head[-1:]
     outputs = {name: found["outputs"] for name, (state, found) in results.items() if state == DONE}
-    return "\n".join([*lines, *engine_lines(outputs), *speed_lines(outputs)])
+    speeds = speed_lines(outputs)
+    untimed = " Their rows ran beside others; the last table is of those timed." if speeds else ""
+    lines = [f"{table.count()} are done.{untimed}", "", "| " + " | ".join(head) + " |",
+             "| --- |" + " --- |" * 2 + " ---: |" * (len(head) - 4) + " --- |",
+             *("| " + " | ".join(row) + " |" for row in rows)]  # fmt: skip
+    return "\n".join([*lines, *engine_lines(outputs), *speeds])
 
 
 def engine_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
@@ -124,9 +133,13 @@ def measurements(done: Sequence[Json], domains: Sequence[str]) -> Iterator[list[
             *(mean([row.get("by_domain", {}).get("domains", {}).get(name, {}) for row in first],
                    "tokens_per_round") for name in domains),
             " ".join(f"{statistics.mean(d):.2f}" for d in zip(*depths, strict=False)),
-            " ".join(f"{count / 1e6:.1f} M" for count in parameters if count),
+            " ".join(size(count) for count in parameters if count),
             mean(timed, "speedup"), mean(timed, "cost_ratio"), mean(timed, "verify_cost"),
         ]  # fmt: skip
+
+
+def size(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
 
 
 def mean(rows: Sequence[Json], key: str) -> str:

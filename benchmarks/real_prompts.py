@@ -7,8 +7,8 @@
 The folder holds gsm8k/, humaneval/, mbpp/, arena_hard/, self_instruct/ and alpaca/. Those held out
 are of other files than those to train on, but for `use=dialogue`, which holds out for drafters of
 other text what `use=training` has of Arena-Hard; `count` of each source at most, the ones whose
-text has the smallest SHA-256. The data stays where it is. Alpaca is for research alone (CC BY-NC 4.0): a
-drafter trained on answers to it is measured here and not published.
+text has the smallest SHA-256. The data stays where it is. Alpaca is for research alone (CC BY-NC
+4.0): a drafter trained on answers to it is measured here and not published.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class DataConfig(Section):
     prompts_column: str | None = None
     # column that holds responses of the data set's own, for the source `fixed` of a data mix
     response_column: str | None = None
-    num_prompts: int = 768  # prompts used for training
+    num_prompts: int = 768  # conversations used for training; each user turn of one is a text
     # share of the prompts held out for evaluation, by hash, where eval.prompts is null
     eval_share: float = 0.1
     system_prompt: str | None = None  # put before every conversation that has none

@@ -237,6 +237,13 @@ A value is written as in YAML: `trainer.lr=5e-5`, `eval.temperatures=[0,1]`, `mo
 `'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Four keys stand
 outside of the sections: `recipe` names the method, `preset=published` takes the setting of its
 paper, for targets of several billion parameters (name your own target and prompts beside it),
-`dry_run=true` prints the resolved configuration with the sizes of what the run would write and
-stops, `help=true` prints the keys of the recipe. The keys of a script, `script.*`, are explained by
-the script itself: run it without arguments or see the top of its file."""
+`dry_run=true` prints the resolved configuration with the size of the text that the run would write
+and stops, `help=true` prints the keys of the recipe. The keys of a script, `script.*`, are
+explained by the script itself: run it without arguments or see the top of its file.
+
+A batch is `trainer.batch_size` rows times `trainer.gradient_accumulation_steps` times the number of
+processes. Most published settings are for 4 or 8 GPUs, which `recipes/<name>.published.yaml` says
+beside its batch size: on fewer, raise the accumulation by as much. `preset=laptop` is for
+SmolLM2-135M-Instruct on two cores: run `python -m scripts.get_smollm2` first, and name chat
+prompts, since its own are the toy's (`data.prompts=questions` needs no download). The states that
+heads are trained on take more disk than the text; the run prints how much before it writes them."""

@@ -161,7 +161,7 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
             get_smollm2.parse(words)
         elif entry == "scripts.compare":
             compare.parse(words)
-        else:
+        elif entry != "sglang.launch_server":
             parse_overrides(words, SCRIPT_KEYS.get(entry, []))
 
 

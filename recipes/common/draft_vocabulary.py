@@ -32,7 +32,7 @@ class VocabularyConfig(HeadConfig):
     """Settings of a head that may draft some of the target's tokens only."""
 
     # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
-    # else as many thousands as cover 99.5 % of the traces. With model.drafter: null leaves it as it
+    # else at least 8,192 that cover 99.5 % of the traces. With model.drafter: null leaves it as it
     # is, a larger number than it drafts adds the most frequent others
     draft_vocab_size: int | None = None
 

@@ -252,7 +252,13 @@ def test_model_card_front_matter_and_text():
     assert "assistant_model=drafter" in body
     line = next(line for line in body.splitlines() if line.startswith("vllm serve org/model-8b"))
     settings = json.loads(line.split("'")[1])
-    assert settings == {"method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6}
+    assert settings == {
+        "method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    about = {"target": "org/model-8b", "recipe": "medusa", "num_assistant_tokens": 4}
+    heads = model_card(None, **about, engine="vllm", method="medusa")
+    assert "draft_sample_method" not in heads  # vLLM draws no tokens of Medusa's heads
 
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
