@@ -184,7 +184,7 @@ class JointObjective(HeadObjective):
             DIVERGENCES[LM_LOSSES[self.config.lm_loss]](),
             states[rows, index],
             head,
-            lambda span: self.target.head.logits(original[rows[span], index[span]]),
+            lambda span: self.target.head.teacher_logits(original[rows[span], index[span]]),
             batch.input_ids[rows, index + 1],
             weights,
         )

@@ -22,7 +22,7 @@ class ProjectedLogits:
 
     def __getitem__(self, at: Index | tuple[Index, ...]) -> torch.Tensor:
         """`at`: rows [N] and indices [N], or another index of [B, L] -> logits [N, vocab_size]."""
-        return self.head.logits(self.states[at])
+        return self.head.teacher_logits(self.states[at])
 
 
 @dataclass(frozen=True)

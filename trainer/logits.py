@@ -79,6 +79,11 @@ class OutputHead:
             logits = F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
         return logits if self.transform is None else self.transform(logits)
 
+    def teacher_logits(self, states: Tensor) -> Tensor:
+        """`logits` in the dtype of the weight, as the target serves them, under autocast too."""
+        with torch.autocast(states.device.type, enabled=False):
+            return self.logits(states)
+
     def rows(self, kept: Tensor) -> OutputHead:
         """A copy of the rows of the ids `kept` [W] int64, ascending: the head of a vocabulary
         reduced to them."""

@@ -272,7 +272,7 @@ class HeadObjective(Objective):
         where they fit. With a `summary` only the rows `kept` of the head are read."""
 
         def whole(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return head.logits(final[rows, index])
+            return head.teacher_logits(final[rows, index])
 
         def reduced(rows: torch.Tensor, index: torch.Tensor) -> ReducedLogits:
             assert kept is not None
@@ -280,7 +280,7 @@ class HeadObjective(Objective):
                 return ReducedLogits.of(whole(rows, index), kept)
             if self._kept_rows is None:
                 self._kept_rows = head.rows(kept)
-            logits = self._kept_rows.logits(final[rows, index])
+            logits = self._kept_rows.teacher_logits(final[rows, index])
             return ReducedLogits(logits, summary.log_z[rows, index], summary.first[rows, index])
 
         read = whole if kept is None else reduced

@@ -198,7 +198,7 @@ def target_logits(target: Target, rows: Sequence[Served]) -> list[torch.Tensor]:
     """Run the target once: its logits [response, V] of each row."""
     ids = _padded(rows, target.device)
     states = target.outputs(ids, layers=("final_norm",), logits=False).hidden["final_norm"]
-    return [target.head.logits(states[i, _span(row)]) for i, row in enumerate(rows)]
+    return [target.head.teacher_logits(states[i, _span(row)]) for i, row in enumerate(rows)]
 
 
 @torch.no_grad()

@@ -212,6 +212,31 @@ def test_with_a_summary_only_the_drafted_rows_of_the_targets_head_are_read(
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 30}])
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_the_teacher_keeps_the_targets_dtype_under_autocast(
+    name, options, target, traces, monkeypatch
+):
+    """Training in bfloat16 does not round the logits of a target that is served in another."""
+    recipe, batch, dtypes = make(name, target, traces, **options), batch_of(traces), set()
+    outputs = outputs_of(recipe, batch)
+    summary = LogitsSummary.of(target.head, outputs.hidden["final_norm"])
+
+    def noted(head, states, _logits=OutputHead.logits):
+        found = _logits(head, states)
+        if any(head is one for one in (target.head, recipe._kept_rows)):
+            dtypes.add(found.dtype)
+        return found
+
+    monkeypatch.setattr(OutputHead, "logits", noted)
+    for limit, given in ((1 << 28, None), (10, None), (10, summary)):
+        monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
+        dtypes.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            recipe.loss(batch, dataclasses.replace(outputs, summary=given), 0)
+        assert dtypes == {torch.float32}
+
+
 def test_a_trained_head_decides_whether_its_vocabulary_is_reduced(target, traces):
     """Not the setting, which may be left out then."""
     batch = batch_of(traces)

@@ -113,6 +113,16 @@ def test_loading_keeps_weights_vocabulary_and_eos(name, tiny_folder):
         assert target.context == CONTEXT
 
 
+def test_logits_made_later_are_the_targets_own_under_autocast(tiny_target):
+    target, ids = tiny_target("llama"), torch.tensor([[5, 9, 12, 7]])
+    outputs = target.outputs(ids, project_later=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = target.head.logits(outputs.logits.states)
+        later = outputs.logits[0]
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(later, target.outputs(ids).logits[0, :, : target.vocab_size])
+
+
 def test_weights_go_straight_to_their_device(tiny_folder, monkeypatch):
     """Loaded on the CPU and moved, each process of a machine would hold a copy there first."""
     monkeypatch.setattr(torch.nn.Module, "to", None)
