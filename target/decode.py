@@ -229,8 +229,8 @@ class _Decoder:
                 )
 
     def _stopped(self, tokens: list[int]) -> bool:
-        # a stop string spans at most its own length in tokens, plus one cut in the middle
-        longest = max(map(len, self.stop_strings))
+        # a stop string spans at most as many tokens as it has bytes, plus one cut in the middle
+        longest = max(len(stop.encode()) for stop in self.stop_strings)
         assert self.tokenizer is not None
         tail = self.tokenizer.decode(tokens[-(longest + 1) :], skip_special_tokens=False)
         before = self.tokenizer.decode(tokens[-(longest + 1) : -1], skip_special_tokens=False)

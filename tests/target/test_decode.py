@@ -311,6 +311,23 @@ def test_stop_strings_end_an_answer_with_the_token_that_completes_them():
     assert ended >= 2
 
 
+def test_a_stop_string_may_have_more_tokens_than_characters():
+    """Byte-level tokenizers cut one character into up to four tokens."""
+    model, stop = tiny_model("llama"), "🛑"
+    (answer,) = (generated(model, p, 24) for p in prompts_of([4]))
+    start = next(i for i in range(20) if len({*answer[: i + 4]}) == i + 4)
+    named = dict(zip(answer[start : start + 4], stop.encode(), strict=True))
+
+    class Bytes:
+        def decode(self, tokens, skip_special_tokens):
+            return bytes(named.get(token, 97) for token in tokens).decode(errors="replace")
+
+    options = {"tokenizer": Bytes(), "stop_strings": (stop,)}
+    found = responses(model, requests_for(prompts_of([4])), **options)
+    assert found[0].response_ids == answer[: start + 4]
+    assert found[0].finish_reason == "stop"
+
+
 def test_padding_and_eos_in_a_prompt_are_ordinary_tokens():
     model = tiny_model("llama")
     prompts = [[PAD, PAD, 8], [EOS, 8], [8, EOS, PAD, 0]]
