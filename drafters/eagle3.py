@@ -16,7 +16,7 @@ from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, RMSNorm, copy_gain, layer_config, start_from
 from drafters.output_head import copy_rows, head_over
 from target.devices import decoder_of
-from target.model import Target, decoder_layers
+from target.model import Target, decoder_layers, logit_scale
 from target.outputs import LayerId
 from trainer.config import UserError
 from trainer.logits import OutputHead
@@ -78,6 +78,8 @@ class Eagle3Drafter(EagleDrafter):
         drafter = cls(settings, layer_config(target.model.config), target, kept)
         if head_from_target:
             copy_rows(target, drafter.lm_head, kept)
+            with torch.no_grad():
+                drafter.lm_head.weight.mul_(logit_scale(target.model))
         if layer_from_target:
             drafter._start_from_target()
         return drafter

@@ -272,6 +272,14 @@ def final_norm(model: PreTrainedModel) -> torch.nn.Module:
     raise UserError(f"{type(model).__name__}: no norm behind the last decoder layer found")
 
 
+def logit_scale(model: PreTrainedModel) -> float:
+    """By how much the model multiplies its output matrix's products: Cohere multiplies them,
+    Granite divides."""
+    config = model.config.get_text_config()
+    factor = getattr(config, "logit_scale", None)
+    return factor or 1 / (getattr(config, "logits_scaling", None) or 1)
+
+
 def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
     """The model's own map from final-normed states to logits, validated on a few tokens. UserError
     where the head is quantised or computes more than a known transform."""
@@ -279,10 +287,7 @@ def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
     projection = model.get_output_embeddings()
     assert projection is not None, "a causal language model has an output head"
     cap = getattr(config, "final_logit_softcapping", None)
-    # Cohere multiplies the logits, Granite divides them
-    scale = getattr(config, "logit_scale", None) or 1 / (
-        getattr(config, "logits_scaling", None) or 1
-    )
+    scale = logit_scale(model)
 
     def transform(logits: torch.Tensor) -> torch.Tensor:
         logits = logits if scale == 1 else logits * scale

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import Phi3Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafters.attention import attend
@@ -47,7 +47,7 @@ from tests.heads import (
     randomised,
     state_of,
 )
-from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny
+from tests.tiny import EOS, VOCAB_SIZE, prompts_of, save_tiny, tiny_tokenizer
 from trainer.config import UserError
 
 K = 4
@@ -489,6 +489,23 @@ def test_a_head_of_its_own_starts_as_the_targets_rows(target):
     shared = made(target, "eagle").output_head(1).weight
     assert shared.data_ptr() == rows.data_ptr()
     assert not any("lm_head" in name for name in made(target, "eagle").state_dict())
+
+
+@pytest.mark.parametrize("scaled", [{"logits_scaling": 4.0}, {"logit_scale": 0.25}])
+def test_a_head_of_its_own_gives_the_targets_logits_of_a_state(scaled):
+    """Granite divides the products of its output matrix, Cohere multiplies them."""
+    name, shape = ("granite" if "logits_scaling" in scaled else "cohere"), {
+        "vocab_size": VOCAB_SIZE, "hidden_size": WIDTH, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(name, **shape, **scaled)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    target = Target(model, tiny_tokenizer(), name, {}, (EOS,))
+    states = torch.randn(5, WIDTH)
+    expected = target.head.logits(states)
+    assert not torch.allclose(states @ target.head.weight.T, expected, atol=1e-3)
+    drafter = build_eagle(target, three([0, 1, 2]))
+    torch.testing.assert_close(drafter.output_head(1).logits(states), expected)
 
 
 def test_the_layer_starts_as_the_targets_last_one(tiny_target):
