@@ -25,7 +25,7 @@ from target.attention import Pair
 from target.devices import decoder_of, device_of
 from target.graphs import Graphs, Weights
 from target.masks import FULL, SLIDING, LayerMasks
-from target.model import captured
+from target.model import captured, last_columns
 from target.nodes import PlacedNodes, place_tree
 from target.outputs import LayerId
 from trainer.config import RunFault, UserError
@@ -225,6 +225,8 @@ class CachedModel:
         place.past = 0 if causal else used
         states: dict[LayerId, torch.Tensor] = {}
         columns = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
+        if layers and columns is None:
+            logits_to_keep = last_columns(logits_to_keep, ids)
         with captured(self.model, layers, states), _projected(self.model, columns):
             logits = self.model(
                 input_ids=ids,
@@ -287,6 +289,8 @@ class CachedModel:
         accepted path of a tree is appended to the committed text."""
         assert self.cache is not None
         for layer in self.cache.layers:
+            if not layer.is_initialized:  # it reads the keys of an earlier layer
+                continue
             for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
                 assert buffer is not None
                 shape = (-1, buffer.shape[1], -1, buffer.shape[3])

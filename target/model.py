@@ -190,7 +190,7 @@ class Target:
             result = self.model(
                 input_ids=input_ids,
                 use_cache=False,
-                logits_to_keep=0 if logits else 1,
+                logits_to_keep=0 if logits else last_columns(1, input_ids),
                 **packed(self.model, position_ids),
             )
         return TargetOutputs(found, result.logits if logits else None)
@@ -198,6 +198,14 @@ class Target:
     def projected(self, found: TargetOutputs) -> TargetOutputs:
         """`found`, which has the states of final_norm, with the logits that follow from them."""
         return replace(found, logits=ProjectedLogits(self.head, found.hidden["final_norm"]))
+
+
+def last_columns(count: int, ids: torch.Tensor) -> int | torch.Tensor:
+    """transformers' `logits_to_keep` of the last `count` columns of ids [B, L], 0: all. Told by a
+    number, a model whose last layers read the keys of earlier ones computes no other states there
+    (Gemma 4); told by a tensor, all."""
+    length = ids.shape[1]
+    return torch.arange(length - count, length, device=ids.device) if 0 < count < length else 0
 
 
 def check_layers(layers: Sequence[LayerId], num_layers: int) -> tuple[LayerId, ...]:
@@ -236,6 +244,11 @@ def captured(
             module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]
         ) -> None:
             states = output[0] if isinstance(output, tuple) else output
+            if states.dim() != 3:
+                raise UserError(
+                    f"the layers of {type(model).__name__} give several states for a token "
+                    f"{tuple(states.shape)}: heads that read layers cannot be trained with it"
+                )
             found[layer] = states.to(device_of(model))
 
         return hook

@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafters.causal_lm import parameters_read
 from target import cache
 from target.cache import CachedModel, place_tree
-from target.model import captured, decoder_layers, output_head
-from tests.tiny import ARCHITECTURES, CONTEXT, EOS, PAD, STD, VOCAB_SIZE, tiny_model
+from target.model import Target, captured, decoder_layers, output_head
+from tests.tiny import (
+    ARCHITECTURES, CONTEXT, EOS, PAD, STD, VOCAB_SIZE, tiny_model, tiny_tokenizer,
+)  # fmt: skip
 from tests.watch import Watch
 from trainer.config import UserError
 
@@ -34,6 +36,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "gemma2": GROUPED | {"head_dim": 8, "sliding_window": 16},
     "gemma4_text": GROUPED | {"head_dim": 8, "global_head_dim": 8},
+    "gemma4 with shared keys": GROUPED | {
+        "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "gemma3n_text": GROUPED | {
+        "head_dim": 8, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE,
+        "laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0],
+    },
     "glm4": GROUPED | {"head_dim": 8},
     "gpt_neox": {"intermediate_size": 64},
     "gpt_oss": GROUPED | EXPERTS | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 16},
@@ -122,6 +134,14 @@ def test_slots_score_what_one_pass_does(name):
             expected = plain(model, torch.cat([text, nodes[i, path]]))[-1]
             torch.testing.assert_close(logits[i, 1 + node], expected, **CLOSE)
 
+    path = torch.tensor(paths[2])  # it is accepted
+    depth = torch.arange(len(path))
+    cached.move(placed.slots[:, 1:][:, path], lengths.unsqueeze(1) + depth)
+    logits = cached.forward(chain, lengths.unsqueeze(1) + len(path) + torch.arange(3), used=35)
+    for i, text in enumerate(texts):
+        expected = plain(model, torch.cat([text, nodes[i, path], chain[i]]))[-3:]
+        torch.testing.assert_close(logits[i], expected, **CLOSE)
+
 
 @pytest.mark.parametrize("name", SCORED)
 @torch.no_grad()
@@ -129,11 +149,28 @@ def test_states_and_head_are_found(name):
     model, ids = model_of(name), torch.arange(4, 24).unsqueeze(0)
     assert len(decoder_layers(model)) == 2
     found: dict[Any, torch.Tensor] = {}
-    with captured(model, (0, "final_norm"), found):
+    layers = (0, "final_norm")
+    if name == "gemma3n_text":  # a layer has four states for each token
+        with pytest.raises(UserError, match="several states for a token"), captured(model, [0], {}):
+            model(input_ids=ids, use_cache=False)
+        layers = ("final_norm",)
+    with captured(model, layers, found):
         logits = model(input_ids=ids, use_cache=False).logits
-    assert found[0].shape == (1, 20, 32)
+    assert all(states.shape == (1, 20, 32) for states in found.values())
     mine = output_head(model, VOCAB_SIZE).logits(found["final_norm"])
     torch.testing.assert_close(mine, logits[..., :VOCAB_SIZE], **CLOSE)
+    # as training reads them, and as a prompt is read: without the logits of all columns
+    target, read = Target(model, tiny_tokenizer(), name, {}, (EOS,)), dict[Any, torch.Tensor]()
+    cached = CachedModel(model)
+    cached.begin(1, 24)
+    cached.forward(
+        ids, torch.arange(20)[None], used=20, first=0, logits_to_keep=1, layers=tuple(found),
+        found=read,
+    )  # fmt: skip
+    states = target.outputs(ids, layers=tuple(found), logits=False).hidden
+    for layer, expected in found.items():
+        torch.testing.assert_close(states[layer], expected, **CLOSE)
+        torch.testing.assert_close(read[layer], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", SCORED)
