@@ -183,17 +183,17 @@ class SpeculativeDecoder:
                 verdict.emitted.unsqueeze(1),
                 tree.lengths.unsqueeze(1),
                 self._rejected(tree, verdict).unsqueeze(1),
+                (tree.lengths if tree.is_chain else tree.depths.amax(1)).unsqueeze(1),
                 accepted_tokens,
             ],
             1,
         ).tolist()
         overlaps = [[]] * len(host) if verdict.overlap is None else verdict.overlap.tolist()
-        depth = 0 if tree.is_chain else int(tree.depths.max())
         spent = (drafted - began, verified - drafted, self._clock() - verified)
         for index, row in enumerate(self.rows):
             if row is None:
                 continue
-            accepted, emitted, submitted, rejected, *tokens = host[index]
+            accepted, emitted, submitted, rejected, depth, *tokens = host[index]
             new = [*tokens[:accepted], emitted]
             kept = next((i + 1 for i, token in enumerate(new) if token in self.eos), len(new))
             kept = min(kept, self.max_new_tokens - len(row.tokens))
@@ -201,7 +201,7 @@ class SpeculativeDecoder:
                 Round(
                     prompt_hash=row.request.tag,
                     submitted=submitted,
-                    depth=depth or submitted,
+                    depth=depth,
                     accepted=min(accepted, kept),
                     emitted=kept,
                     first_reject_pos=accepted + 1 if rejected and accepted < kept else None,

@@ -109,6 +109,7 @@ class TreeReplay:
             )  # fmt: skip
             tree = drafter.propose(state, self.budget)
             tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+            depths = tree.depths.amax(1).tolist()
             steps, going = [], []
             for place, (row, length) in enumerate(zip(live, lengths.tolist(), strict=True)):
                 trace = group[row]
@@ -117,7 +118,9 @@ class TreeReplay:
                 node, accepted = longest_path(tokens[place], parents[place], ahead)
                 room = len(trace.response_ids) - done
                 rejected = node in parents[place]
-                found[row].append(_round(trace, tree, accepted, rejected, room, done))
+                found[row].append(
+                    _round(trace, tree, depths[place], accepted, rejected, room, done)
+                )
                 self.on_tokens(found[row][-1].emitted)
                 steps.append(accepted + 1)
                 if accepted + 1 < room:
@@ -149,15 +152,15 @@ def longest_path(
 
 
 def _round(
-    trace: Trace, tree: TokenTree, accepted: int, rejected: bool, room: int, done: int
+    trace: Trace, tree: TokenTree, depth: int, accepted: int, rejected: bool, room: int, done: int
 ) -> Round:
-    """The record of a round; `room`: tokens until the end of the answer, past which engines
-    accept."""
+    """The record of a round; `depth`: of its tree; `room`: tokens until the end of the answer, past
+    which engines accept."""
     emitted = min(accepted + 1, room)
     return Round(
         prompt_hash=trace.prompt_hash,
         submitted=tree.tokens.shape[1],
-        depth=int(tree.depths.max()),
+        depth=depth,
         accepted=min(accepted, emitted),
         emitted=emitted,
         first_reject_pos=accepted + 1 if rejected and accepted < emitted else None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.nn import functional as F
 
 # How the children of a node were chosen. top: the most likely tokens; without_replacement: drawn in
 # the order of their indices, with the distribution at the parent's position as that of each, the
@@ -92,10 +93,11 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
     `parents`: [B, N] int64, each before its children.
     """
     batch, size = parents.shape
-    allowed = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(1, size):
-        parent = parents[:, node]
-        above = allowed[rows, parent.clamp(min=0)] & (parent >= 0).unsqueeze(-1)
-        allowed[:, node] |= above
-    return allowed
+    # a last row that has no ancestors stands for the committed text above the roots
+    allowed = torch.eye(size + 1, size, dtype=torch.bool, device=parents.device)
+    allowed = allowed.repeat(batch, 1, 1)
+    above = F.pad(parents.masked_fill(parents < 0, size), (0, 1), value=size)
+    for _ in range((size - 1).bit_length()):  # each time paths of twice the length
+        allowed |= allowed.gather(1, above.unsqueeze(-1).expand(-1, -1, size))
+        above = above.gather(1, above)
+    return allowed[:, :size]

@@ -311,7 +311,9 @@ def _group(
     ids = ids.to(device)
     lengths = torch.tensor([len(text) for text in texts], device=device)
     random = KeyedRandom(torch.tensor(keys, device=device))
-    outputs = target.outputs(ids[:, :longest], layers=drafter.target_layers, logits=False)
+    layers, outputs = drafter.target_layers, TargetOutputs()
+    if layers:
+        outputs = target.outputs(ids[:, :longest], layers=layers, logits=False)
     drafter.begin(len(texts), ids.shape[1])
     rows = torch.arange(len(texts), device=device)
     prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})

@@ -11,6 +11,7 @@ import torch
 from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget
 from drafters.training_free.lookup import PromptLookup
+from drafters.trees.dynamic import DynamicTree
 from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
@@ -356,6 +357,18 @@ def test_sampled_text_does_not_depend_on_batch_size_order_or_refill():
             assert ours == [(r.accepted, r.emitted, r.submitted) for r in one.rounds]
     other = speculated(model, drafter, prompts, sampling, seed=1, **options)
     assert sum(other[i].response_ids != alone[i].response_ids for i in alone) > 15
+
+
+def test_a_round_records_the_depth_of_its_own_tree():
+    """The trees of a batch have as many nodes each, in other places."""
+    model = tiny_model("llama").double()
+    drafter, prompts = drafter_of(perturbed(model, 0.2), model), prompts_of(LENGTHS)
+    options = {"budget": Budget.of(DynamicTree(4, 3, 2))}
+    alone = speculated(model, drafter, prompts, batch_size=1, **options)
+    together = speculated(model, drafter, prompts, batch_size=10, **options)
+    depths = {tag: [r.depth for r in one.rounds] for tag, one in alone.items()}
+    assert {tag: [r.depth for r in one.rounds] for tag, one in together.items()} == depths
+    assert len(set().union(*depths.values())) > 1
 
 
 def test_the_first_token_is_the_one_plain_decoding_draws():

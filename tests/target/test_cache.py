@@ -14,8 +14,15 @@ from target import cache
 from target.cache import CachedModel, place_tree
 from target.model import Target, captured, decoder_layers, output_head
 from tests.tiny import (
-    ARCHITECTURES, CONTEXT, EOS, PAD, STD, VOCAB_SIZE, tiny_model, tiny_tokenizer,
-)  # fmt: skip
+    ARCHITECTURES,
+    CONTEXT,
+    EOS,
+    PAD,
+    STD,
+    VOCAB_SIZE,
+    tiny_model,
+    tiny_tokenizer,
+)
 from tests.watch import Watch
 from trainer.config import UserError
 

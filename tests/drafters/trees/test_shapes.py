@@ -48,12 +48,13 @@ def test_a_branching_tree_is_no_chain():
 
 def test_ancestors_of_random_trees_follow_the_parents():
     generator = torch.Generator().manual_seed(0)
-    for size in (1, 2, 7, 20):
-        parents = [-1] + [
-            int(torch.randint(-1, i, (1,), generator=generator)) for i in range(1, size)
-        ]
+    trees = [
+        [-1, *(int(torch.randint(-1, i, (1,), generator=generator)) for i in range(1, size))]
+        for size in (1, 2, 7, 20, 60)
+    ]
+    for parents in [*trees, [*range(-1, 32)], [*range(-1, 31)]]:  # the deepest ones at last
         one = tree(parents)
-        for node in range(size):
+        for node in range(len(parents)):
             path, at = set(), node
             while at >= 0:
                 path.add(at)
