@@ -78,6 +78,7 @@ def main(arguments: list[str]) -> int:
             if start is None:
                 start = train.build(this, recipe, traces, texts)
                 report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
+            generate.check_texts(this, start, eval_prompts)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, ["train.py", *arguments], made_of)
             recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add

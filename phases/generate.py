@@ -32,6 +32,7 @@ from data.render import question
 from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
+from drafters.causal_lm import CausalLMDrafter
 from eval.config import EvalConfig, tree_depth
 from phases.run import Run, check_model_pair, check_places
 from phases.servers import own_server
@@ -313,6 +314,27 @@ def check_room(config: EvalConfig, context: int) -> None:
     rule += f"eval.max_new_tokens={new}"
     for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
         require(drafted < room, key, rule, drafted)
+
+
+def check_texts(run: Run, drafter: TrainedDrafter, prompts: list[Prompt]) -> None:
+    """Refuse held-out prompts to which the drafter cannot draft to the end, before it is trained."""
+    if run.config.run.stage is None:
+        for temperature in run.config.eval.temperatures:
+            check_context(drafter, evaluation_traces(run, prompts, temperature)[0], run.config.eval)
+
+
+def check_context(drafter: object, traces: list[Trace], config: EvalConfig) -> None:
+    """Refuse prompts that do not fit into the positions of a drafter that is a language model, with
+    an answer and the tokens drafted beyond it."""
+    longest = max(len(trace.prompt_ids) for trace in traces)
+    needed = longest + config.max_new_tokens + max(config.K, tree_depth(config))
+    if isinstance(drafter, CausalLMDrafter) and needed > drafter.context:
+        raise UserError(
+            f"ContextError: the drafter sees {drafter.context} tokens; an evaluation prompt of "
+            f"{longest}, eval.max_new_tokens={config.max_new_tokens} and what is drafted beyond "
+            f"them make {needed}: lower eval.max_new_tokens, or data.max_prompt_tokens with "
+            "data.long_prompts=drop"
+        )
 
 
 def describe(config: Config) -> None:

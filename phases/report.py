@@ -43,7 +43,7 @@ from eval.report.schema import (
 )
 from eval.report.terminal import summary
 from phases.export import complete_card, export_run, save_drafter
-from phases.generate import evaluation_traces, measured_on
+from phases.generate import check_context, evaluation_traces, measured_on
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
@@ -203,6 +203,7 @@ def measure(
     readings = ReadingCollector(prompts, run.target.tokenizer)
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature)
+        check_context(subject, traces, config)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         by = {"text_by": plan.served or "hf"}
         on = measured_on(plan, traces)

@@ -663,7 +663,7 @@ def test_bad_settings_end_in_one_line(word, says, finished, tiny_folder, tmp_pat
         (("model.drafter={short}",), "ContextError: method.context must be at most the drafter's"),
         (
             ("model.drafter={short}", "method.stages=[align]", "method.context=8"),
-            "ContextError: model.drafter sees 16 tokens, the longest text has",
+            "ContextError: the drafter sees 16 tokens; an evaluation prompt of",
         ),
     ],
 )  # fmt: skip

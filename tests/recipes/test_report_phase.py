@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig, tree_depth
+from phases.generate import check_context
 from phases.report import check_drafter, facts, shapes_of
 from tests.eagle import build_eagle
 from tests.tiny import CONTEXT
@@ -44,6 +46,18 @@ def test_drafting_beyond_the_context_is_refused(target):
     eagle = build_eagle(target, Eagle1Settings(["final_norm"], target.hidden_size))
     with pytest.raises(UserError, match=rf"eval\.K must be below the target's context {CONTEXT}"):
         check_drafter(eagle, target, EvalConfig(K=CONTEXT))
+
+
+def test_a_language_model_that_sees_less_than_the_prompts_is_refused(target):
+    drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
+    traces = [SimpleNamespace(prompt_ids=[1] * n) for n in (3, 20)]
+    config = EvalConfig(K=2, tree=["dynamic:9:3:3"], max_new_tokens=8)
+    drafter.model.config.max_position_embeddings = 31  # 20 + 8 + a path of 3
+    check_context(drafter, traces, config)
+    drafter.model.config.max_position_embeddings = 30
+    with pytest.raises(UserError, match=r"the drafter sees 30 tokens; an evaluation prompt of 20"):
+        check_context(drafter, traces, config)
+    check_context(PromptLookup(), traces, config)
 
 
 def test_hydra_is_not_asked_of_an_engine(target):

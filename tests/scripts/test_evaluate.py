@@ -50,6 +50,15 @@ COUNTED = (
 )
 
 
+def test_a_drafter_that_sees_less_than_the_prompts_is_refused(tmp_path, tiny_folder, capsys):
+    short = tiny_folder("llama", layers=1, width=16, max_position_embeddings=16)
+    words = command(tmp_path, tiny_folder("llama"), f"eval.drafter={short}")
+    words = [word for word in words if word.startswith(("model.target", "eval.", "data.cache"))]
+    assert evaluate.main([*words, f"script.out={tmp_path / 'out'}"]) == 2
+    assert "error: ContextError: the drafter sees 16 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys):
     name = str(finished / "run" / "drafter")
