@@ -19,6 +19,7 @@ from target.devices import decoder_of
 from target.model import Target, load_causal_lm, output_head
 from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
+from target.rotary import context_of
 from target.shared_text import TextGroup
 from target.vocabulary import check_same_vocabulary
 from trainer.config import UserError
@@ -120,8 +121,7 @@ class CausalLMDrafter(TrainedDrafter):
     @property
     def context(self) -> int:
         """Length in tokens of the longest text that the model can read."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or 1 << 20
+        return context_of(self.model.config.get_text_config())
 
     def states(
         self,

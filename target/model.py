@@ -40,6 +40,7 @@ from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
 from target.masks import LayerMasks
 from target.outputs import LayerId, ProjectedLogits, TargetOutputs, TargetRequest
+from target.rotary import context_of
 from target.sharded import Sharded
 from target.shared_text import TextGroup, can_share
 from trainer.checks import require_files
@@ -133,8 +134,7 @@ class Target:
     @property
     def context(self) -> int:
         """The most positions of a text."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or 1 << 20
+        return context_of(self.model.config.get_text_config())
 
     @property
     def device(self) -> torch.device:

@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 from target.attention import BLOCK, Capability, OwnMask, Pair, Visible, flex, reads_masks
 from target.devices import decoder_of, device_of
 from target.masks import LayerMasks
+from target.rotary import by_length
 from trainer.config import UserError
 from trainer.processes import PATIENCE, all_gather, reduce_scatter
-
-# kinds of rotary embedding whose frequencies depend on the length of what is read
-BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,4 @@ def _groups(count: int, parts: int) -> list[object]:
 def can_share(model: PreTrainedModel) -> bool:
     """Whether a column's states follow from the keys and values of the columns before it, and from
     positions that are given."""
-    rotary = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {rotary.get("rope_type")}
-    kinds |= {one.get("rope_type") for one in rotary.values() if isinstance(one, dict)}
-    return reads_masks(model) and kinds.isdisjoint(BY_LENGTH)
+    return reads_masks(model) and not by_length(model.config.get_text_config())

@@ -7,9 +7,12 @@ import shutil
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from target.fingerprint import eos_ids, tokenizer_hash, vocabulary_size, weights_hash
 from target.model import Target, decoder_layers, load_causal_lm
+from target.rotary import context_of
 from target.vocabulary import check_same_vocabulary
 from tests.tiny import (
     ARCHITECTURES,
@@ -19,6 +22,7 @@ from tests.tiny import (
     VOCAB_SIZE,
     prompts_of,
     save_tiny,
+    tiny_config,
     tiny_model,
     tiny_tokenizer,
 )
@@ -111,6 +115,23 @@ def test_loading_keeps_weights_vocabulary_and_eos(name, tiny_folder):
         assert target.logits_width == (PADDED_WIDTH if name == "llama_padded" else VOCAB_SIZE)
         assert target.eos_ids == (EOS,)
         assert target.context == CONTEXT
+
+
+def test_texts_end_where_rotary_frequencies_change(tiny_target):
+    """transformers chooses those of Phi-4-mini for a whole batch by its longest text."""
+    target = tiny_target("llama")
+    assert target.context == context_of(target.model.config) == CONTEXT
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    config = tiny_config("llama", rope_parameters=rotary | factors)
+    assert context_of(config) == 24
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert Target(model, tiny_tokenizer(), "x", {}, (EOS,)).context == 24
+    short, long = torch.arange(4, 12)[None], torch.arange(4, 34)[None]
+    alone = model(short).logits[0]
+    batch = torch.cat([F.pad(short, (0, 22)), long])
+    assert not torch.allclose(model(batch).logits[0, :8], alone, atol=1e-4)
+    torch.testing.assert_close(model(batch[:, :24]).logits[0, :8], alone)
 
 
 def test_logits_made_later_are_the_targets_own_under_autocast(tiny_target):
