@@ -225,7 +225,7 @@ class CachedModel:
         place.past = 0 if causal else used
         states: dict[LayerId, torch.Tensor] = {}
         columns = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
-        if layers and columns is None:
+        if layers and isinstance(logits_to_keep, int):
             logits_to_keep = last_columns(logits_to_keep, ids)
         with captured(self.model, layers, states), _projected(self.model, columns):
             logits = self.model(
@@ -289,7 +289,7 @@ class CachedModel:
         accepted path of a tree is appended to the committed text."""
         assert self.cache is not None
         for layer in self.cache.layers:
-            if not layer.is_initialized:  # it reads the keys of an earlier layer
+            if not layer.is_initialized:  # type: ignore[union-attr]  # it reads an earlier one's keys
                 continue
             for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
                 assert buffer is not None
