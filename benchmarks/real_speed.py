@@ -109,11 +109,13 @@ def measured(arms: dict[str, Arm]) -> tuple[dict[str, Any], dict[str, Answers]]:
     """Median tokens per second of each arm with its quartiles, and its answers."""
     answers = {name: arm()[1] for name, arm in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(RUNS):
+    for turn in range(1, RUNS + 1):
         for name, arm in arms.items():
             if not torch.cuda.is_available():
                 os.environ[GROUPED] = str(int(not name.startswith(AS_LOADED)))
             seconds[name].append(arm()[0])
+        took = ", ".join(f"{name} {spent[-1]:.1f}" for name, spent in seconds.items())
+        print(f"turn {turn} of {RUNS}, seconds: {took}", file=sys.stderr, flush=True)
     table: dict[str, Any] = {}
     for name in arms:
         rates = [sum(map(len, answers[name])) / spent for spent in seconds[name]]
