@@ -318,7 +318,7 @@ def check_room(config: EvalConfig, context: int) -> None:
 
 def check_texts(run: Run, drafter: TrainedDrafter, prompts: list[Prompt]) -> None:
     """Refuse held-out prompts to which the drafter cannot draft to the end, before training."""
-    if run.config.run.stage is None:
+    if run.config.run.stage is None and isinstance(drafter, CausalLMDrafter):
         for temperature in run.config.eval.temperatures:
             check_context(drafter, evaluation_traces(run, prompts, temperature)[0], run.config.eval)
 
