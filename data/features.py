@@ -242,18 +242,27 @@ def write_features(
     check_layers(plan.layers, target.num_layers)
     identity, shards = layout_of(target.fingerprint, target.hidden_size, traces, plan)
     fresh = {"identity": identity, "complete": False, "shards": []}
-    manifest = place.manifest() or fresh
-    _require_same(place, manifest.get("identity"), identity)
-    there = zip(shards, place.entries(shards, identity), strict=True)
-    remaining = [shard for shard, entry in there if entry is None]
-    if remaining or not manifest["complete"]:
-        _check_budget(place, identity, remaining, label if rank == 0 else None)
-        scratch = place.work / ".writing"  # for half-written shards of all ranks
-        said = f"data.features: the store {place} is being written by another command; wait or use"
-        with contextlib.ExitStack() as held:
+
+    def missing() -> list[Shard] | None:
+        """The shards to write; None where the store is complete."""
+        manifest = place.manifest() or fresh
+        _require_same(place, manifest.get("identity"), identity)
+        there = zip(shards, place.entries(shards, identity), strict=True)
+        found = [shard for shard, entry in there if entry is None]
+        return found if found or not manifest["complete"] else None
+
+    scratch = place.work / ".writing"  # for half-written shards of all ranks
+    said = f"data.features: the store {place} is being written by another command; wait or use"
+    with contextlib.ExitStack() as held:
+        remaining = missing()
+        if remaining is not None:
+            _check_budget(place, identity, remaining, label if rank == 0 else None)
             if rank == 0:
                 place.work.mkdir(parents=True, exist_ok=True)
                 held.enter_context(lock(place.work / ".lock", f"{said} another data.cache_dir"))
+        barrier()  # from here on no other command can complete it: all ranks see the same
+        if remaining is not None and (remaining := missing()) is not None:
+            if rank == 0:
                 place.write_manifest(fresh)
                 shutil.rmtree(scratch, ignore_errors=True)  # what a dead command left
                 scratch.mkdir(exist_ok=True)  # by one alone: another would find it there, then gone
@@ -271,7 +280,7 @@ def write_features(
                 entries = FeaturesStore(place, identity, shards).entries
                 place.write_manifest({**fresh, "complete": True, "shards": entries})
                 shutil.rmtree(scratch, ignore_errors=True)
-        barrier()
+            barrier()
     return FeaturesStore(place, identity, shards)
 
 

@@ -220,14 +220,17 @@ def generate_traces(
     """
     assert bool(plan.served) == (servers is not None)
     store = TraceStore.open(folder, plan.identity(target))
-    if not store.is_complete(()):
-        with store.exclusive() if rank == 0 else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        if rank == 0 and not store.is_complete(()):
+            held.enter_context(store.exclusive())
+        barrier()  # from here on no other command can complete it: all ranks see the same
+        if not store.is_complete(()):
             with servers() if servers else contextlib.nullcontext(()) as urls:
                 _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, urls)
             barrier()
             if rank == 0:
                 store.finish(num_writers=world)
-        barrier()
+            barrier()
     if rank == 0 and store.num_dropped:
         limit = longest_prompt(target, plan)
         print(f"{label}: {store.num_dropped} prompts or later turns over {limit} tokens left out")

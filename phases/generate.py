@@ -114,12 +114,12 @@ def _generate(
     label: str,
     engine: Servers | None = None,
     served: Target | None = None,
+    alone: bool = False,
 ) -> Traces:
     """Generate the traces of `plan`. `engine`: of `shared_engine`, None: the run's own for this
-    text alone; `served`: another target than the run's, whose text this process generates alone.
-    UserError if every prompt is too long."""
+    text alone; `served`: another target than the run's; `alone`: in this process, while the others
+    do not ask. UserError if every prompt is too long."""
     data, accelerator = run.config.data, run.accelerator
-    alone = served is not None
     traces = generate_traces(
         served or run.target, plan, folder, batch_size=data.batch_size,
         rows_per_shard=data.rows_per_shard, label=label,
@@ -278,10 +278,11 @@ def evaluation_traces(
     temperature: float,
     served: Target | None = None,
     engine: Servers | None = None,
+    alone: bool = False,
 ) -> tuple[list[Trace], GenerationPlan]:
     """Generate traces of the held-out prompts at one temperature, with look-ahead for the engine's
-    counters; by the target `served`, in this process, where it is given, else by the run's own, in
-    data.engine."""
+    counters; by the target `served` where it is given, else by the run's own, in data.engine.
+    `alone`: in this process, while the others do not ask."""
     evaluation = run.config.eval
     if not prompts:
         raise UserError(
@@ -302,7 +303,7 @@ def evaluation_traces(
     folder = traces_folder(plan, served or run.target, run.config.data.cache_dir)
     label = f"evaluation traces T={temperature:g}" + ", trained target" * (served is not None)
     # few rows, which are read many times
-    return list(_generate(run, plan, folder, label, engine, served)), plan
+    return list(_generate(run, plan, folder, label, engine, served, alone)), plan
 
 
 def check_room(config: EvalConfig, context: int) -> None:

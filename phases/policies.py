@@ -51,7 +51,7 @@ def measure_policies(
         return out
     for temperature in config.temperatures:
         sampling = Sampling(temperature, config.top_k, config.top_p)
-        traces, plan = evaluation_traces(run, prompts, temperature)
+        traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
         K = longest(run, own, [*traces, *dev])
         usable = sum(len(trace.response_ids) > 1 for trace in (*dev, *traces))
         progress.part(f"T={temperature:g}, rollouts", total=usable * rollouts.STARTS * K)

@@ -202,7 +202,7 @@ def measure(
     out = Measured([], [], [], [])
     readings = ReadingCollector(prompts, run.target.tokenizer)
     for temperature in config.temperatures:
-        traces, plan = evaluation_traces(run, prompts, temperature)
+        traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
         check_context(subject, traces, config)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         by = {"text_by": plan.served or "hf"}
@@ -249,7 +249,8 @@ def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prom
     served = drafter.served_target()
     if served is None:
         return frozen
-    traces, plan = evaluation_traces(run, prompts, frozen.sampling.temperature, served)
+    at = frozen.sampling.temperature
+    traces, plan = evaluation_traces(run, prompts, at, served, alone=True)
     before, now = (next_token_loss(target, frozen.traces) for target in (run.target, served))
     change = 100 * (now / before - 1)
     about = {

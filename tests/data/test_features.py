@@ -480,6 +480,21 @@ def test_two_commands_at_once_are_refused(target, tmp_path):
 # several processes
 
 
+def test_a_store_that_another_command_completes_meanwhile_is_complete_for_all_ranks(
+    target, whole, tmp_path
+):
+    met = []
+
+    def meet() -> None:
+        if not met:
+            fill(target, tmp_path)
+        met.append(True)
+
+    assert fill(target, tmp_path, rank=1, world=2, barrier=meet).num_rows == len(TRACES)
+    assert len(met) == 1
+    assert_same(tmp_path, whole)
+
+
 def together(folder: Path, name: str, world: int, dying: int | None = None) -> None:
     """One thread a rank, each with a target of its own; rank `dying` breaks at its second shard."""
     barrier = threading.Barrier(world)
@@ -513,9 +528,12 @@ def together(folder: Path, name: str, world: int, dying: int | None = None) -> N
 
 def test_one_rank_alone_makes_the_folder_of_half_written_shards(target, tmp_path):
     def meet() -> None:  # between looking for the folder and making it, the first rank clears it
-        raise BrokenBarrierError(sorted(path.name for path in tmp_path.iterdir()))
+        met.append(True)
+        if len(met) == 2:
+            raise BrokenBarrierError(sorted(path.name for path in tmp_path.iterdir()))
 
     for rank, made in ((1, []), (0, [".lock", ".writing", "manifest.json"])):
+        met: list[bool] = []
         with pytest.raises(BrokenBarrierError) as found:
             fill(target, tmp_path, rank=rank, world=2, barrier=meet)
         assert found.value.args[0] == made

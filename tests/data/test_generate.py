@@ -287,6 +287,22 @@ def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual):
     assert fill(broken, tmp_path, wanted) == usual
 
 
+def test_a_store_that_another_command_completes_meanwhile_is_complete_for_all_ranks(
+    tiny_target, tmp_path, usual
+):
+    """A rank that saw it before must not write rows of its own, nor wait for ranks that do not."""
+    target, wanted, met = tiny_target("llama"), plan(samples_per_prompt=2), []
+
+    def meet() -> None:
+        if not met:  # rank 1 has loaded its target first; rank 0 looks when this is done
+            fill(target, tmp_path, wanted)
+        met.append(True)
+
+    assert fill(target, tmp_path, wanted, rank=1, world=2, barrier=meet) == usual
+    assert len(met) == 1
+    assert not [*tmp_path.glob("manifest-r*.json"), *tmp_path.glob(".writer-r1.lock")]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_prompts_that_are_too_long_are_counted_whenever_the_store_is_opened(
     tiny_target, tmp_path, capsys, world
@@ -295,8 +311,9 @@ def test_prompts_that_are_too_long_are_counted_whenever_the_store_is_opened(
     target = tiny_target("llama")
     prompts = [Prompt("long " * size, None, None, "t", "row", str(size)) for size in range(1, 7)]
     wanted = plan(prompts, max_prompt_tokens=20, long_prompts="drop", samples_per_prompt=2)
-    with pytest.raises(FileNotFoundError):  # by rank 2 of 3, whose others have not written
-        fill(target, tmp_path, wanted, rank=2, world=3, barrier=(tmp_path / "none").unlink)
+    met = [None]
+    with pytest.raises(IndexError):  # by rank 2 of 3, whose others have not written
+        fill(target, tmp_path, wanted, rank=2, world=3, barrier=met.pop)
     part = json.loads((tmp_path / "manifest-r2.json").read_text())
     assert part["num_dropped"] == 2
     for rank in reversed(range(world)):
