@@ -200,7 +200,8 @@ class Batches:
     def at(self, index: int) -> Batch:
         """The batch of global micro-step `index` for this rank."""
         rng = np.random.default_rng([self.seed, index])
-        names, shares = list(self.mix), self._shares(index)
+        names, shares = list(self.mix), np.array(self._shares(index))
+        shares /= shares.sum()  # numpy refuses sums that a user's rounding makes
         everyone = self.batch_size * self.world
         drawn = [
             str(s) for s in rng.choice(names, size=1 if self.per == "batch" else everyone, p=shares)
@@ -235,21 +236,26 @@ class Batches:
         return self.traces[int(self._order[epoch][place])]
 
 
+def longest_text(traces: Sequence[Trace], mix: Mapping[str, float], max_new_tokens: int) -> int:
+    """Tokens of the longest text of a mix; 0 for an empty one. `max_new_tokens`: of a response that
+    the drafter is to write."""
+    longest = (
+        lengths(traces, "prompt_ids").max() + max_new_tokens
+        if source == "draft"
+        else num_tokens(traces, RESPONSES[source]).max()
+        for source, share in mix.items()
+        if share > 0
+    )
+    return int(max(longest, default=0))
+
+
 def few_lengths(
     traces: Sequence[Trace], mix: Mapping[str, float], max_new_tokens: int
 ) -> list[int]:
     """At most `LENGTHS` lengths of rows, ascending, for all texts of a mix: multiples of 64, whole
     tiles of a kernel, but for the last one, so that no row is longer than the longest text may
     be. `max_new_tokens`: of a response that the drafter is to write."""
-    longest = max(
-        int(
-            lengths(traces, "prompt_ids").max() + max_new_tokens
-            if source == "draft"
-            else num_tokens(traces, RESPONSES[source]).max()
-        )
-        for source, share in mix.items()
-        if share > 0
-    )
+    longest = longest_text(traces, mix, max_new_tokens)
     step = -(-longest // (64 * LENGTHS)) * 64
     return [min(length, longest) for length in range(step, longest + step, step)]
 

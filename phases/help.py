@@ -103,7 +103,7 @@ def _shown(value: object) -> str:
     match value:
         case [str() | float() as only]:
             return _shown(only)
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[object]) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from data.batches import longest_text
 from data.packing import PackedBatches, check_separation
 from data.prompts import Prompt
 from data.render import fixed_response_ids
-from data.trace_rows import column, num_tokens
+from data.trace_rows import column
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
@@ -25,12 +26,12 @@ from phases.dev import split_dev
 from phases.help import composed
 from phases.run import Run
 from phases.stage import StageRun, settings_of
-from recipes.base import Recipe, Stage, Start
+from recipes.base import Recipe, Stage, Start, presets
 from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.config import UserError
 from trainer.lock import lock
-from trainer.loop import FitResult
+from trainer.loop import FitResult, checkpointing_of
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
 TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so
@@ -39,7 +40,7 @@ LARGE = 10**9  # parameters of a target for which these keys, as the recipe has 
 
 def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
     """`key=value` of the settings that a recipe chose for the toy, of a run with a large target."""
-    if num_parameters <= LARGE:
+    if num_parameters <= LARGE or "published" not in presets(config.recipe):
         return []
     own, published = composed(config.recipe), composed(config.recipe, "published")
     names = [f.name for f in dataclasses.fields(config.method) if f.name.endswith(TOY_ENDINGS)]
@@ -51,7 +52,7 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
         value, toys, papers = (
             getattr(getattr(one, section), name) for one in (config, own, published)
         )
-        if value == toys != papers:
+        if value is not None and value == toys != papers:  # null: as another key that is named
             found.append(f"{key}={value}")
     return found
 
@@ -96,6 +97,8 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
             )
     # a trained drafter may leave out some stages, so it comes before what the stages ask for
     drafter = None if model.drafter is None else _given_drafter(run, recipe, model.drafter)
+    if drafter is not None:
+        _check_checkpointing(run, recipe, drafter)
     deeper = deeper_than_trained(run.config, recipe)  # `accept` may have chosen what is unrolled
     if deeper and run.accelerator.is_main_process:
         print(f"warning: {deeper}")
@@ -195,7 +198,9 @@ def build(
     if recipe.size_search is not None:
         _search_size(run, recipe, recipe.size_search, traces, texts or {})
     torch.manual_seed(run.config.run.seed)
-    return recipe.build(traces)
+    drafter = recipe.build(traces)
+    _check_checkpointing(run, recipe, drafter)
+    return drafter
 
 
 def _search_size(
@@ -266,7 +271,9 @@ def train_stages(
 ) -> tuple[dict[str, TrainedDrafter], dict[str, FitResult]]:
     """Train every stage, starting with the drafter `base`. `texts`: from `raw_texts`. Returns the
     drafters that the report has a row for, and the result of each stage."""
-    check_context(base, traces)
+    if isinstance(base, CausalLMDrafter):
+        for stage in chosen_stages(run, recipe):
+            check_context(base, stage, traces, run.config.data.max_new_tokens)
     train, dev = split_dev(traces, run.config.run.seed)
     rows: dict[str, TrainedDrafter] = {}
     results: dict[str, FitResult] = {}
@@ -290,15 +297,26 @@ def train_stages(
     return rows, results
 
 
-def check_context(drafter: TrainedDrafter, traces: Sequence[Trace]) -> None:
-    """Refuse texts that are longer than the context of a drafter that reads text alone."""
-    longest = int(num_tokens(traces).max())
-    context = drafter.context if isinstance(drafter, CausalLMDrafter) else longest
-    if longest > context:
+def check_context(
+    drafter: CausalLMDrafter, stage: Stage, traces: Sequence[Trace], max_new_tokens: int
+) -> None:
+    """Refuse a stage whose texts, those that the drafter is to write included, may be longer than
+    its context."""
+    longest = longest_text(traces, stage.data.mix, max_new_tokens)
+    if longest > drafter.context:
         raise UserError(
-            f"ContextError: model.drafter sees {context} tokens, the longest text has {longest}: "
-            "lower data.max_prompt_tokens or data.max_new_tokens, or take another drafter"
+            f"ContextError: model.drafter sees {drafter.context} tokens, the longest text of stage "
+            f"{stage.name} may have {longest}: lower data.max_prompt_tokens or "
+            "data.max_new_tokens, or take another drafter"
         )
+
+
+def _check_checkpointing(run: Run, recipe: Recipe, drafter: TrainedDrafter) -> None:
+    """Refuse trainer.gradient_checkpointing where a stage trains `drafter` as it is, and that does
+    not have it."""
+    for stage in chosen_stages(run, recipe):
+        if stage.prepare is Stage.prepare and settings_of(run, stage).gradient_checkpointing:
+            checkpointing_of(drafter)
 
 
 def _check_settings(run: Run, recipe: Recipe) -> None:

@@ -12,14 +12,16 @@ gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from data.batches import SOURCES, Batch, collate
 from data.traces import Trace
@@ -42,9 +44,9 @@ from target.outputs import Logits, TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.config import RunFault, UserError, require
-from trainer.divergence import Divergence
-from trainer.logits import OutputHead
-from trainer.losses import LossOutput, position_weights, reduce
+from trainer.divergence import CE_HARD, Divergence
+from trainer.logits import OutputHead, chunk_rows
+from trainer.losses import CompressedTeacher, LossOutput, position_weights, reduce
 from trainer.objective import State
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
@@ -55,23 +57,21 @@ ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
     "f_distill": ("tvd", {"target": 0.5, "draft": 0.5}),
     "on_policy_gkd": ("fkl", {"draft": 1.0}),
 }
-DEFAULT_DIVERGENCE = "jsd"
+DEFAULT_DIVERGENCE, DEFAULT_MIX = "jsd", {"target": 1.0}
 ENDED_WINDOW = 16  # draft responses over which empty ones are counted
-
-
-def _default_mix() -> dict[str, float]:
-    return {"target": 1.0}
 
 
 @dataclass
 class Config(DivergenceConfig):
     # a divergence and a data mix by the name that the paper gives them; null: as set below
     algorithm: str | None = None
-    divergence: str = DEFAULT_DIVERGENCE  # loss between the target's distribution and the drafter's
+    # loss between the target's distribution and the drafter's; "": jsd, or that of the algorithm
+    divergence: str = ""
     # mean over tokens, or over the means of the sequences, which is the paper's formula
     reduction: str = "token"
-    # shares of the training text by who wrote it: fixed (the data set), target, draft
-    data_mix: dict[str, float] = field(default_factory=_default_mix)
+    # shares of the training text by who wrote it: fixed (the data set), target, draft; {}: target
+    # alone, or those of the algorithm
+    data_mix: dict[str, float] = field(default_factory=dict)
     mix_per: str = "batch"  # whether a batch or each of its rows draws its source
     # steps with fkl before the divergence that is set: tvd learns little where the overlap is small
     warm_start_steps: int = 0
@@ -88,22 +88,22 @@ class Config(DivergenceConfig):
     draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        divergence, mix = DEFAULT_DIVERGENCE, DEFAULT_MIX
         if self.algorithm is not None:
             if self.algorithm not in ALGORITHMS:
                 raise UserError(
                     f"unknown method.algorithm {self.algorithm!r}; available: "
                     f"{', '.join(ALGORITHMS)}"
                 )
-            own = ALGORITHMS[self.algorithm]
-            given = (self.divergence, self.data_mix)
-            if given != (DEFAULT_DIVERGENCE, _default_mix()) and given != own:
+            divergence, mix = ALGORITHMS[self.algorithm]
+            if self.divergence not in ("", divergence) or self.data_mix not in ({}, mix):
                 raise UserError(
-                    f"method.algorithm={self.algorithm} fixes method.divergence and "
-                    "method.data_mix; "
-                    "leave them out, or leave the algorithm out"
+                    f"method.algorithm={self.algorithm} fixes method.divergence={divergence} and "
+                    f"method.data_mix={mix}: leave these out, or leave the algorithm out"
                 )
-            self.divergence, self.data_mix = own[0], dict(own[1])
+        self.divergence = self.divergence or divergence
+        self.data_mix = self.data_mix or dict(mix)
+        super().__post_init__()
         unknown = set(self.data_mix) - set(SOURCES)
         if unknown:
             raise UserError(
@@ -111,7 +111,7 @@ class Config(DivergenceConfig):
                 f"{sorted(unknown)[0]!r}"
             )
         shares = list(self.data_mix.values())
-        numbers = all(type(share) in (int, float) for share in shares)
+        numbers = all(type(share) in (int, float) and math.isfinite(share) for share in shares)
         if not numbers or min(shares, default=-1) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise UserError(
                 f"ConfigError: method.data_mix must be shares >= 0 that sum to 1, got "
@@ -242,8 +242,9 @@ class Scored:
 
 
 class LabelObjective(Objective):
-    """Cross-entropy on every token of the responses, whoever wrote them, at the temperatures of the
-    divergence in `config`."""
+    """Cross-entropy on every token of the responses, whoever wrote them. The temperatures of the
+    divergence in `config` are of the distillation, and a drafter trained here at another one would
+    be served at it."""
 
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
@@ -271,15 +272,15 @@ class LabelObjective(Objective):
 
     def score(self, scored: Scored, step: int) -> LossOutput:
         """Compute the loss of the positions."""
-        return self.summed(self.divergence.instead("ce_hard"), scored)
+        return self.summed(CE_HARD, scored)
 
     def summed(self, divergence: Divergence, scored: Scored) -> LossOutput:
         """Sum `divergence` over the positions."""
         config, batch = self.config, scored.batch
         texts, num_texts = batch.texts_of(scored.rows, scored.index), len(batch.prompts)
         if scored.target is None and divergence.name != "ce_hard":
-            logits = scored.head.logits(scored.states)
-            values = divergence(logits, batch.teacher, scored.labels, approx=config.approx)
+            assert batch.teacher is not None
+            values = of_stored(divergence, scored.states, scored.head, batch.teacher, config.approx)
             total, count = reduce(values, texts, num_texts, config.reduction)
             return LossOutput([(total, count, 1.0)])
         weights, count = position_weights(texts, num_texts, config.reduction)
@@ -297,6 +298,34 @@ class LabelObjective(Objective):
         if scored.target is not None:
             metrics["overlap"] = (loss.overlap.sum(), float(len(scored.labels)))
         return LossOutput([(loss.total, count, 1.0)], metrics)
+
+
+def of_stored(
+    divergence: Divergence,
+    states: torch.Tensor,
+    head: OutputHead,
+    teacher: CompressedTeacher,
+    approx: str | None,
+) -> torch.Tensor:
+    """The divergence from a stored teacher at each of N positions, [N] float32, of which as many at
+    a time as `chunk_rows` says: the backward pass computes their logits again."""
+    size = chunk_rows(states.device, head.target_width)
+    if divergence.name == "tvd_pp":
+        size = len(states)  # its mean is over all positions
+    stored = [getattr(teacher, field.name) for field in fields(teacher)]
+
+    def some(states: torch.Tensor, *stored: torch.Tensor | None) -> torch.Tensor:
+        part = CompressedTeacher(*stored)  # type: ignore[arg-type] - the last two may be None
+        return divergence(head.logits(states), part, approx=approx)
+
+    found = [
+        checkpoint(
+            some, states[span], *(None if one is None else one[span] for one in stored),
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for span in (slice(i, i + size) for i in range(0, max(1, len(states)), max(1, size)))
+    ]  # fmt: skip
+    return torch.cat(found)
 
 
 class Distillation(LabelObjective):

@@ -29,6 +29,7 @@ from recipes.common.divergence import DivergenceConfig
 from recipes.common.draft_size import SizeSearch, check_search
 from target.model import Target
 from trainer.config import UserError, require
+from trainer.divergence import CE_HARD
 from trainer.losses import LossOutput
 
 STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}
@@ -155,7 +156,7 @@ class Alignment(distillspec.Distillation):
         soft = super().score(scored, step)
         if not self.ce_share:
             return soft
-        hard = self.summed(self.divergence.instead("ce_hard"), scored)
+        hard = self.summed(CE_HARD, scored)
         parts = ((soft, 1 - self.ce_share), (hard, self.ce_share))
         terms = [(total, count, part) for one, part in parts for total, count, _ in one.terms]
         return LossOutput(terms, soft.metrics)

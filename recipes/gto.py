@@ -85,6 +85,8 @@ class Config:
     base_max_steps: int | None = None  # steps of stage base; null: trainer.max_steps
     base_batch_size: int | None = None  # batch of stage base; null: trainer.batch_size
     base_lr: float = 1e-3  # rate of stage base; stage gto wants about a tenth of it
+    base_lr_warmup_steps: int | None = None  # of stage base; null: trainer.lr_warmup_steps
+    base_lr_min_ratio: float | None = None  # of stage base; null: trainer.lr_min_ratio
     # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
     reference: str | None = None
     reference_rewards: str | None = None  # folder that stores its rewards for later runs
@@ -223,8 +225,9 @@ class Recipe(base.Recipe):
 
     def stages(self) -> list[Stage]:
         text, config, heads = Needs({"target": 1.0}), self.config, self.head_recipe
-        own = {"max_steps": config.base_max_steps, "batch_size": config.base_batch_size}
-        overrides = {"lr": config.base_lr, **{k: v for k, v in own.items() if v is not None}}
+        names = ("max_steps", "batch_size", "lr", "lr_warmup_steps", "lr_min_ratio")
+        own = {name: getattr(config, f"base_{name}") for name in names}
+        overrides = {name: value for name, value in own.items() if value is not None}
         # the same for all settings of the other stage
         shared = {
             "recipe": type(heads).__module__,

@@ -105,6 +105,8 @@ class Config(DivergenceConfig):
                 self.min_confidence)  # fmt: skip
         require_read(self, "min_confidence", self.bank, "method.bank=true")
         require_read(self, "log_wait_s", self.log is not None, "method.log")
+        plain = self.log is None or not self.log.endswith(".gz")
+        require(plain, "method.log", "be a file that is not compressed: unpack it", self.log)
         require_read(self, "replay_size", self.replay_share > 0, "method.replay_share")
         if self.log is not None and self.positions == "published_code":
             raise UserError(

@@ -89,13 +89,15 @@ def _no_positions() -> torch.Tensor:
 class Drawn(Batch):
     """A batch with its draws at N positions of D depths. mixed [D * B, L] int64: contexts, depth by
     depth; rows, places [N] int64: row and column of each judged token in `mixed`; accept [N] float
-    in [0, 1]: its label; depth [N] int64, from 1."""
+    in [0, 1]: its label; depth [N] int64, from 1; hidden: the target's states that the drafter
+    reads, each [B, L, H] float, of the forward that gave the labels."""
 
     mixed: torch.Tensor = field(default_factory=_no_positions)
     rows: torch.Tensor = field(default_factory=_no_positions)
     places: torch.Tensor = field(default_factory=_no_positions)
     accept: torch.Tensor = field(default_factory=_no_positions)
     depth: torch.Tensor = field(default_factory=_no_positions)
+    hidden: dict[LayerId, torch.Tensor] = field(default_factory=dict)
 
 
 class Recipe(base.Recipe):
@@ -155,11 +157,8 @@ class AcceptanceObjective(Objective):
     # --- draws ------------------------------------------------------------------------------------
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
-        """Request logits for the labels; once these are drawn, only the states that the drafter
-        reads."""
-        if isinstance(batch, Drawn):
-            return TargetRequest(self.layers, logits=False) if self.layers else None
-        return TargetRequest(self.layers, logits=True)
+        """Request logits for the labels; once these are drawn, nothing more."""
+        return None if isinstance(batch, Drawn) else TargetRequest(self.layers, logits=True)
 
     def refresh(self, step: int, context: Context) -> Batch | None:
         outputs = context.outputs()
@@ -196,7 +195,7 @@ class AcceptanceObjective(Objective):
             place = (rows + above)[~keep], index[~keep] + 1
             found.append((mixed, *place, accept[~keep], torch.full_like(place[0], depth)))
         parts = [torch.cat(part) for part in zip(*found, strict=True)]
-        return _drawn(batch, parts)
+        return _drawn(batch, parts, {layer: outputs.hidden[layer] for layer in self.layers})
 
     def _label(
         self,
@@ -252,8 +251,9 @@ class AcceptanceObjective(Objective):
         denominators: Sequence[float] | None = None,
     ) -> LossOutput:  # fmt: skip
         if not isinstance(batch, Drawn):
-            batch = _empty(batch)
-        logits = self.judge(drafter, batch, target_outputs)
+            given = {} if target_outputs is None else target_outputs.hidden
+            batch = _empty(batch, {layer: given[layer] for layer in self.layers})
+        logits = self.judge(drafter, batch)
         total = weighted_loss(logits, batch.accept, self.config.reject_weight)
         f = calibrate(logits.detach().softmax(-1)[:, ACCEPT], self.config.reject_weight)
         count = float(len(batch.accept))
@@ -263,14 +263,11 @@ class AcceptanceObjective(Objective):
         }
         return LossOutput([(total, self._mass(batch.accept).sum(), 1.0)], metrics)
 
-    def judge(
-        self, drafter: nn.Module, batch: Drawn, outputs: TargetOutputs | None
-    ) -> torch.Tensor:
+    def judge(self, drafter: nn.Module, batch: Drawn) -> torch.Tensor:
         """Compute the head's logits [N, 2] at the drafted tokens: the state at a token of depth d
         is the one that scores depth d + 1."""
         most = len(batch.mixed) // len(batch.input_ids)
-        hidden = {} if outputs is None else outputs.hidden
-        repeated = {layer: states.repeat(most, 1, 1) for layer, states in hidden.items()}
+        repeated = {layer: states.repeat(most, 1, 1) for layer, states in batch.hidden.items()}
 
         def score(depth: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
             mine = (batch.depth == depth - 1).nonzero()[:, 0]
@@ -297,7 +294,7 @@ class AcceptanceObjective(Objective):
             return evaluate
         groups = list(by_length(dev, lambda t: t.num_tokens, DEV_BATCH))
         sizes = {i: sum(trace.num_tokens for trace in group) for i, group in enumerate(groups)}
-        drawn: dict[int, tuple[Drawn, TargetOutputs]] = {}  # of the texts that this process has
+        drawn: dict[int, Drawn] = {}  # of the texts that this process has
 
         @torch.no_grad()
         def judged(drafter: nn.Module, step: int) -> dict[str, object]:
@@ -306,8 +303,7 @@ class AcceptanceObjective(Objective):
             def pair(i: int) -> tuple[torch.Tensor, torch.Tensor]:
                 if i not in drawn:
                     drawn[i] = self._draw_texts(own, groups[i])
-                batch, outputs = drawn[i]
-                return self.judge(own, batch, outputs).cpu(), batch.accept.cpu()
+                return self.judge(own, drawn[i]).cpu(), drawn[i].accept.cpu()
 
             logits, accept = map(torch.cat, zip(*share(sizes, pair).values(), strict=True))
             found = quality(logits.softmax(-1)[:, ACCEPT], accept, self.config.reject_weight)
@@ -315,28 +311,30 @@ class AcceptanceObjective(Objective):
 
         return judged
 
-    def _draw_texts(
-        self, drafter: TrainedDrafter, traces: Sequence[Trace]
-    ) -> tuple[Drawn, TargetOutputs]:
+    def _draw_texts(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> Drawn:
         texts = [t.prompt_ids for t in traces], [t.response_ids for t in traces]
         batch = collate(*texts, ["target"] * len(traces)).to(self.target.device)
         outputs = self.target.outputs(
             batch.input_ids, batch.position_ids, layers=self.layers, project_later=True
         )
-        return self.draw(drafter, batch, outputs, salt=-1), TargetOutputs(outputs.hidden)
+        return self.draw(drafter, batch, outputs, salt=-1)
 
 
-def _drawn(batch: Batch, parts: Sequence[torch.Tensor]) -> Drawn:
+def _drawn(
+    batch: Batch, parts: Sequence[torch.Tensor], hidden: dict[LayerId, torch.Tensor]
+) -> Drawn:
     mixed, rows, places, accept, depth = parts
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
     fields["num_supervised"] = len(rows)
-    return Drawn(**fields, mixed=mixed, rows=rows, places=places, accept=accept, depth=depth)
+    return Drawn(
+        **fields, mixed=mixed, rows=rows, places=places, accept=accept, depth=depth, hidden=hidden
+    )
 
 
-def _empty(batch: Batch) -> Drawn:
+def _empty(batch: Batch, hidden: dict[LayerId, torch.Tensor]) -> Drawn:
     """The batch without a token to judge, whose loss is a sum of 0 that has a gradient."""
     none = batch.input_ids.new_zeros(0)
-    return _drawn(batch, [batch.input_ids, none, none, none.float(), none])
+    return _drawn(batch, [batch.input_ids, none, none, none.float(), none], hidden)
 
 
 def weighted_loss(logits: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> torch.Tensor:

@@ -172,6 +172,7 @@ def _named(formula: Callable[..., Tensor]) -> type[Divergence]:
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {f.__name__: _named(f) for f in FORMULAS}
+CE_HARD = DIVERGENCES["ce_hard"]()  # the plain cross-entropy: no temperature of a distillation
 
 
 def parse_divergence(text: str, key: str = "divergence") -> Divergence:

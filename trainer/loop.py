@@ -55,8 +55,15 @@ from trainer.tracking import StepRecord, Tracker, Window
 
 
 def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
-    """The accelerator of this process. `cpu`: use the CPU although there is a GPU."""
+    """The accelerator of this process. `cpu`: use the CPU although there is a GPU. UserError for
+    settings of the launch file that this loop has keys for."""
     fsdp2.take_over()
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps != "1":
+        raise UserError(
+            f"gradient_accumulation_steps of the launch file must be 1, got {steps}: set "
+            "trainer.gradient_accumulation_steps in its place"
+        )
     # naming a backend makes accelerate expect a process group, which one process does not have
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     gloo = several and (cpu or not torch.cuda.is_available())
@@ -88,6 +95,18 @@ def placement(accelerator: Accelerator, config: TrainerConfig) -> Replicated:
             )
         return zero.Zero(accelerator, config)
     return (fsdp2.FSDP2 if fsdp2.used() else Replicated)(accelerator, config)
+
+
+def checkpointing_of(drafter: nn.Module) -> Callable[[], None]:
+    """Return the function that makes `drafter` compute its layers again in the backward pass.
+    UserError where it has none."""
+    enable: Callable[[], None] | None = getattr(drafter, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise UserError(
+            f"trainer.gradient_checkpointing must be false for a {type(drafter).__name__}, got "
+            "true: it cannot compute its layers again, leave the key out"
+        )
+    return enable
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
@@ -131,10 +150,7 @@ class Fit(Generic[B, O, C]):
     def prepare(self) -> None:
         """Make model and optimiser, and restore the newest whole checkpoint if there is one."""
         if self.config.gradient_checkpointing:
-            enable = getattr(self.drafter, "gradient_checkpointing_enable", None)
-            if enable is None:
-                raise UserError("trainer.gradient_checkpointing must be false for this drafter")
-            enable()
+            checkpointing_of(self.drafter)()
         found, self.counters = self.store.find(resume=self.config.resume == "auto")
         if found is not None:
             load_weights(found, self.drafter)

@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,10 +202,10 @@ def target_logits(target: Target, rows: Sequence[Served]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def draft_logits(drafter: TrainedDrafter, rows: Sequence[Served]) -> list[torch.Tensor]:
-    """Run the drafter once: its logits [response, V] of each row; of a bank, those of the row's
-    member."""
-    found: dict[int, torch.Tensor] = {}
+def draft_logits(drafter: TrainedDrafter, rows: Sequence[Served]) -> Iterator[torch.Tensor]:
+    """Run the drafter once and yield its logits [response, V] of each row, one at a time; of a
+    bank, those of the row's member."""
+    found: dict[int, tuple[TrainedDrafter, torch.Tensor]] = {}
     bank = bank_of(drafter)
     training = drafter.training
     drafter.eval()
@@ -215,9 +215,11 @@ def draft_logits(drafter: TrainedDrafter, rows: Sequence[Served]) -> list[torch.
         group = [rows[i] for i in own]
         states = next(iter(network.states(_padded(group, _device(network)), None, 1)))
         for place, i in enumerate(own):
-            found[i] = network.project(states[place, _span(rows[i])], 1)
+            found[i] = network, states[place, _span(rows[i])]
     drafter.train(training)
-    return [found[i] for i in range(len(rows))]
+    for i in range(len(rows)):
+        network, states = found.pop(i)
+        yield network.project(states, 1)
 
 
 def _device(network: torch.nn.Module) -> torch.device:

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from recipes.base import unwrapped
 from target.outputs import TargetOutputs
 from trainer.chunked import chunked_divergence
-from trainer.divergence import DIVERGENCES
+from trainer.divergence import CE_HARD
 from trainer.logits import OutputHead
 
-CE_HARD = DIVERGENCES["ce_hard"]()
 Score = TypeVar("Score")
 
 

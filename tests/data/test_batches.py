@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.batches import Batches, collate, few_lengths, preview
+from data.batches import Batches, collate, few_lengths, longest_text, preview
 from data.traces import Trace
 from tests.tiny import EOS, PAD, tiny_tokenizer
 from trainer.config import UserError
@@ -271,6 +271,23 @@ def test_the_preview_marks_no_token_that_is_not_trained():
 
 def test_the_preview_of_text_that_is_not_there_yet_says_so():
     assert "no response yet" in preview(collate([[5]], [[]], ["draft"]), tiny_tokenizer())
+
+
+def test_shares_that_miss_1_by_a_users_rounding_are_drawn_from():
+    thirds = dict.fromkeys(("fixed", "target", "draft"), 0.333333)
+    rows = [make(0, fixed_ids=[1])]
+    drawn = {Batches(rows, thirds, 1, seed=0).at(index).sources[0] for index in range(40)}
+    assert drawn == {*thirds}
+
+
+def test_the_longest_text_of_a_mix_counts_what_the_drafter_is_to_write():
+    traces = [make(0, prompt_ids=[1] * 5, response_ids=[2] * 4, fixed_ids=[3] * 9)]
+    found = {
+        source: longest_text(traces, {source: 1.0}, 7) for source in ("target", "fixed", "draft")
+    }
+    assert found == {"target": 9, "fixed": 14, "draft": 12}
+    assert longest_text(traces, {"target": 0.5, "draft": 0.5, "fixed": 0.0}, 7) == 12
+    assert longest_text(traces, {}, 7) == 0
 
 
 @pytest.mark.parametrize("longest", [5, 64, 700, 8192])

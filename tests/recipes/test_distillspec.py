@@ -205,10 +205,31 @@ def test_a_named_algorithm_sets_divergence_and_mix(name):
     assert Config(algorithm=name, divergence=config.divergence, data_mix=config.data_mix) == config
 
 
-@pytest.mark.parametrize("change", [{"divergence": "tvd"}, {"data_mix": {"fixed": 1.0}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"divergence": "tvd"}, {"data_mix": {"fixed": 1.0}},
+        {"divergence": "jsd"}, {"data_mix": {"target": 1.0}},  # the defaults, where they are named
+    ],
+)  # fmt: skip
 def test_a_named_algorithm_refuses_contradictions(change):
-    with pytest.raises(UserError, match=r"algorithm=seqkd fixes method.divergence and"):
-        Config(algorithm="seqkd", **change)
+    with pytest.raises(UserError, match=r"algorithm=imitkd fixes method.divergence=fkl and"):
+        Config(algorithm="imitkd", **change)
+
+
+def test_without_an_algorithm_jsd_on_the_targets_text_is_the_default():
+    assert (Config().divergence, Config().data_mix) == ("jsd", {"target": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("control", {"divergence": "jsd,draft_temperature=2,temperature_scale=true"}),
+     ("after", {"divergence": "ce_hard"})],
+)  # fmt: skip
+def test_the_control_learns_labels_at_temperature_1(name, options, target, traces):
+    batch = batch_of(traces)
+    plain = loss_of(make(target, row="control"), batch)
+    assert loss_of(make(target, row=name, **options), batch) == plain
 
 
 def test_logits_made_where_they_are_looked_at_give_the_same_loss(target, traces):
@@ -253,6 +274,35 @@ def test_sequence_reduction_is_the_mean_over_sequences(target, traces):
 
 
 # compressed teacher
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"divergence": "fkl"}, {"divergence": "jsd", "approx": "bucket"},
+     {"divergence": "tvd_pp", "approx": "bucket"}],
+)  # fmt: skip
+def test_a_stored_teachers_loss_is_the_same_in_chunks_and_keeps_no_logits(
+    options, target, traces, monkeypatch
+):
+    batch, found, kept = batch_of(traces, teacher=True), [], []
+    positions, width = int(batch.num_supervised), target.vocab_size
+    for rows in (10**6, 5):
+        monkeypatch.setattr(distillspec, "chunk_rows", lambda *_, rows=rows: rows)
+        recipe = make(target, teacher="compressed", **options)
+        sizes = []
+
+        def note(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = loss_of(recipe, batch)
+        loss.backward()
+        found.append([loss, *(p.grad for p in recipe.drafter.parameters() if p.grad is not None)])
+        kept.append(max(sizes))
+    for whole, some in zip(*found, strict=True):
+        torch.testing.assert_close(some, whole)
+    assert max(kept) < positions * width
 
 
 def test_live_and_compressed_teacher_agree_within_the_sampling_error(target, traces):

@@ -582,9 +582,10 @@ def test_a_given_head_takes_its_own_token_loss_whatever_was_asked_before(tiny_ta
 
 def test_stage_base_has_settings_of_its_own(target):
     own = {"base_options": OPTIONS["eagle3"], **SMALL}
-    config = Config(base_max_steps=7, base_batch_size=5, base_lr=0.5, **own)
+    given = {"max_steps": 7, "batch_size": 5, "lr": 0.5, "lr_warmup_steps": 3, "lr_min_ratio": 0.0}
+    config = Config(**{f"base_{name}": value for name, value in given.items()}, **own)
     base, tuned = Recipe(config, target).stages()
-    assert base.overrides == {"max_steps": 7, "batch_size": 5, "lr": 0.5}
+    assert base.overrides == given
     assert Recipe(Config(**own), target).stages()[0].overrides == {"lr": 1e-3}
     assert (tuned.overrides, base.row, tuned.row) == ({}, "before", "after")
 

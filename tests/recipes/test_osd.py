@@ -936,6 +936,7 @@ def test_versions_are_not_published_from_shares(target, monkeypatch):
         ("method.min_confidence=0.5", "leave it out, or set method.bank=true"),
         ("method.log_wait_s=9", "method.log_wait_s=9.0 changes nothing here: leave it out, or set"),
         ("method.log=missing.jsonl", "method.log=missing.jsonl does not exist"),
+        ("method.log=log.jsonl.gz", "method.log must be a file that is not compressed: unpack it"),
         ("method.divergence=kl", "method.divergence must be one of fkl["),
         ("run.stage=align", "run.stage must be one of offline, online"),
     ],

@@ -121,13 +121,19 @@ def test_a_shared_stage_is_trained_again_where_nothing_may_be_resumed(target, tm
 
 
 def test_a_text_longer_than_the_drafter_sees_is_refused(target):
-    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in TRACES)
+    longest = {
+        "target": max(len(t.prompt_ids) + len(t.response_ids) for t in TRACES),
+        "draft": max(len(t.prompt_ids) for t in TRACES) + 9,
+    }
     drafter = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16)
-    drafter.model.config.max_position_embeddings = longest
-    check_context(drafter, TRACES)
-    drafter.model.config.max_position_embeddings = longest - 1
-    with pytest.raises(UserError, match=f"sees {longest - 1} tokens, the longest text has"):
-        check_context(drafter, TRACES)
+    for source, length in longest.items():
+        stage = Stage("one", None, Needs({source: 1.0}))
+        drafter.model.config.max_position_embeddings = length
+        check_context(drafter, stage, TRACES, max_new_tokens=9)
+        drafter.model.config.max_position_embeddings = length - 1
+        complaint = f"sees {length - 1} tokens, the longest text of stage one may have {length}:"
+        with pytest.raises(UserError, match=complaint):
+            check_context(drafter, stage, TRACES, max_new_tokens=9)
 
 
 def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):

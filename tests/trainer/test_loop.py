@@ -445,8 +445,17 @@ def test_gradient_checkpointing_is_on_and_changes_no_loss(tmp_path):
 
 
 def test_gradient_checkpointing_is_refused_where_the_drafter_has_none(tmp_path):
-    with pytest.raises(UserError, match=r"trainer\.gradient_checkpointing"):
+    rule = r"trainer\.gradient_checkpointing must be false for a PlainLM, got true: it cannot"
+    with pytest.raises(UserError, match=rule):
         train(tmp_path, drafter=PlainLM(), gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("steps", ["4", "auto"])
+def test_accumulation_of_a_launch_file_is_refused(steps, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
+    rule = rf"must be 1, got {steps}: set trainer\.gradient_accumulation_steps"
+    with pytest.raises(UserError, match=f"gradient_accumulation_steps of the launch file {rule}"):
+        make_accelerator(TrainerConfig(), cpu=True)
 
 
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path):
