@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         print(base.listing())
         return 0
-    from phases import generate, report, run, train
+    from phases import export, generate, report, run, train
     from phases.dev import split_dev
     from phases.help import recipe_help
 
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
             report.show(finished, config.run_dir)
             if old:
                 print("This run was finished before; trainer.resume=never trains it anew.")
-            return report.failed_export(finished)
+            return export.failed_export(finished, config.run_dir, config.model.trust_remote_code)
     except Exception as error:
         return run.fail(error, arguments)
     return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from drafters.acceptance_head import adaptive_note
@@ -14,7 +16,7 @@ from drafters.kinds import first_writer, kind_of
 from eval.report.schema import markdown_table
 from phases.run import Run
 from trainer.config import ModelConfig
-from trainer.files import rewrite, whole_folder
+from trainer.files import MARKER, rewrite, whole_folder
 from trainer.redaction import hide, shown
 
 CARD = "README.md"
@@ -52,6 +54,27 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
         return {"engine": engine, "error": f"{type(error).__name__}: {error}"}
     print(f"export: {out}")
     return {"engine": engine, "folder": str(out.relative_to(run.folder)), "target": name}
+
+
+def failed_export(report: dict[str, Any], folder: Path, trust_remote_code: bool = False) -> int:
+    """Return the exit code of a run whose report is whole: 3, after a line that says so, where its
+    export failed and has not been made since, else 0."""
+    exported = report["drafter"].get("export") or {}
+    if "error" not in exported:
+        return 0
+    out, reported = folder / "export" / exported["engine"], (folder / "report.json").stat()
+    # the last file of an export; the other one where a target was trained with the drafter
+    for marker in (out / MARKER, out / "drafter" / MARKER):
+        if marker.exists() and marker.stat().st_mtime_ns > reported.st_mtime_ns:
+            print(f"export: {marker.parent}")
+            return 0
+    words = [f"script.drafter={folder / 'drafter'}", f"script.engine={exported['engine']}",
+             f"script.out={out}"]  # fmt: skip
+    words += ["model.trust_remote_code=true"] if trust_remote_code else []
+    print(f"error: the drafter was trained and saved, but not exported: {exported['error']}; fix "
+          f"that and run {shlex.join(['python', '-m', 'scripts.export', *words])}",
+          file=sys.stderr)  # fmt: skip
+    return 3
 
 
 def run_card(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -285,17 +284,6 @@ def show(report: dict[str, Any], folder: Path) -> None:
     if not all(page.exists() and page.stat().st_size for page in pages):
         write_report(report, folder)
     print(f"\n{summary(report)}\n\nreport: {pages[1].resolve()}")
-
-
-def failed_export(report: dict[str, Any]) -> int:
-    """Return the exit code of a run whose report is whole: 3, after a line that says so, where its
-    export failed, else 0."""
-    error = (report["drafter"].get("export") or {}).get("error")
-    if error is None:
-        return 0
-    print(f"error: the drafter was trained and saved, but not exported: {error}; fix that and run "
-          "python -m scripts.export", file=sys.stderr)  # fmt: skip
-    return 3
 
 
 def finish(

@@ -46,9 +46,11 @@ from trainer.config import (
     translated,
 )
 from trainer.files import damaged, read_json, write_atomic, write_json
+from trainer.interrupt import launched_alone, signal_at_death_of_parent, stop_requested
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
 from trainer.redaction import hide, redacted, shown_command
+from trainer.tracking import check_login
 
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -86,6 +88,7 @@ class Run:
         check_model_pair(config)
         check_places(config)
         accelerator = make_accelerator(config.trainer)
+        placement(accelerator, config.trainer)  # refuses what the launch cannot train
         check_shared_folders(config, accelerator)
         return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
 
@@ -154,8 +157,9 @@ def check_words(arguments: list[str], reads: Collection[str], command: str, **in
 
 
 def check_places(config: Config) -> None:
-    """Refuse folders that cannot be written to and storage that cannot be reached, before anything
-    is loaded."""
+    """Refuse folders that cannot be written to, storage that cannot be reached and W&B without a
+    login, before anything is loaded."""
+    check_login(config.trainer)
     require_folder("data.cache_dir", config.data.cache_dir)
     if config.data.traces:
         require_folder("data.traces", config.data.traces)
@@ -306,7 +310,6 @@ def provenance(command: list[str]) -> dict[str, object]:
         version = importlib.metadata.version("draftsmith")
     except importlib.metadata.PackageNotFoundError:  # its dependencies came from elsewhere
         version = None
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     parts = [platform.machine(), torch.cpu.get_capabilities().get("cpu_name"),
              f"{os.cpu_count()} cores"]  # fmt: skip
     if torch.cuda.is_available():
@@ -315,13 +318,22 @@ def provenance(command: list[str]) -> dict[str, object]:
         "command": shown_command(command),
         "date": datetime.date.today().isoformat(),
         "draftsmith": version,
-        "commit": git.stdout.strip() or None,
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
         "machine": ", ".join(str(part) for part in parts if part),
     }
+
+
+def _commit() -> str | None:
+    """The commit that is checked out here; None outside of a repository and without git."""
+    asked = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        return None
 
 
 def end(command: Callable[[list[str]], int]) -> NoReturn:
@@ -388,7 +400,8 @@ def show_log() -> None:
 
 def stop_softly() -> None:
     """Let SIGTERM end generation and reporting with exit code 75: finished parts are on the disk,
-    and the same command resumes the run. (Training saves a checkpoint first.)"""
+    and the same command resumes the run. (Training saves a checkpoint first.) The death of
+    `accelerate launch` counts as one, where it started this process alone."""
 
     def leave_now(number: int, frame: FrameType | None) -> None:
         global _stopping
@@ -396,7 +409,14 @@ def stop_softly() -> None:
         print("stopped: rerun the same command to resume it", file=sys.stderr)
         raise SystemExit(75)
 
+    def launcher_died(number: int, frame: FrameType | None) -> None:
+        if not (_stopping or stop_requested()):  # a second request would stop without saving
+            signal.raise_signal(signal.SIGTERM)
+
     signal.signal(signal.SIGTERM, leave_now)
+    if launched_alone():
+        signal.signal(signal.SIGUSR2, launcher_died)
+        signal_at_death_of_parent(signal.SIGUSR2)
 
 
 _stopping = False  # by SIGTERM; a library may turn the exception that ends us into one of its own

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+from accelerate.utils import gather_object
 from torch import nn
 
 from data.batches import Batch, Batches, few_lengths, preview
@@ -32,6 +33,7 @@ from target.sampling import Sampling, row_key
 from target.shared_text import TextGroup, can_share
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig, UserError, require
+from trainer.interrupt import Interrupt, stop_requested
 from trainer.loop import Fit, FitResult, fit
 from trainer.objective import BatchSource
 from trainer.redaction import redacted
@@ -76,7 +78,8 @@ class StageRun:
         self.folder = self.run.folder / "stages" / f"{self.number}-{self.stage.name}"
 
     def fit(self) -> FitResult:
-        """Train `drafter` in place, or restore a finished stage."""
+        """Train `drafter` in place, or restore a finished stage. SystemExit(75) after a request to
+        stop, even one that came in the last step."""
         run, stage, objective = self.run, self.stage, self.stage.objective
         accelerator, target = run.accelerator, run.target
         data, batches = self._batches()
@@ -108,6 +111,7 @@ class StageRun:
                 batch, unwrapped(drafter), lambda on_device: outputs(on_device, step)
             )
 
+        Interrupt.latest = None  # a request to an earlier training has ended that one
         try:
             with (
                 # of all, so that a run with another seed, which holds out others, finds them
@@ -128,6 +132,10 @@ class StageRun:
             tracker.finish()
         if cached is not None:
             shared.save(run, self.folder, cached)
+        if any(gather_object([stop_requested()])):  # after its last step
+            if accelerator.is_main_process:
+                print(f"stage {stage.name} is finished: rerun the same command for what follows")
+            raise SystemExit(75)
         return result
 
     def _check_target(self, group: TextGroup) -> None:

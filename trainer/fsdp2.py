@@ -34,16 +34,24 @@ from trainer.processes import all_gather
 from trainer.replicated import Replicated
 
 ASKED, OURS = "ACCELERATE_USE_FSDP", "DRAFTSMITH_FSDP2"
+# options of accelerate's FSDP that this one does not have, and what to do instead
+LACKED = {
+    "fsdp_offload_params": "launch more processes, whose shards are smaller",
+    "fsdp_activation_checkpointing": "set trainer.gradient_checkpointing=true",
+}
 
 
 def take_over() -> None:
     """Replace accelerate's FSDP, if a launch asked for it, by this one. Call it before the
-    accelerator is made. UserError for FSDP version 1."""
+    accelerator is made. UserError for FSDP version 1 and for options that this one lacks."""
     if os.environ.pop(ASKED, "false").lower() != "true":
         return
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(f"fsdp_version must be 2, got {version}: use scripts/accelerate/fsdp2.yaml")
+    for option, remedy in LACKED.items():
+        if os.environ.get(option.upper(), "false").lower() == "true":
+            raise UserError(f"{option} must be false, got true: {remedy}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one process has nothing to shard
         os.environ[OURS] = "true"
 

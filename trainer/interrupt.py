@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,3 +41,16 @@ class Interrupt(AbstractContextManager):
 def stop_requested() -> bool:
     """Whether this process's training was asked to stop, for code that waits inside a step."""
     return Interrupt.latest is not None and Interrupt.latest.requested
+
+
+def launched_alone() -> bool:
+    """Whether `accelerate launch` started this one process, on Linux. That launcher does not pass
+    on the SIGTERM that ends it. Those of several processes do, and give each of them a rank."""
+    ranks = {"RANK", "LOCAL_RANK"} & os.environ.keys()
+    return sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ and not ranks
+
+
+def signal_at_death_of_parent(number: int) -> None:
+    """Let Linux send this process a signal when the process that started it ends."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
@@ -28,7 +30,7 @@ from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
 from trainer.progress import MetricsRow
-from trainer.redaction import shown
+from trainer.redaction import hide, shown
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -98,6 +100,23 @@ class Tracker:
             self._wandb = None
 
 
+def check_login(config: TrainerConfig) -> None:
+    """UserError where W&B is asked for and the package or a login is missing. Nothing is sent, and
+    only the process that logs is checked."""
+    if config.wandb == "off" or os.environ.get("RANK", "0") != "0":
+        return
+    wandb = _wandb(config)
+    if config.wandb == "offline":
+        return
+    wandb.setup(wandb.Settings(silent=True, mode="online"))  # whatever the environment says
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except wandb.errors.Error as error:  # what is configured cannot be a key
+        raise _no_login(_first_line(error)) from error
+    if not found:
+        raise _no_login("no API key is configured")
+
+
 def track_report(
     config: TrainerConfig,
     folder: Path,
@@ -107,32 +126,31 @@ def track_report(
     files: Sequence[Path],
 ) -> None:
     """Send the finished report to W&B, if requested: `numbers` as the run's summary, `files` as an
-    artifact."""
+    artifact. A report that cannot be sent is no error: it is on the disk."""
     if config.wandb == "off":
         return
-    wandb_run = _start_wandb(config, folder, run_name, resolved_config)
-    import wandb
-
-    wandb_run.summary.update({k: v for k, v in numbers.items() if v is not None})
-    artifact = wandb.Artifact(f"report-{wandb_run.id}", type="report")
-    for file in files:
-        artifact.add_file(str(file))
-    wandb_run.log_artifact(artifact)
-    wandb_run.finish()
+    wandb, wandb_run = _wandb(config), None
+    try:
+        wandb_run = _start_wandb(config, folder, run_name, resolved_config)
+        wandb_run.summary.update({k: v for k, v in numbers.items() if v is not None})
+        artifact = wandb.Artifact(f"report-{wandb_run.id}", type="report")
+        for file in files:
+            artifact.add_file(str(file))
+        wandb_run.log_artifact(artifact)
+        wandb_run.finish()
+    except (wandb.errors.Error, UserError, RunFault, OSError) as error:
+        remedy = f"it is in {folder / 'report.json'}"
+        if wandb_run is not None:
+            place = Path(wandb_run.dir).parent
+            remedy += f", and `wandb sync {place}` sends what W&B has recorded of it"
+        print(f"the report was not sent to W&B ({hide(_first_line(error))}): {remedy}")
 
 
 def _start_wandb(
     config: TrainerConfig, folder: Path, name: str, resolved: Mapping[str, object]
 ) -> Run:
     """The W&B run of a run folder. UserError where wandb or a login is missing."""
-    try:
-        import wandb
-        import wandb.errors
-    except ImportError as error:
-        raise UserError(
-            f"trainer.wandb={config.wandb} needs the wandb package: pip install wandb, or "
-            "set trainer.wandb=off"
-        ) from error
+    wandb = _wandb(config)
     id_file = folder / "wandb_id"  # the same command continues the same W&B run
     if not id_file.exists() or not id_file.read_text().strip():
         write_atomic(id_file, secrets.token_hex(4))
@@ -159,14 +177,34 @@ def _start_wandb(
             return init(mode="online", resume="allow")
         return init(mode="offline")
     except wandb.errors.UsageError as error:
-        reason = (str(error).splitlines() or ["refused"])[0]
-        raise UserError(
-            f"trainer.wandb=online needs a login ({reason}): set WANDB_API_KEY, or "
-            "trainer.wandb=offline"
-        ) from error
+        raise _no_login(_first_line(error)) from error
     except wandb.errors.CommError as error:
         print(f"W&B cannot be reached ({error}); this run is recorded offline in {folder}/wandb")
         return init(mode="offline")
+
+
+def _wandb(config: TrainerConfig) -> ModuleType:
+    """The package wandb. UserError where it is missing."""
+    try:
+        import wandb
+        import wandb.errors
+    except ImportError as error:
+        raise UserError(
+            f"trainer.wandb={config.wandb} needs the wandb package: pip install wandb, or "
+            "set trainer.wandb=off"
+        ) from error
+    return wandb
+
+
+def _no_login(reason: str) -> UserError:
+    return UserError(
+        f"trainer.wandb=online needs a login ({reason}): set WANDB_API_KEY, or "
+        "trainer.wandb=offline"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["refused"])[0]
 
 
 def _flatten(row: Mapping[str, object], prefix: str) -> dict[str, object]:

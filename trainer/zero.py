@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trainer.config import UserError
+from trainer.config import TrainerConfig, UserError
 from trainer.device import computes_in_bfloat16
 from trainer.replicated import Replicated
 
@@ -50,21 +50,27 @@ class Zero(Replicated):
 
     shares = True
 
+    def __init__(self, accelerator: Accelerator, config: TrainerConfig):
+        super().__init__(accelerator, config)
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        if plugin.zero_stage not in (1, 2, 3):
+            raise UserError(
+                f"DeepSpeed's zero_stage must be 1, 2 or 3, got {plugin.zero_stage}: use DDP"
+            )
+        self.plugin = plugin
+
     def prepare(
         self, drafter: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loop itself accumulates and chooses the batch size. In stage 3, parameters are whole
         from the first step on, not only after it, and are never released."""
-        plugin = self.accelerator.state.deepspeed_plugin
-        assert plugin is not None
-        stage = plugin.zero_stage
-        if stage not in (1, 2, 3):
-            raise UserError(f"DeepSpeed's zero_stage must be 1, 2 or 3, got {stage}: use DDP")
+        plugin = self.plugin
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
             "gradient_clipping": self.config.max_grad_norm,
         }  # fmt: skip
-        if stage == 3:
+        if plugin.zero_stage == 3:
             plugin.deepspeed_config["zero_optimization"] |= {
                 "stage3_param_persistence_threshold": sys.maxsize,
                 "stage3_gather_16bit_weights_on_model_save": True,

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from phases.run import end
 from tests.commands import TWO, finish, start
-from trainer.config import TrainerConfig
-from trainer.fsdp2 import FSDP2, precision_of
+from trainer.config import TrainerConfig, UserError
+from trainer.fsdp2 import ASKED, FSDP2, precision_of, take_over
 from trainer.optimizer import make_optimizer
 
 
@@ -26,6 +26,24 @@ def test_gradients_are_sent_in_the_precision_of_the_training(precision, cuda, mi
     config = TrainerConfig(precision=precision, gradient_accumulation_steps=micro_steps)
     policy = precision_of(config, cuda)
     assert (policy.param_dtype, policy.reduce_dtype) == (None, sent)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [("fsdp_offload_params", "more processes"),
+     ("fsdp_activation_checkpointing", r"trainer\.gradient_checkpointing=true")],
+)  # fmt: skip
+def test_an_option_of_the_launch_file_that_would_be_passed_over_is_refused(
+    option, remedy, monkeypatch
+):
+    monkeypatch.setenv(ASKED, "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(option.upper(), "true")
+    with pytest.raises(UserError, match=f"{option} must be false, got true: .*{remedy}"):
+        take_over()
+    monkeypatch.setenv(ASKED, "true")
+    monkeypatch.setenv(option.upper(), "false")
+    take_over()
 
 
 class Layered(nn.Module):

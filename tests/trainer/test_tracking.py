@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import wandb.errors
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from wandb.sdk.lib.wbauth import unauthenticate_session
 
 import train
 from tests.commands import command
 from trainer import tracking
 from trainer.checkpoint import Tokens
-from trainer.config import RunFault, TrainerConfig
+from trainer.config import RunFault, TrainerConfig, UserError
 from trainer.losses import LossOutput
-from trainer.tracking import StepRecord, Tracker, Window
+from trainer.tracking import StepRecord, Tracker, Window, check_login, track_report
 
 
 def rows(folder):
@@ -147,6 +150,48 @@ def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
     # W&B appends a number where both begin within one second
     assert all(run_id in folder.name for folder in folders)
     assert any(path.stat().st_size > 0 for path in (tmp_path / "wandb").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [("", "no API key is configured"), ("short", "has 5"), ("k" * 40, None)],
+)
+def test_a_login_that_is_missing_is_known_at_once(tmp_path, key, says, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()  # W&B prints as its first settings in a process say
+    if says is None:
+        check_login(TrainerConfig(wandb="online"))
+        unauthenticate_session()
+    else:
+        with pytest.raises(UserError, match=rf"trainer\.wandb=online needs a login \(.*{says}"):
+            check_login(TrainerConfig(wandb="online"))
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "1")  # which logs nothing
+    check_login(TrainerConfig(wandb="online"))
+
+
+@pytest.mark.parametrize("wandb", ["offline", "online"])
+def test_a_missing_package_is_known_at_once(wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=f"trainer.wandb={wandb} needs the wandb package"):
+        check_login(TrainerConfig(wandb=wandb))
+    check_login(TrainerConfig())
+
+
+@pytest.mark.parametrize("fault", [wandb.errors.CommError("no way\nout"), OSError("no way")])
+def test_a_report_that_cannot_be_sent_is_a_line(tmp_path, fault, monkeypatch, capsys):
+    def fail(artifact):
+        raise fault
+
+    wandb_run = SimpleNamespace(
+        id="abc", summary={}, dir=str(tmp_path / "wandb/run-abc/files"), log_artifact=fail
+    )
+    monkeypatch.setattr("trainer.tracking._start_wandb", lambda *given: wandb_run)
+    track_report(TrainerConfig(wandb="online"), tmp_path, "a run", {}, {}, [])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("the report was not sent to W&B (no way): it is in ")
+    assert f"{tmp_path / 'report.json'}, and `wandb sync {tmp_path / 'wandb/run-abc'}`" in line
 
 
 def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(

@@ -1,0 +1,92 @@
+"""How a run begins and how it is asked to stop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from accelerate.utils import DistributedType
+
+from phases.run import Run, provenance, stop_softly
+from tests.commands import command, start
+from train import resolve
+from trainer.config import UserError
+
+
+def test_without_git_no_commit_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance(["train.py"])["commit"] is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "says"),
+    [(2, ["trainer.optimizer=muon"], "trainer.optimizer must be adamw under ZeRO"),
+     (0, [], "zero_stage must be 1, 2 or 3, got 0")],
+)  # fmt: skip
+@pytest.mark.parametrize("is_main", [True, False])
+def test_what_zero_cannot_train_is_refused_before_a_model_is_loaded(
+    tmp_path, stage, given, says, is_main, monkeypatch
+):
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    launched = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, state=state, num_processes=2,
+        is_main_process=is_main,
+    )  # fmt: skip
+    monkeypatch.setattr("phases.run.make_accelerator", lambda config: launched)
+    config = resolve(command(tmp_path, tmp_path / "no target", *given))[0]
+    with pytest.raises(UserError, match=says):
+        Run.open(config)
+
+
+def test_a_missing_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    config = resolve(command(tmp_path, tmp_path / "no target", "trainer.wandb=online"))[0]
+    with pytest.raises(UserError, match=r"trainer\.wandb=online needs a login"):
+        Run.open(config)
+
+
+ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--module")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "says"), [(ACCELERATE, "stopped: rerun"), (("-m",), "goes on alone")]
+)
+def test_a_run_ends_with_the_launcher_that_does_not_pass_on_a_signal(launcher, says, tmp_path):
+    """Whatever else started it, such as a shell, may end before it."""
+    log = tmp_path / "log"
+    module = "tests.phases.test_run"
+    process = start(*launcher, module, *([] if launcher == ACCELERATE else ["launch"]), log=log)
+    while "ready" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(60)
+    until = time.monotonic() + 30
+    while says not in log.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    said = log.read_text()
+    assert says in said
+    assert ("goes on alone" in said) != ("stopped: rerun" in said)
+
+
+def wait_for_the_end_of_the_parent() -> None:
+    parent = os.getppid()
+    stop_softly()
+    print("ready", flush=True)
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    print("goes on alone", flush=True)
+
+
+if __name__ == "__main__":
+    if "launch" in sys.argv:
+        subprocess.run([sys.executable, "-m", "tests.phases.test_run"])
+    else:
+        wait_for_the_end_of_the_parent()
