@@ -110,7 +110,7 @@ def leaderboard(
             # plain decoding gives 1 token per forward by definition
             if row["role"] == PLAIN or (rows and row["drafter"] not in rows):
                 continue
-            condition = measured_how(row, report["target"])
+            condition = measured_how(run, row, report["target"])
             key = json.dumps(condition, sort_keys=True)
             conditions[key] = condition
             group = groups.setdefault(key, [])
@@ -132,9 +132,11 @@ def leaderboard(
         )
     for key in sorted(groups, key=lambda k: list(conditions[k].values())):
         entries = sorted(groups[key], key=lambda entry: -(entry[2]["tokens_per_round"] or 0.0))
-        condition, row, target = conditions[key], entries[0][2], entries[0][1]["target"]
+        condition, (run, report, row) = conditions[key], entries[0]
+        target = report["target"]
         shown = [name for name in differing if name != "target"] or ["temperature"]
-        title = f"{target.get('name', 'unnamed target')}, prompts {row['prompts']['name']}"
+        title = f"{target.get('name', 'unnamed target')}{trained_with(run, row)}"
+        title += f", prompts {row['prompts']['name']}"
         title += "".join(f", {name} {condition[name]}" for name in shown)
         blocks += [Heading(title, 2), table(entries)]
         shared = "; ".join(f"{name}: {condition[name]}" for name in names)
@@ -195,13 +197,19 @@ def unequal_verification(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def measured_how(row: Row, target: Mapping[str, object]) -> dict[str, str]:
+def trained_with(run: str, row: Row) -> str:
+    """What follows the target's name where the drafter brings a target of its own (Medusa-2)."""
+    return f", trained with {row['drafter']} of {run}" if row.get("target_changed") else ""
+
+
+def measured_how(run: str, row: Row, target: Mapping[str, object]) -> dict[str, str]:
     """List the conditions that two rows must share before their numbers may be compared."""
     fingerprint = target.get("fingerprint")
     if isinstance(fingerprint, dict):
         fingerprint = json.dumps(fingerprint, sort_keys=True)
+    name = str(fingerprint or "") or f"unknown ({target.get('name')})"
     return {
-        "target": str(fingerprint or "") or f"unknown ({target.get('name')})",
+        "target": name + trained_with(run, row),
         "prompts hash": str(row["prompts"]["hash"]),
         "number of prompts": str(row["num_prompts"]),
         "temperature": f"{row['temperature']:g}",

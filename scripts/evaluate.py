@@ -51,7 +51,7 @@ NAMED = {"vllm": {"data.engine"}, "openai": {"data.engine", "data.servers"}}  # 
 def resolve(arguments: list[str]) -> Config:
     """Compose the configuration, from that of the drafter's run where there is one."""
     given = [word.partition("=")[2] for word in arguments if word.startswith("eval.drafter=")]
-    if not given:
+    if not given or given[0] in ("", "null"):
         raise UserError(
             "eval.drafter must name a drafter: a folder, a Hub id or "
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
@@ -60,7 +60,7 @@ def resolve(arguments: list[str]) -> Config:
     beside = None  # a target that was trained with the drafter
     if drafter.parent.name == "export":  # <run>/export/<engine>
         drafter = drafter.parents[1] / "drafter"
-    elif drafter.parents[1].name == "export" and drafter.name == "drafter":
+    elif drafter.parent.parent.name == "export" and drafter.name == "drafter":
         beside, drafter = drafter.parent / "target", drafter.parents[2] / "drafter"
     stored = drafter.parent / "config.yaml"
     if not (os.path.exists(drafter / "drafter.json") and stored.exists()):

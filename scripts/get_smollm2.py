@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from target.model import load_causal_lm
 from trainer.config import RunFault, UserError, asks_for_help
@@ -121,9 +120,13 @@ def from_hub(folder: Path) -> None:
                 REPOSITORY, revision=commit, local_dir=partial,
                 allow_patterns=["*.json", "*.safetensors", "*.txt"],
             )  # fmt: skip
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except UserError:  # of the folder
+        raise
+    except Exception as error:  # whatever the network raises
         reason = " ".join(str(error).split())[:200]
-        raise RunFault(f"the Hub did not give {REPOSITORY} ({reason})") from error
+        raise RunFault(
+            f"the Hub did not give {REPOSITORY} ({reason}): check that this machine reaches it"
+        ) from error
     print(f"{folder}: {REPOSITORY} at {commit}, Apache-2.0, the original weights")
 
 

@@ -38,6 +38,7 @@ VOCAB_SIZE = 2048
 CONTEXT = 512
 MATH_DOCUMENTS = 24000
 EVAL_DOCUMENTS = 150
+TARGET_STEPS = 4400  # of the target in assets/toy
 TARGET_SHAPE: dict[str, int] = dict(
     hidden_size=192,
     intermediate_size=544,
@@ -256,7 +257,7 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=5200)
+    parser.add_argument("--steps", type=int, default=TARGET_STEPS)
     parser.add_argument("--draft-steps", type=int, default=6000)
     parser.add_argument("--part", choices=["all", "target", "draft", "card"], default="all")
     arguments = parser.parse_args()

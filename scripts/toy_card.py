@@ -28,8 +28,8 @@ Llama architecture, byte-level BPE of {vocabulary} tokens with reserved `<|mask|
 functions of Python's standard library and its tests (`code`), its documentation strings and the
 language reference (`prose`, twice per epoch), and generated word problems (`math`); the modules
 that evaluation prompts are drawn from were left out. The drafter is trained on the same text by
-cross-entropy until its loss falls less than 0.5 % over a fifth of its steps, then for a third
-more with a falling rate. It has seen nothing of the target.
+cross-entropy at a constant rate, until its loss falls less than 0.5 % over a fifth of its steps.
+It has seen nothing of the target.
 
 Of {count} held-out prompts per domain, at most {limit} new tokens:
 

@@ -221,7 +221,7 @@ def _main_figures(rows: list[Row]) -> list[Figure]:
         )
         found.append(Figure("Tokens per round by position in the answer", plot, caption))
     chain = best_chain(rows, best["drafter"]) if best else None
-    if chain and _decided(chain):
+    if chain and chain["policy"] == "fixed" and _decided(chain):  # a rule changes alpha_pos
         caption = (
             f"{label(chain)}: measured acceptance at assumed costs c of a drafter step, "
             "verification at the cost of one forward. Dashed: beyond the measured K, with the "

@@ -252,8 +252,9 @@ def cost_tables(rows: Sequence[Row]) -> list[Block]:
     """Modelled speed-up at assumed costs and at those of this machine; the best K in words."""
     blocks: list[Block] = []
     shares = {key(r): r["draft_time_share"] for r in rows if r.get("draft_time_share") is not None}
-    for heading, group in groups(once(rows)).items():
-        shown = [row for row in group if row.get("modelled_speedup_at")]
+    for heading, group in groups(rows).items():
+        # a replay under a stop rule knows no cost, the decoded row does
+        shown = once([row for row in group if row.get("modelled_speedup_at")])
         if not shown:
             continue
         lines = [

@@ -112,6 +112,17 @@ def test_rows_measured_otherwise_stand_apart_with_a_warning(tmp_path, changes, n
     assert (tmp_path / "board" / "leaderboard.html").exists()
 
 
+def test_a_target_that_was_trained_with_its_drafter_is_another_target():
+    changed = a_report(2.9, target_changed=True)
+    changed["results"] += a_report(4.5, drafter="target")["results"]
+    reports = [("a", a_report(2.1)), ("b", changed), ("c", a_report(2.8, target_changed=True))]
+    text = to_markdown(leaderboard(reports))
+    assert sorted(tables(text)) == [["b: after"], ["c: after"], ["target", "a: after"]]
+    assert "because the rows differ in target." in text
+    for name in ("toy", "toy, trained with after of b", "toy, trained with after of c"):
+        assert f"## {name}, prompts toy, temperature 0\n" in text
+
+
 def test_reports_of_an_earlier_version_stand_beside_those_of_this_one():
     """Theirs had no role, and no name for the verifier of sampled children."""
     paths = sorted((ROOT / "tests/fixtures/first_edition").glob("*/report.json"))

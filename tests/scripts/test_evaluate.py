@@ -59,6 +59,18 @@ def test_a_drafter_that_sees_less_than_the_prompts_is_refused(tmp_path, tiny_fol
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("word", ["eval.K=3", "eval.drafter=", "eval.drafter=null"])
+def test_a_drafter_must_be_named(word, capsys):
+    assert evaluate.main([word]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: eval.drafter must name a drafter: a folder, a Hub id or ")
+    assert error.endswith(", got nothing\n")
+
+
+def test_a_folder_at_the_root_is_a_drafter_like_any_other():
+    assert evaluate.resolve(["eval.drafter=/drafter"]).eval.drafter == "/drafter"
+
+
 @pytest.mark.slow
 def test_a_drafter_of_a_run_brings_its_configuration(tmp_path, finished, capsys):
     name = str(finished / "run" / "drafter")

@@ -69,7 +69,7 @@ case "$*" in
     *version_info*) echo {version} ;;
     *sha256*) exec {sys.executable} "$@" ;;
     *"pip --version"*) ;;
-    *"pip install"*) echo "$*" >>{log}; [[ -z ${{PIP_FAILS:-}} ]] ;;
+    *"-m venv"* | *"pip install"*) echo "$*" >>{log}; [[ -z ${{PIP_FAILS:-}} ]] ;;
 esac
 """)
     path.chmod(0o755)
@@ -116,6 +116,39 @@ def test_installs_only_what_changed_and_takes_up_an_interrupted_installation(cop
         file.write("# changed\n")
     assert calls("set_up")[1] == ["."]
     assert calls("set_up dev")[1] == [".[dev]"]
+
+
+def test_an_environment_that_was_moved_is_made_again(copy, tmp_path):
+    """The commands in its bin/ hold the path at which it was made."""
+    log = tmp_path / "log"
+    fake_python(copy / ".venv" / "bin" / "python", log=log)
+    command = "set -euo pipefail; source scripts/env.sh; set_up"
+    assert bash(command, copy).returncode == 0
+    log.write_text("")
+    shutil.copytree(copy, tmp_path / "other", ignore=shutil.ignore_patterns(".venv"))
+    (tmp_path / "other" / ".venv").symlink_to(copy / ".venv")  # two clones share one
+    assert bash(command, tmp_path / "other").returncode == 0
+    assert log.read_text() == ""
+    moved = copy.rename(tmp_path / "a name of two")
+    for _ in range(2):
+        done = bash(command, moved)
+        assert done.returncode == 0, done.stderr
+    made, installed = log.read_text().splitlines()
+    assert made == "-m venv --clear .venv"
+    assert installed.endswith("-e .")
+
+
+def test_an_old_python_of_an_environment_is_not_to_be_chosen_by_PYTHON_alone(copy, tmp_path):
+    fake_python(copy / ".venv" / "bin" / "python", version="3.9")
+    done = bash("set -eu; source scripts/env.sh; set_up", copy)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "'.venv/bin/python' is 3.9; remove .venv and set PYTHON to a newer one\n"
+    )
+    engine = fake_python(tmp_path / "engine" / "bin" / "python", version="3.10").parents[1]
+    done = bash(f"bash scripts/engine_env.sh {engine}", copy)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"is another: remove {engine} and set PYTHON to one\n")
 
 
 def test_no_script_chooses_a_package_index():
@@ -212,7 +245,7 @@ def installed(copy):
         (copy / ".venv" / "bin" / name).chmod(0o755)
     pins = (copy / "pyproject.toml").read_bytes() + (copy / "constraints.txt").read_bytes()
     digest = hashlib.sha256(pins).hexdigest()
-    (copy / ".venv" / ".set-up").write_text(f"base {digest}\n")
+    (copy / ".venv" / ".set-up").write_text(f"base {digest}\n{(copy / '.venv').resolve()}\n")
     return copy
 
 

@@ -119,6 +119,19 @@ def test_modelled_speed_stands_at_each_cost_for_every_row():
         assert f"| {name} (K 4) |" in text
 
 
+def test_a_stop_rule_has_the_modelled_speed_of_its_decoding_and_no_figure_over_K(tmp_path):
+    """Its alpha_pos says nothing about other lengths, and a replay knows no cost."""
+    decoded = shaped(result_row("after", measured(0.7), policy="confidence:0.4"))
+    offline = decoded | {"measured_by": "offline", "modelled_speedup_at": None}
+    report = build_report({}, {}, {}, [offline, decoded], [], [])
+    text = section(to_markdown(report_blocks(report)), "Modelled speed-up")
+    values = " | ".join(f"{x:.2f}" for x in decoded["modelled_speedup_at"].values())
+    assert text.count(f"| **after (K 4, confidence:0.4)** | {values} |") == 1
+    assert "the best K is" not in text
+    write_report(report, tmp_path)
+    assert "Modelled speed-up against K" not in (tmp_path / "report.html").read_text()
+
+
 def test_best_K_says_where_the_measured_K_ends():
     row = shaped(result_row("after", measured(0.7), measured_by="offline"))
     row["alpha_pos"] = [0.9, 0.8, 0.1, 0.1]
