@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trainer.checks import is_file
 from trainer.config import UserError, suggest
 from trainer.files import read_json
 
@@ -57,7 +58,7 @@ class Cells:
 
     @classmethod
     def read(cls, path: Path) -> Cells:
-        if not path.exists():
+        if not is_file("cells", path):
             raise UserError(f"cells={path} does not exist: name a table of cells")
         return cls.parse(path, path.read_text(encoding="utf-8"))
 

@@ -76,8 +76,8 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
     lines = []
     for cell, found in outputs.items():
         for one in found:
-            for batch in ("batch 1", "batch 8"):
-                for arm, row in one.get(batch, {}).items():
+            for batch in (key for key in one if key.startswith("batch ")):
+                for arm, row in one[batch].items():
                     spent = row.get("round", {})
                     parts = [f"{spent[key]:.0f}" if key in spent else "" for key in MILLISECONDS]
                     parts += [f"{spent[key]:.2f}" if key in spent else "" for key in TOKENS]
@@ -89,7 +89,9 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
                         else ""
                         for other in ("generate", "plain", "vllm")
                     ]
-                    cells = [cell, batch.split()[1], arm, f"{row['tokens_per_s']:.1f}", *ratios,
+                    prompts = int(row["answers_as_generate"].split()[-1])
+                    size = min(int(batch.split()[1]), prompts)  # earlier results name more
+                    cells = [cell, str(size), arm, f"{row['tokens_per_s']:.1f}", *ratios,
                              row["answers_as_generate"], *parts]  # fmt: skip
                     lines.append(f"| {' | '.join(cells)} |")
     if not lines:

@@ -32,7 +32,7 @@ from typing import TextIO
 
 from benchmarks.cells import DONE, FAILED, NOT_RUN, STALE, Cells, Json, Settings
 from benchmarks.cells_table import markdown
-from phases.run import provenance
+from phases.run import end, provenance
 from trainer.config import UserError, asks_for_help, suggest
 from trainer.files import read_json, write_json
 from trainer.lock import lock
@@ -230,4 +230,4 @@ def _stop(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main)

@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError, asks_for_help
+from phases.run import fail
+from trainer.checks import require_one_of
+from trainer.config import UserError, asks_for_help, parse_overrides, require
 from trainer.files import write_atomic
 
-OUT = "runs/real/prompts.jsonl"
+DEFAULTS = {"count": "16", "out": "runs/real/prompts.jsonl", "use": "evaluation"}
 
 
 def math(row: dict[str, Any]) -> str:
@@ -77,24 +79,44 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from json.load(file) if path.suffix == ".json" else map(json.loads, file)
 
 
-def main(arguments: list[str]) -> int:
-    if asks_for_help(arguments):
-        print(__doc__)
-        return 0
-    given = {"count": "16", "out": OUT, "use": "evaluation"} | dict(
-        a.split("=", 1) for a in arguments if "=" in a
-    )
-    folder = Path(next(a for a in arguments if "=" not in a))
+def parse(arguments: list[str]) -> tuple[Path, dict[str, str]]:
+    """The folder of the data, and the settings."""
+    folders = [a for a in arguments if "=" not in a]
+    given = DEFAULTS | parse_overrides([a for a in arguments if "=" in a], [*DEFAULTS], DEFAULTS)
+    if len(folders) != 1:
+        raise UserError("name the folder of the data: python -m benchmarks.real_prompts <folder>")
+    for key, value in given.items():
+        require(bool(value), key, "have a value", value)
+    require_one_of("use", given["use"], tuple(SOURCES))
+    good = given["count"].isdecimal() and int(given["count"]) > 0
+    require(good, "count", "be a whole number above 0", given["count"])
+    return Path(folders[0]), given
+
+
+def prompts(folder: Path, use: str, count: int) -> list[str]:
+    """The lines of the file: `count` prompts of each source at most."""
     lines = []
-    for domain, file, text_of in SOURCES[given["use"]]:
+    for domain, file, text_of in SOURCES[use]:
         texts = sorted(
             filter(None, {text_of(row) for row in rows(folder / file)}),
             key=lambda text: hashlib.sha256(text.encode()).hexdigest(),
         )
-        for text in texts[: int(given["count"])]:
+        for text in texts[:count]:
             row = {"domain": domain, "messages": [{"role": "user", "content": text}]}
             lines.append(json.dumps(row) + "\n")
-    write_atomic(Path(given["out"]), "".join(lines))
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return 0
+    try:
+        folder, given = parse(arguments)
+        lines = prompts(folder, given["use"], int(given["count"]))
+        write_atomic(Path(given["out"]), "".join(lines))
+    except Exception as error:
+        return fail(error, arguments)
     print(f"{given['out']}: {len(lines)} prompts")
     return 0
 

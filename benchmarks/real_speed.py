@@ -2,18 +2,19 @@
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
-        [out=benchmarks/real/results/speed.json]
+        [batch=1,8] [out=benchmarks/real/results/speed.json]
 
-At temperature 0, batch 1 and 8, the arms in turn, medians of seven runs after a warm-up, on a GPU
-where there is one. `generate` is transformers' own, on a model as transformers loads it; our arms
-share one target with its weights laid out (`target.layout`), so that the two gains stand apart:
-`plain` over `generate`, and speculation over `plain`. A drafter that is a language model also
-assists `generate` at batch 1, `assisted chain of K`. `vllm`, and `vllm chain of K` with the
-exported drafter and the largest K, run where vLLM's environment is there (`bash
-scripts/engine_env.sh`) and serves the drafter: a process each time, of which the answers alone are
-timed, after as many as the batch holds. Answers that differ from `generate`'s are counted. Beside
-the tokens per second: where each millisecond of a round goes, and the tokens per round that a
-speed-up of 1.4 would need.
+At temperature 0, each batch size in turn (the number of prompts, where they are fewer), the arms
+alternating, medians of seven runs after a warm-up, on a GPU where there is one. `generate` is
+transformers' own, on a model as transformers loads it; our arms share one target with its weights
+laid out (`target.layout`), so that the two gains stand apart: `plain` over `generate`, and
+speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
+`assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
+run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
+process each time, of which the answers alone are timed, after as many as the batch holds. Answers
+that differ from `generate`'s are counted. Beside the tokens per second: where each millisecond of a
+round goes (of one more run, which waits for the device after each part), and the tokens per round
+that a speed-up of 1.4 would need.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from drafters.export.card import Export
 from drafters.kinds import kind_of
 from drafters.load import load_drafter
 from drafters.round import Budget
+from drafters.trees.calibrated import accuracy_at, accuracy_name
 from drafters.trees.table import parse_tree
 from engines.vllm_run import Speculation, serve
 from engines.vllm_server import engine_python
@@ -54,26 +56,38 @@ from target.decode import Request
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.config import UserError, asks_for_help, parse_overrides
+from trainer.config import UserError, asks_for_help, parse_overrides, require
 from trainer.files import write_json
 
 RUNS = 7
 AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout of the weights
 GREEDY = Sampling(0.0)
+LISTS = ("K", "batch")
 DEFAULTS = {
     "drafter": "", "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
-    "tokens": "96", "K": "4", "tree": "", "out": "benchmarks/real/results/speed.json",
+    "tokens": "96", "K": "4", "tree": "", "batch": "1,8",
+    "out": "benchmarks/real/results/speed.json",
 }  # fmt: skip
 Answers = list[list[int]]
 Arm = Callable[[], tuple[float, Answers]]  # seconds, and the answers
 
 
 def requests_of(target: Target, source: str, count: int) -> list[Request]:
-    """`count` prompts of the file, of each domain in turn."""
+    """`count` prompts at equal distances in the file, which has those of a domain together."""
     prompts = load_prompts(source, count=sys.maxsize)
-    rows = [render(next(iter(user_turns(p))), target.tokenizer) for p in prompts]
-    step = max(1, len(rows) // count)
-    return [Request(ids, row_key(0, ids, 0), GREEDY, i) for i, ids in enumerate(rows[::step])]
+    require(count <= len(prompts), "count", f"be at most {len(prompts)}, those of {source}", count)
+    chosen = [prompts[i * len(prompts) // count] for i in range(count)]
+    rows = [render(next(iter(user_turns(p))), target.tokenizer) for p in chosen]
+    return [Request(ids, row_key(0, ids, 0), GREEDY, i) for i, ids in enumerate(rows)]
+
+
+def whole_numbers(given: dict[str, str], key: str) -> list[int]:
+    """The whole numbers of a value, of those in `LISTS` several with commas. UserError for anything
+    else."""
+    words = given[key].split(",") if key in LISTS else [given[key]]
+    rule = f"be {'whole numbers' if key in LISTS else 'a whole number'} above 0"
+    require(all(word.isdecimal() and int(word) for word in words), key, rule, given[key])
+    return [int(word) for word in words]
 
 
 def engine_arms(
@@ -138,6 +152,7 @@ def main(arguments: list[str]) -> int:
         given = DEFAULTS | parse_overrides(arguments, [*DEFAULTS], DEFAULTS)
         if not given["drafter"]:
             raise UserError("name a drafter: drafter=<folder of a run>/drafter")
+        numbers = {key: whole_numbers(given, key) for key in ("count", "tokens", *LISTS)}
         name, device = given["target"], "cuda" if torch.cuda.is_available() else "cpu"
         target = Target.load(name, device=device)
         assistant, drafter = (
@@ -145,13 +160,16 @@ def main(arguments: list[str]) -> int:
         )
         usual = as_loaded(name, device)
         with laid_out(drafter):
-            return measure(given, arguments, usual, target, drafter.eval(), assistant.eval())
+            return measure(
+                given, numbers, arguments, usual, target, drafter.eval(), assistant.eval()
+            )
     except Exception as error:
         return fail(error, arguments)
 
 
 def measure(
     given: dict[str, str],
+    numbers: dict[str, list[int]],
     arguments: list[str],
     usual: Target,
     target: Target,
@@ -159,31 +177,33 @@ def measure(
     assistant: TrainedDrafter,
 ) -> int:
     """Run all arms and write their table; `usual` and `assistant`: as transformers loads them."""
-    requests = requests_of(target, given["prompts"], int(given["count"]))
-    limit = int(given["tokens"])
-    budgets = {f"chain of {K}": make_budget("fixed", int(K)) for K in given["K"].split(",")}
+    [count], [limit], Ks = numbers["count"], numbers["tokens"], numbers["K"]
+    requests = requests_of(target, given["prompts"], count)
+    budgets = {f"chain of {K}": make_budget("fixed", K) for K in Ks}
     if given["tree"]:
-        deepest = max(budget.max_tokens for budget in budgets.values())
-        budgets[given["tree"]] = Budget.of(parse_tree(given["tree"], "tree").shape(None, deepest))
+        accuracy, _ = accuracy_at(drafter.rank_accuracy, accuracy_name(0.0, None))
+        shape = parse_tree(given["tree"], "tree").shape(accuracy, max(Ks))
+        budgets[given["tree"]] = Budget.of(shape)
     result: dict[str, Any] = {
         "settings": given,
         **provenance(["benchmarks.real_speed", *arguments]),
     }
-    engine = engine_arms(target, assistant, requests, limit, max(map(int, given["K"].split(","))))
+    engine = engine_arms(target, assistant, requests, limit, max(Ks))
     result["threads"] = torch.get_num_threads()
-    for batch in (1, 8):
-        last: dict[str, list[Speculated]] = {}
+    for batch in sorted({min(batch, count) for batch in numbers["batch"]}):
 
-        def speculated(name: str, batch: int = batch, last: dict = last) -> Answers:
+        def speculated(name: str, timed: bool = False, batch: int = batch) -> list[Speculated]:
             decoder = SpeculativeDecoder(
                 CachedModel(target.model), drafter, sampling=GREEDY, budget=budgets[name],
                 eos_ids=target.eos_ids, max_new_tokens=limit, batch_size=batch,
-                vocab_size=target.vocab_size,
+                vocab_size=target.vocab_size, timed=timed,
             )  # fmt: skip
             groups = [requests] if batch > 1 else [[request] for request in requests]
             found = [row for group in groups for row in decoder.run(group)]
-            last[name] = sorted(found, key=lambda row: row.request.tag)
-            return [row.response_ids for row in last[name]]
+            return sorted(found, key=lambda row: row.request.tag)
+
+        def answered(name: str, speculated: Callable = speculated) -> Answers:
+            return [row.response_ids for row in speculated(name)]
 
         def plain(batch: int = batch) -> Answers:
             rows = ours(target, requests, batch, limit)
@@ -192,14 +212,12 @@ def measure(
         here: dict[str, Callable[[], Answers]] = {
             "generate": lambda batch=batch: generate_batches(usual, requests, batch, limit),
             "plain": plain,
-            **{name: lambda name=name: speculated(name) for name in budgets},
+            **{name: partial(answered, name) for name in budgets},
         }
         if batch == 1 and isinstance(assistant, CausalLMDrafter):
             here |= {
-                f"assisted chain of {K}": partial(
-                    assisted, usual, assistant, requests, int(K), limit
-                )
-                for K in given["K"].split(",")
+                f"assisted chain of {K}": partial(assisted, usual, assistant, requests, K, limit)
+                for K in Ks
             }
         arms: dict[str, Arm] = {name: partial(clock, arm) for name, arm in here.items()}
         arms |= {name: partial(arm, batch) for name, arm in engine.items()}
@@ -207,8 +225,9 @@ def measure(
         for name, rows in answers.items():
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))
             table[name]["answers_as_generate"] = f"{same} of {len(rows)}"
-        for name, rows in last.items():
-            table[name]["round"] = where_time_goes(rows, table[name]["over_plain"])
+        for name in budgets:
+            over_plain = table[name]["over_plain"]
+            table[name]["round"] = where_time_goes(speculated(name, timed=True), over_plain)
         result[f"batch {batch}"] = table
         print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
         write_json(Path(given["out"]), result)

@@ -31,18 +31,24 @@ from drafters.export.card import Export
 from drafters.kinds import kind_of
 from drafters.load import load_drafter
 from engines.vllm_run import EngineRun, Speculation, serve
+from engines.vllm_server import engine_python
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.engine import Speculated
 from eval.measure import Bench
 from eval.plain import difference
-from phases.run import provenance
+from phases.run import fail, provenance
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
-from trainer.config import asks_for_help
+from trainer.config import UserError, asks_for_help, parse_overrides, require
 from trainer.files import write_json
 
+DEFAULTS = {
+    "target": "assets/toy/target", "prompts": "toy", "count": "24", "tokens": "64", "K": "4",
+    "batch": "4", "out": "benchmarks/results/vllm_counters.json",
+}  # fmt: skip
+NUMBERS = ("count", "tokens", "K", "batch")
 GREEDY, UNTIMED = Sampling(0.0), Cost(0.0, 1.0, 0.0, 0.0)
 Rounds = list[list[list[int]]]
 
@@ -105,20 +111,59 @@ def rate(served: EngineRun) -> float:
     return sum(map(len, served.tokens)) / served.seconds
 
 
+def parse(arguments: list[str]) -> tuple[list[str], dict[str, str], dict[str, int]]:
+    """The folders of drafters, the settings, and those that are numbers."""
+    folders = [a for a in arguments if "=" not in a]
+    given = DEFAULTS | parse_overrides([a for a in arguments if "=" in a], [*DEFAULTS], DEFAULTS)
+    if not folders:
+        raise UserError("name a drafter: python -m benchmarks.vllm_counters <drafter>")
+    for key, value in given.items():
+        require(bool(value), key, "have a value", value)
+    for key in NUMBERS:
+        rule = "be a whole number above 0"
+        require(given[key].isdecimal() and int(given[key]) > 0, key, rule, given[key])
+    return folders, given, {key: int(given[key]) for key in NUMBERS}
+
+
+def loaded(folder: str, target: Target) -> TrainedDrafter:
+    """The drafter. UserError where vLLM cannot serve it with this target."""
+    drafter = load_drafter(folder, target, key="drafter").eval()
+    kind = kind_of(drafter)
+    if kind.method is None or drafter.served_target() is not None:
+        raise UserError(
+            f"drafter must be one that vLLM serves with target, got {folder!r} of kind "
+            f"{kind.name!r}: leave it out"
+        )
+    if kind.check is not None:
+        kind.check(drafter)
+    return drafter
+
+
 def main(arguments: list[str]) -> int:
-    if asks_for_help(arguments) or not any("=" not in a for a in arguments):
+    if asks_for_help(arguments):
         print(__doc__)
         return 0
-    given = {
-        "target": "assets/toy/target", "prompts": "toy", "count": "24", "tokens": "64", "K": "4",
-        "batch": "4", "out": "benchmarks/results/vllm_counters.json",
-    } | dict(a.split("=", 1) for a in arguments if "=" in a)  # fmt: skip
-    folders = [a for a in arguments if "=" not in a]
-    K, limit, count = int(given["K"]), int(given["tokens"]), int(given["count"])
-    target = Target.load(given["target"], dtype="float32")
-    drafters = {folder: load_drafter(folder, target, key="drafter").eval() for folder in folders}
+    try:
+        folders, given, numbers = parse(arguments)
+        target = Target.load(given["target"], dtype="float32")
+        drafters = {folder: loaded(folder, target) for folder in folders}
+        engine_python()
+        return measure(target, drafters, given, numbers, arguments)
+    except Exception as error:
+        return fail(error, arguments)
+
+
+def measure(
+    target: Target,
+    drafters: dict[str, TrainedDrafter],
+    given: dict[str, str],
+    numbers: dict[str, int],
+    arguments: list[str],
+) -> int:
+    """Write the lines of all drafters."""
+    K, limit = numbers["K"], numbers["tokens"]
     lengths = {folder: min(K, one.max_depth or K) for folder, one in drafters.items()}
-    prompts = load_prompts(given["prompts"], count=count, seed=21, toy_split="eval")
+    prompts = load_prompts(given["prompts"], count=numbers["count"], seed=21, toy_split="eval")
     plan = GenerationPlan(
         given["prompts"], tuple(prompts), (0.0,), max_new_tokens=limit, lookahead=K
     )
@@ -129,12 +174,12 @@ def main(arguments: list[str]) -> int:
         ))  # fmt: skip
         for index, (folder, drafter) in enumerate(drafters.items()):
             kind, export = kind_of(drafter), Path(scratch) / f"export{index}"
-            assert kind.method is not None, f"vLLM serves no drafter of kind {kind.name}"
+            assert kind.method is not None, "loaded refuses kinds that vLLM does not serve"
             kind.writers["vllm"](drafter, export, Export("", target.name, lengths[folder]))
             jobs[folder] = Speculation(kind.method, export, lengths[folder])
         served = serve(
             target, jobs, [trace.prompt_ids for trace in traces], max_new_tokens=limit,
-            sampling=GREEDY, batch_size=int(given["batch"]), seed=0,
+            sampling=GREEDY, batch_size=numbers["batch"], seed=0,
         )  # fmt: skip
     lines: dict[str, Any] = {}
     for folder, drafter in drafters.items():

@@ -229,6 +229,8 @@ def test_a_wrong_table_is_one_line(tmp_path, text, says, capsys):
         (["list", "budget=3"], "list knows no 'budget'"),
         (["run", "budget=x"], "budget must be a number of minutes, got 'x'"),
         (["run", "eagel3"], "has no cell 'eagel3'"),
+        (["list", "cells=benchmarks"], "cells benchmarks is a folder: name a regular file"),
+        (["list", "cells=cels.toml"], "cells=cels.toml does not exist: name a table of cells"),
     ],
 )
 def test_a_wrong_word_is_one_line(words, says, capsys, monkeypatch):
