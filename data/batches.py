@@ -200,7 +200,7 @@ class Batches:
     def at(self, index: int) -> Batch:
         """The batch of global micro-step `index` for this rank."""
         rng = np.random.default_rng([self.seed, index])
-        names, shares = list(self.mix), np.array(self._shares(index))
+        names, shares = list(self.mix), np.array(self._shares(index), dtype=float)
         shares /= shares.sum()  # numpy refuses sums that a user's rounding makes
         everyone = self.batch_size * self.world
         drawn = [

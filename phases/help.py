@@ -55,8 +55,10 @@ def keys_of(section: str, settings: DataclassInstance) -> list[KeyHelp]:
     plain, found = type(settings)(), []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if value == getattr(plain, field.name):  # else a check may have filled it in
-            value = _default(field)
+        if value == getattr(plain, field.name) and (default := _default(field)) != "":
+            value = (
+                default  # a check may have filled it in; an empty text stands for what it is then
+            )
         name = f"{section}.{field.name}"
         rules = _rules(settings, name, field)
         found.append(
@@ -103,7 +105,7 @@ def _shown(value: object) -> str:
     match value:
         case [str() | float() as only]:
             return _shown(only)
-    return value if isinstance(value, str) and value else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[object]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -65,13 +65,13 @@ ENDED_WINDOW = 16  # draft responses over which empty ones are counted
 class Config(DivergenceConfig):
     # a divergence and a data mix by the name that the paper gives them; null: as set below
     algorithm: str | None = None
-    # loss between the target's distribution and the drafter's; "": jsd, or that of the algorithm
+    # loss between the target's distribution and the drafter's; left out: this, or the algorithm's
     divergence: str = ""
     # mean over tokens, or over the means of the sequences, which is the paper's formula
     reduction: str = "token"
-    # shares of the training text by who wrote it: fixed (the data set), target, draft; {}: target
+    # shares of the training text by who wrote it: fixed (the data set), target, draft; null: target
     # alone, or those of the algorithm
-    data_mix: dict[str, float] = field(default_factory=dict)
+    data_mix: dict[str, float] | None = None
     mix_per: str = "batch"  # whether a batch or each of its rows draws its source
     # steps with fkl before the divergence that is set: tvd learns little where the overlap is small
     warm_start_steps: int = 0
@@ -96,21 +96,21 @@ class Config(DivergenceConfig):
                     f"{', '.join(ALGORITHMS)}"
                 )
             divergence, mix = ALGORITHMS[self.algorithm]
-            if self.divergence not in ("", divergence) or self.data_mix not in ({}, mix):
+            if self.divergence not in ("", divergence) or self.data_mix not in (None, mix):
                 raise UserError(
                     f"method.algorithm={self.algorithm} fixes method.divergence={divergence} and "
                     f"method.data_mix={mix}: leave these out, or leave the algorithm out"
                 )
         self.divergence = self.divergence or divergence
-        self.data_mix = self.data_mix or dict(mix)
+        self.data_mix = dict(mix) if self.data_mix is None else self.data_mix
         super().__post_init__()
-        unknown = set(self.data_mix) - set(SOURCES)
+        unknown = set(self.mix) - set(SOURCES)
         if unknown:
             raise UserError(
                 f"ConfigError: method.data_mix knows {', '.join(SOURCES)}, got "
                 f"{sorted(unknown)[0]!r}"
             )
-        shares = list(self.data_mix.values())
+        shares = list(self.mix.values())
         numbers = all(type(share) in (int, float) and math.isfinite(share) for share in shares)
         if not numbers or min(shares, default=-1) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise UserError(
@@ -137,12 +137,12 @@ class Config(DivergenceConfig):
                 "method.teacher=compressed serves another method.divergence than ce_hard, which "
                 "needs no teacher: name one or leave it at live"
             )
-        if compressed and self.data_mix.get("draft"):
+        if compressed and self.mix.get("draft"):
             raise UserError(
                 "ConfigError: on-policy data needs a live teacher: set method.teacher=live or "
                 "method.data_mix={target: 1.0}"
             )
-        if compressed and self.data_mix.get("fixed"):
+        if compressed and self.mix.get("fixed"):
             raise UserError(
                 "ConfigError: the compressed teacher is stored for target text only: set "
                 "method.teacher=live or method.data_mix={target: 1.0}"
@@ -172,12 +172,18 @@ class Config(DivergenceConfig):
         )
         require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
         for name in ("refresh_every", "gen_temperature"):
-            require_read(self, name, bool(self.data_mix.get("draft")),
+            require_read(self, name, bool(self.mix.get("draft")),
                          "a share of draft in method.data_mix")  # fmt: skip
         require_read(self, "warm_start_steps",
             self.parsed_divergence.name not in ("fkl", "ce_hard"),
             "another method.divergence than fkl, which it begins with, or ce_hard",
         )  # fmt: skip
+
+    @property
+    def mix(self) -> dict[str, float]:
+        """The shares of the training text by who wrote it."""
+        assert self.data_mix is not None
+        return self.data_mix
 
 
 class Recipe(base.Recipe):
@@ -188,7 +194,7 @@ class Recipe(base.Recipe):
     def stages(self) -> list[Stage]:
         config = self.config
         needs = Needs(
-            dict(config.data_mix),
+            dict(config.mix),
             per=config.mix_per,
             ramp_share=config.draft_ramp_share,
             teacher=config.teacher == "compressed",
@@ -196,7 +202,7 @@ class Recipe(base.Recipe):
         main = Stage(
             "distill", self.distillation, needs, start="base", row="after", packs=True,
             # processes would draw texts of their own
-            shares_texts=config.reduction == "token" and not config.data_mix.get("draft"),
+            shares_texts=config.reduction == "token" and not config.mix.get("draft"),
             prepare=self._begin,
         )  # fmt: skip
         if not config.control:
@@ -242,9 +248,8 @@ class Scored:
 
 
 class LabelObjective(Objective):
-    """Cross-entropy on every token of the responses, whoever wrote them. The temperatures of the
-    divergence in `config` are of the distillation, and a drafter trained here at another one would
-    be served at it."""
+    """Cross-entropy on every token of the responses, whoever wrote them, at temperature 1: the
+    temperatures of the divergence in `config` are for the target's distribution."""
 
     def __init__(self, config: Config, target: Target):
         self.config, self.target = config, target
@@ -355,7 +360,7 @@ class OnPolicyDistillation(Distillation):
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
-        self.computes_batches = bool(config.data_mix.get("draft"))
+        self.computes_batches = bool(config.mix.get("draft"))
 
     def begin(self, max_new_tokens: int) -> None:
         """Get ready for the first step. `max_new_tokens`: longest sampled response."""

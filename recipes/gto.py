@@ -85,8 +85,8 @@ class Config:
     base_max_steps: int | None = None  # steps of stage base; null: trainer.max_steps
     base_batch_size: int | None = None  # batch of stage base; null: trainer.batch_size
     base_lr: float = 1e-3  # rate of stage base; stage gto wants about a tenth of it
-    base_lr_warmup_steps: int | None = None  # of stage base; null: trainer.lr_warmup_steps
-    base_lr_min_ratio: float | None = None  # of stage base; null: trainer.lr_min_ratio
+    base_lr_warmup_steps: int | None = None  # warm-up of stage base; null: trainer.lr_warmup_steps
+    base_lr_min_ratio: float | None = None  # end of its decay; null: trainer.lr_min_ratio
     # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
     reference: str | None = None
     reference_rewards: str | None = None  # folder that stores its rewards for later runs
