@@ -43,11 +43,11 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         print(base.listing())
         return 0
-    from phases import export, generate, report, run, train
+    from phases import exits, export, generate, report, run, train
     from phases.dev import split_dev
     from phases.help import recipe_help
 
-    run.show_log()
+    exits.show_log()
     try:
         if "help=true" in arguments:
             print(recipe_help(resolve([word for word in arguments if word != "help=true"])[0]))
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
             if more := module.Recipe.describe(config):
                 print(more)
             return 0
-        run.stop_softly()
+        exits.stop_softly()
         again = config.trainer.resume == "never"
         old = not again and report.written(config.run_dir) is not None
         if not old:
@@ -94,11 +94,11 @@ def main(arguments: list[str]) -> int:
                 print("This run was finished before; trainer.resume=never trains it anew.")
             return export.failed_export(finished, config.run_dir, config.model.trust_remote_code)
     except Exception as error:
-        return run.fail(error, arguments)
+        return exits.fail(error, arguments)
     return 0
 
 
 if __name__ == "__main__":
-    from phases.run import end
+    from phases.exits import end
 
     end(main)

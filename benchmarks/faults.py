@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.faults_work import ROWS, STEPS, Result, Work, server
 from engines import completions
-from phases.run import fail, stop_softly
+from phases.exits import fail, stop_softly
 from trainer.config import RunFault, UserError
 from trainer.files import write_json
 

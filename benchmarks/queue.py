@@ -32,7 +32,8 @@ from typing import TextIO
 
 from benchmarks.cells import DONE, FAILED, NOT_RUN, STALE, Cells, Json, Settings
 from benchmarks.cells_table import markdown
-from phases.run import end, provenance
+from phases.exits import end
+from phases.run import provenance
 from trainer.config import UserError, asks_for_help, suggest
 from trainer.files import read_json, write_json
 from trainer.lock import lock

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phases.run import fail
-from trainer.checks import require_one_of
-from trainer.config import UserError, asks_for_help, parse_overrides, require
+from phases.exits import fail
+from trainer.checks import require, require_one_of, whole_number
+from trainer.config import UserError, asks_for_help, parse_overrides
 from trainer.files import write_atomic
 
 DEFAULTS = {"count": "16", "out": "runs/real/prompts.jsonl", "use": "evaluation"}
@@ -88,8 +88,7 @@ def parse(arguments: list[str]) -> tuple[Path, dict[str, str]]:
     for key, value in given.items():
         require(bool(value), key, "have a value", value)
     require_one_of("use", given["use"], tuple(SOURCES))
-    good = given["count"].isdecimal() and int(given["count"]) > 0
-    require(good, "count", "be a whole number above 0", given["count"])
+    whole_number("count", given["count"])
     return Path(folders[0]), given
 
 

@@ -50,19 +50,22 @@ from engines.vllm_run import Speculation, serve
 from engines.vllm_server import engine_python
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
-from phases.run import fail, provenance
+from phases.exits import fail
+from phases.run import provenance
 from target.cache import CachedModel
 from target.decode import Request
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.config import UserError, asks_for_help, parse_overrides, require
+from trainer.checks import require, whole_number
+from trainer.config import UserError, asks_for_help, parse_overrides
 from trainer.files import write_json
 
 RUNS = 7
 AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout of the weights
 GREEDY = Sampling(0.0)
-LISTS = ("K", "batch")
+LISTS = ("K", "batch")  # whole numbers with commas between them
+NUMBERS = ("count", "tokens", *LISTS)
 DEFAULTS = {
     "drafter": "", "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
     "tokens": "96", "K": "4", "tree": "", "batch": "1,8",
@@ -79,15 +82,6 @@ def requests_of(target: Target, source: str, count: int) -> list[Request]:
     chosen = [prompts[i * len(prompts) // count] for i in range(count)]
     rows = [render(next(iter(user_turns(p))), target.tokenizer) for p in chosen]
     return [Request(ids, row_key(0, ids, 0), GREEDY, i) for i, ids in enumerate(rows)]
-
-
-def whole_numbers(given: dict[str, str], key: str) -> list[int]:
-    """The whole numbers of a value, of those in `LISTS` several with commas. UserError for anything
-    else."""
-    words = given[key].split(",") if key in LISTS else [given[key]]
-    rule = f"be {'whole numbers' if key in LISTS else 'a whole number'} above 0"
-    require(all(word.isdecimal() and int(word) for word in words), key, rule, given[key])
-    return [int(word) for word in words]
 
 
 def engine_arms(
@@ -152,7 +146,8 @@ def main(arguments: list[str]) -> int:
         given = DEFAULTS | parse_overrides(arguments, [*DEFAULTS], DEFAULTS)
         if not given["drafter"]:
             raise UserError("name a drafter: drafter=<folder of a run>/drafter")
-        numbers = {key: whole_numbers(given, key) for key in ("count", "tokens", *LISTS)}
+        words = {key: given[key].split(",") if key in LISTS else [given[key]] for key in NUMBERS}
+        numbers = {key: [whole_number(key, word) for word in words[key]] for key in NUMBERS}
         name, device = given["target"], "cuda" if torch.cuda.is_available() else "cpu"
         target = Target.load(name, device=device)
         assistant, drafter = (

@@ -37,11 +37,13 @@ from eval.costs import Cost
 from eval.engine import Speculated
 from eval.measure import Bench
 from eval.plain import difference
-from phases.run import fail, provenance
+from phases.exits import fail
+from phases.run import provenance
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
-from trainer.config import UserError, asks_for_help, parse_overrides, require
+from trainer.checks import require, whole_number
+from trainer.config import UserError, asks_for_help, parse_overrides
 from trainer.files import write_json
 
 DEFAULTS = {
@@ -119,10 +121,7 @@ def parse(arguments: list[str]) -> tuple[list[str], dict[str, str], dict[str, in
         raise UserError("name a drafter: python -m benchmarks.vllm_counters <drafter>")
     for key, value in given.items():
         require(bool(value), key, "have a value", value)
-    for key in NUMBERS:
-        rule = "be a whole number above 0"
-        require(given[key].isdecimal() and int(given[key]) > 0, key, rule, given[key])
-    return folders, given, {key: int(given[key]) for key in NUMBERS}
+    return folders, given, {key: whole_number(key, given[key]) for key in NUMBERS}
 
 
 def loaded(folder: str, target: Target) -> TrainedDrafter:

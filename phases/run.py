@@ -1,28 +1,20 @@
-"""A run: its configuration, its target, its folder, and its exit code."""
+"""A run: its configuration, its target and its folder."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import datetime
-import errno
 import importlib.metadata
-import logging
 import os
 import platform
-import select
-import signal
 import subprocess
-import sys
 import time
-import traceback
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, NoReturn, TypedDict
+from typing import IO, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +29,6 @@ from target.model import Target
 from trainer.checks import require_folder
 from trainer.config import (
     ModelConfig,
-    RunFault,
     UserError,
     json_value,
     load_yaml,
@@ -46,14 +37,12 @@ from trainer.config import (
     translated,
 )
 from trainer.files import damaged, read_json, write_atomic, write_json
-from trainer.interrupt import launched_alone, signal_at_death_of_parent, stop_requested
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
-from trainer.redaction import hide, redacted, shown_command
+from trainer.redaction import redacted, shown_command
 from trainer.tracking import check_login
 
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 # keys of the configuration that say how the target is loaded
 OF_TARGET = tuple(
     f"model.{field.name}"
@@ -334,105 +323,3 @@ def _commit() -> str | None:
         return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
     except OSError:
         return None
-
-
-def end(command: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command as the whole of this process, with its words, and exit with its return value.
-
-    A process of a group leaves it first: one that just exits takes the others with it. Then it ends
-    without finalising Python. A thread of gloo takes Python's lock to free a tensor after a
-    collective: DDP's reducer, where it is the last to hold the group, waits for that thread with
-    the lock, for ever; and finalisation unwinds the thread, which aborts the process
-    (pytorch/pytorch issue 190489).
-    """
-    sys.excepthook = _show_fault
-    try:
-        code = command(sys.argv[1:])
-        sys.stdout.flush()
-    except BaseException as fault:
-        if isinstance(fault, BrokenPipeError) and _reader_has_left():
-            code = 128 + signal.SIGPIPE
-        elif not _in_group():
-            raise
-        elif isinstance(fault, SystemExit) and isinstance(fault.code, int):
-            code = fault.code
-        else:
-            sys.excepthook(type(fault), fault, fault.__traceback__)
-            code = 1
-    if not _in_group():
-        sys.exit(code)
-    group = torch.distributed.group.WORLD  # held from here on
-    torch.distributed.destroy_process_group(group)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _show_fault(
-    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
-) -> None:
-    """Print the traceback of a bug without secrets: a library may have put one into its message."""
-    text = "".join(traceback.format_exception(kind, fault, trace))
-    print(hide(text, sys.argv[1:], pairs=False), end="", file=sys.stderr)
-
-
-def _reader_has_left() -> bool:
-    """Whether what reads stdout has closed it, as `head` does; what is left goes nowhere then."""
-    output, asked = sys.stdout.fileno(), select.poll()
-    asked.register(output, 0)
-    if not asked.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
-
-
-def _in_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def show_log() -> None:
-    """Print what this project logs, such as the prompts that are dropped, to stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def stop_softly() -> None:
-    """Let SIGTERM end generation and reporting with exit code 75: finished parts are on the disk,
-    and the same command resumes the run. (Training saves a checkpoint first.) The death of
-    `accelerate launch` counts as one, where it started this process alone."""
-
-    def leave_now(number: int, frame: FrameType | None) -> None:
-        global _stopping
-        _stopping = True
-        print("stopped: rerun the same command to resume it", file=sys.stderr)
-        raise SystemExit(75)
-
-    def launcher_died(number: int, frame: FrameType | None) -> None:
-        if not (_stopping or stop_requested()):  # a second request would stop without saving
-            signal.raise_signal(signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, leave_now)
-    if launched_alone():
-        signal.signal(signal.SIGUSR2, launcher_died)
-        signal_at_death_of_parent(signal.SIGUSR2)
-
-
-_stopping = False  # by SIGTERM; a library may turn the exception that ends us into one of its own
-
-
-def fail(error: Exception, words: Sequence[str] = ()) -> int:
-    """Print an error in one line, without the secrets in `words`, those of the command line.
-    Returns the exit code: 2 for a user's mistake, 3 for a fault while running, such as a disk that
-    is full or may not be written. Any other error is a bug of ours, and raised."""
-    if _stopping:
-        return 75
-    if not isinstance(error, UserError | RunFault):
-        # safetensors and torch wrap the error of a full disk
-        full = os.strerror(errno.ENOSPC) in str(error)
-        if not full and not (isinstance(error, OSError) and error.errno in DISK_FAULTS):
-            raise error
-        error = RunFault(f"{error}; fix that and rerun the same command")
-    print(f"error: {hide(str(error), words)}", file=sys.stderr)
-    return 2 if isinstance(error, UserError) else 3

@@ -26,7 +26,7 @@ from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_
 from eval.config import EvalConfig
 from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
-from phases import generate, report, run
+from phases import exits, generate, report, run
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
-    run.show_log()
+    exits.show_log()
     try:
         config = resolve(arguments)
         run.check_words(
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
         if config.dry_run:
             generate.describe(config)
             return 0
-        run.stop_softly()
+        exits.stop_softly()
         this = run.Run.open(config)
         drafter = drafter_of(config.eval, this.target, config.model.trust_remote_code)
         _, prompts = generate.choose_prompts(config)
@@ -168,9 +168,9 @@ def main(arguments: list[str]) -> int:
             measure(this, drafter, prompts, folder, arguments)
         this.target.sync()
     except Exception as error:
-        return run.fail(error, arguments)
+        return exits.fail(error, arguments)
     return 0
 
 
 if __name__ == "__main__":
-    run.end(main)
+    exits.end(main)

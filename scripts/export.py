@@ -32,7 +32,7 @@ from drafters.kinds import Kind, served_by, stored_kind
 from drafters.load import load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
-from phases import run
+from phases import exits
 from target.fingerprint import eos_ids, eos_ids_of
 from target.gguf import is_gguf
 from target.model import UNREADABLE, Target, load_causal_lm
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
             trust,
         )
     except Exception as error:
-        return run.fail(error, arguments)
+        return exits.fail(error, arguments)
     print(f"exported: {out}")
     return 0
 

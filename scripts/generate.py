@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from data.config import DataConfig
-from phases import generate, run
+from phases import exits, generate, run
 from recipes.base import NoMethod
 from recipes.common.config import compose
 from trainer.config import asks_for_help
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if asks_for_help(arguments):
         print(__doc__)
         return 0
-    run.show_log()
+    exits.show_log()
     try:
         config = compose("generate", NoMethod, (), arguments)
         run.check_words(
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         if config.dry_run:
             generate.describe(config)
             return 0
-        run.stop_softly()
+        exits.stop_softly()
         this = run.Run.open(config)
         prompts, _ = generate.choose_prompts(config)
         traces = generate.training_traces(this, prompts)
@@ -51,9 +51,9 @@ def main(arguments: list[str]) -> int:
                 f"{generate.training_folder(this, prompts)}"
             )
     except Exception as error:
-        return run.fail(error, arguments)
+        return exits.fail(error, arguments)
     return 0
 
 
 if __name__ == "__main__":
-    run.end(main)
+    exits.end(main)

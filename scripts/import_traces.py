@@ -21,7 +21,7 @@ from pathlib import Path
 from data.imported import import_log
 from data.trace_rows import column, lengths
 from data.traces import Trace
-from phases import run
+from phases import exits, run
 from recipes.base import NoMethod
 from recipes.common.config import Config, compose
 from trainer.config import asks_for_help, require
@@ -36,13 +36,13 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = resolve(arguments)
-        run.stop_softly()
+        exits.stop_softly()
         target = run.Run.open(config).target
         log, folder = Path(config.script["log"]), Path(str(config.data.traces))
         domains = [name for name in (config.script["domains"] or "").split("+") if name]
         print(f"{folder}: {counts(import_log(target, log, folder, domains))}")
     except Exception as error:
-        return run.fail(error, arguments)
+        return exits.fail(error, arguments)
     return 0
 
 
@@ -74,4 +74,4 @@ def counts(traces: Sequence[Trace]) -> str:
 
 
 if __name__ == "__main__":
-    run.end(main)
+    exits.end(main)

@@ -19,7 +19,7 @@ from drafters.export import hf
 from drafters.export.card import Export
 from engines.vllm_server import PYTHON_VARIABLE
 from eval.config import EvalConfig
-from phases import run
+from phases import exits, run
 from recipes.common.config import compose
 from scripts import evaluate
 from target.model import load_causal_lm
@@ -360,7 +360,7 @@ def test_an_error_of_ours_shows_its_lines_and_no_secret(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "argv", ["x", "data.engine_options={api_key: opaque}"])
     with pytest.raises(KeyError) as raised:
-        run.end(fails)
+        exits.end(fails)
     sys.excepthook(raised.type, raised.value, raised.tb)
     shown = capsys.readouterr().err
     assert 'raise KeyError(f"the service says' in shown

@@ -22,6 +22,12 @@ class RunFault(RuntimeError):
     """A fault while running (NaN, damaged device, full disk): cause named, state saved. Exit 3."""
 
 
+def whole_number(key: str, text: str) -> int:
+    """The whole number above 0 that `text` is. UserError for anything else."""
+    require(text.isdecimal() and int(text) > 0, key, "be a whole number above 0", text)
+    return int(text)
+
+
 def require(condition: bool, key: str, rule: str, value: object) -> None:
     """Raise UserError "<key> must <rule>, got <value>" unless `condition` holds."""
     if not condition:

@@ -11,7 +11,7 @@ from benchmarks.real_speed import main
         (["K=4"], "error: name a drafter: drafter="),
         (["drafter=x", "prompt=y"], "error: unknown key 'prompt'; did you mean 'prompts'?"),
         (["drafter=x", "count=0"], "error: count must be a whole number above 0, got '0'"),
-        (["drafter=x", "batch=1,b"], "error: batch must be whole numbers above 0, got '1,b'"),
+        (["drafter=x", "batch=1,b"], "error: batch must be a whole number above 0, got 'b'"),
         (["drafter=x", "target=a/b/c"], "error: model.target: cannot load 'a/b/c'"),
     ],
 )

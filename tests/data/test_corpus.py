@@ -21,7 +21,7 @@ import torch.distributed as dist
 from data import corpus, toy
 from data.corpus import TokenFile, read_blocks, tokenised
 from data.raw_text import Source
-from phases.run import end
+from phases.exits import end
 from target.model import Target
 from tests.commands import TWO, finish, pipe, start, write_jsonl
 from tests.tiny import EOS

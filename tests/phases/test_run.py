@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from accelerate.utils import DistributedType
 
-from phases.run import Run, provenance, stop_softly
+from phases.exits import stop_softly
+from phases.run import Run, provenance
 from tests.commands import command, start
 from train import resolve
 from trainer.config import UserError

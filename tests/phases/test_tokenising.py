@@ -14,7 +14,7 @@ import atexit, json, os, sys
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 sys.path.insert(0, os.getcwd())
 import train
-from phases.run import end
+from phases.exits import end
 
 calls, encode = [], TokenizersBackend._encode_plus
 

@@ -12,7 +12,7 @@ from tests.commands import ROOT
 
 CODE = """
 import atexit, sys, torch, torch.distributed as dist
-from phases.run import end
+from phases.exits import end
 
 def command(words):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -62,7 +62,7 @@ def test_a_fault_is_shown():
 
 @pytest.mark.slow
 def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
-    code = "from phases.run import end; end(lambda words: print('line\\n' * 10**6) or 0)"
+    code = "from phases.exits import end; end(lambda words: print('line\\n' * 10**6) or 0)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,

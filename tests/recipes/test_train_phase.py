@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from phases.train import (
     settings_of_the_toy,
     train_stages,
 )
-from recipes import base, eagle, eagle3, medusa
+from recipes import base, eagle, eagle3, medusa, medusa2
 from recipes.base import Needs, Stage
 from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
@@ -304,3 +305,29 @@ def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
     assert halves.keys() == whole.keys()
     for key, value in whole.items():
         assert torch.equal(halves[key], value), key
+
+
+def test_a_recipe_without_a_published_setting_trains_with_a_large_target(tmp_path, monkeypatch):
+    for path in base.FOLDER.glob("eagle3.*"):
+        if path.name != "eagle3.published.yaml":
+            shutil.copy(path, tmp_path)
+    monkeypatch.setattr(base, "FOLDER", tmp_path)
+    assert settings_of_the_toy(resolve(["recipe=eagle3"])[0], 8 * 10**9) == []
+
+
+def test_heads_without_layers_to_compute_again_are_refused_at_the_start(tmp_path, tiny_target):
+    target, checkpointed = tiny_target("llama"), "trainer.gradient_checkpointing=true"
+    fresh = medusa.Recipe(medusa.Config(num_heads=2), target)
+    says = r"trainer\.gradient_checkpointing must be false for a MedusaDrafter, got true"
+    with pytest.raises(UserError, match=says):
+        prepare(run_of(tmp_path, target, checkpointed), fresh, [])
+    drafter = prepare(run_of(tmp_path, target), fresh, [])
+    drafter.save_pretrained(tmp_path / "heads")
+    given = f"model.drafter={tmp_path / 'heads'}"
+    with pytest.raises(UserError, match=says):
+        prepare(run_of(tmp_path, target, checkpointed, given), fresh, [])
+    # its second stage trains in the target, which has layers
+    both = medusa2.Recipe(medusa2.Config(num_heads=2), target)
+    for words in ((), (given,)):
+        run = run_of(tmp_path, target, "recipe=medusa2", checkpointed, *words)
+        assert prepare(run, both, []).kind == "medusa"

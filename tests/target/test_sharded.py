@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phases.run import end
+from phases.exits import end
 from target.adapted import LoraSettings, check_lora
 from target.model import Target, decoder_layers
 from tests.commands import TWO, finish, start

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from drafters.causal_lm import CausalLMDrafter
-from phases.run import end
+from phases.exits import end
 from target import shared_text
 from target.masks import LayerMasks
 from target.model import Target

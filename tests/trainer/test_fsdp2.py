@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
 
-from phases.run import end
+from phases.exits import end
 from tests.commands import TWO, finish, start
 from trainer.config import TrainerConfig, UserError
 from trainer.fsdp2 import ASKED, FSDP2, precision_of, take_over

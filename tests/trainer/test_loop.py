@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
-from phases.run import end
+from phases.exits import end
 from tests import commands
 from tests.commands import TWO, finish
 from trainer import tracking

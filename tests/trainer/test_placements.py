@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from phases.run import end
+from phases.exits import end
 from tests.commands import ROOT, command, finish, read_jsonl, start
 from trainer.replicated import Replicated
 
