@@ -1,8 +1,8 @@
 """Seconds of decoding on a real chat model: transformers, ours and vLLM, each with a drafter too.
 
-    python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter [target=runs/smollm2]
+    python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter,... [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
-        [batch=1,8] [out=benchmarks/real/results/speed.json]
+        [policy=head:0.8] [batch=1,8] [out=benchmarks/real/results/speed.json]
 
 At temperature 0, each batch size in turn (the number of prompts, where they are fewer), the arms
 alternating, medians of seven runs after a warm-up, on a GPU where there is one. `generate` is
@@ -11,7 +11,9 @@ laid out (`target.layout`), so that the two gains stand apart: `plain` over `gen
 speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
 `assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
 run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
-process each time, of which the answers alone are timed, after as many as the batch holds. Answers
+process each time, of which the answers alone are timed, after as many as the batch holds. Several
+drafters are compared with each other: they neither assist nor run in vLLM, and their arms begin
+with the names of their runs. `policy` ends the chains of a drafter with an acceptance head. Answers
 that differ from `generate`'s are counted. Beside the tokens per second: where each millisecond of a
 round goes (of one more run, which waits for the device after each part), and the tokens per round
 that a speed-up of 1.4 would need.
@@ -26,7 +28,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ from drafters.trees.table import parse_tree
 from engines.vllm_run import Speculation, serve
 from engines.vllm_server import engine_python
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.policies.table import make_budget
+from eval.policies.table import budget_for, parse_policy
 from phases.exits import fail
 from phases.run import provenance
 from target.cache import CachedModel
@@ -68,7 +70,7 @@ LISTS = ("K", "batch")  # whole numbers with commas between them
 NUMBERS = ("count", "tokens", *LISTS)
 DEFAULTS = {
     "drafter": "", "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
-    "tokens": "96", "K": "4", "tree": "", "batch": "1,8",
+    "tokens": "96", "K": "4", "tree": "", "policy": "fixed", "batch": "1,8",
     "out": "benchmarks/real/results/speed.json",
 }  # fmt: skip
 Answers = list[list[int]]
@@ -146,20 +148,34 @@ def main(arguments: list[str]) -> int:
         given = DEFAULTS | parse_overrides(arguments, [*DEFAULTS], DEFAULTS)
         if not given["drafter"]:
             raise UserError("name a drafter: drafter=<folder of a run>/drafter")
+        folders = named(given["drafter"].split(","))
+        parse_policy(given["policy"])
         words = {key: given[key].split(",") if key in LISTS else [given[key]] for key in NUMBERS}
         numbers = {key: [whole_number(key, word) for word in words[key]] for key in NUMBERS}
         name, device = given["target"], "cuda" if torch.cuda.is_available() else "cpu"
         target = Target.load(name, device=device)
-        assistant, drafter = (
-            load_drafter(given["drafter"], target, key="drafter").to(device) for _ in range(2)
-        )
+        drafters = {name: loaded(folder, target) for name, folder in folders.items()}
+        assistant = loaded(given["drafter"], target) if len(folders) == 1 else None
         usual = as_loaded(name, device)
-        with laid_out(drafter):
-            return measure(
-                given, numbers, arguments, usual, target, drafter.eval(), assistant.eval()
-            )
+        with laid_out(*drafters.values()):
+            return measure(given, numbers, arguments, usual, target, drafters, assistant)
     except Exception as error:
         return fail(error, arguments)
+
+
+def named(folders: list[str]) -> dict[str, str]:
+    """Folders of drafters by the first word of their arms, the name of the run; none of one."""
+    names = [Path(folder).parent.name if len(folders) > 1 else "" for folder in folders]
+    alike = next((name for name in names if names.count(name) > 1), None)
+    require(alike is None, "drafter", "name drafters of runs with different names", alike)
+    return dict(zip(names, folders, strict=True))
+
+
+def loaded(folder: str, target: Target) -> TrainedDrafter:
+    drafter = load_drafter(folder, target, key="drafter").to(target.device).eval()
+    rule = "leave its target as it is, or be exported: name its drafter/, and target=<its target/>"
+    require(drafter.served_target() is None, "drafter", rule, folder)
+    return drafter
 
 
 def measure(
@@ -168,28 +184,31 @@ def measure(
     arguments: list[str],
     usual: Target,
     target: Target,
-    drafter: TrainedDrafter,
-    assistant: TrainedDrafter,
+    drafters: dict[str, TrainedDrafter],
+    assistant: TrainedDrafter | None,
 ) -> int:
     """Run all arms and write their table; `usual` and `assistant`: as transformers loads them."""
     [count], [limit], Ks = numbers["count"], numbers["tokens"], numbers["K"]
     requests = requests_of(target, given["prompts"], count)
-    budgets = {f"chain of {K}": make_budget("fixed", K) for K in Ks}
-    if given["tree"]:
-        accuracy, _ = accuracy_at(drafter.rank_accuracy, accuracy_name(0.0, None))
-        shape = parse_tree(given["tree"], "tree").shape(accuracy, max(Ks))
-        budgets[given["tree"]] = Budget.of(shape)
+    rounds = {
+        f"{name} {shape}".strip(): (drafter, budget)
+        for name, drafter in drafters.items()
+        for shape, budget in budgets_of(drafter, Ks, given).items()
+    }
     result: dict[str, Any] = {
         "settings": given,
         **provenance(["benchmarks.real_speed", *arguments]),
     }
-    engine = engine_arms(target, assistant, requests, limit, max(Ks))
+    engine = {}
+    if assistant is not None:
+        engine = engine_arms(target, assistant, requests, limit, max(Ks))
     result["threads"] = torch.get_num_threads()
     for batch in sorted({min(batch, count) for batch in numbers["batch"]}):
 
         def speculated(name: str, timed: bool = False, batch: int = batch) -> list[Speculated]:
+            drafter, budget = rounds[name]
             decoder = SpeculativeDecoder(
-                CachedModel(target.model), drafter, sampling=GREEDY, budget=budgets[name],
+                CachedModel(target.model), drafter, sampling=GREEDY, budget=budget,
                 eos_ids=target.eos_ids, max_new_tokens=limit, batch_size=batch,
                 vocab_size=target.vocab_size, timed=timed,
             )  # fmt: skip
@@ -207,7 +226,7 @@ def measure(
         here: dict[str, Callable[[], Answers]] = {
             "generate": lambda batch=batch: generate_batches(usual, requests, batch, limit),
             "plain": plain,
-            **{name: partial(answered, name) for name in budgets},
+            **{name: partial(answered, name) for name in rounds},
         }
         if batch == 1 and isinstance(assistant, CausalLMDrafter):
             here |= {
@@ -220,13 +239,28 @@ def measure(
         for name, rows in answers.items():
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))
             table[name]["answers_as_generate"] = f"{same} of {len(rows)}"
-        for name in budgets:
+        for name in rounds:
             over_plain = table[name]["over_plain"]
             table[name]["round"] = where_time_goes(speculated(name, timed=True), over_plain)
         result[f"batch {batch}"] = table
         print(json.dumps({f"batch {batch}": table}, indent=1), flush=True)
         write_json(Path(given["out"]), result)
     return 0
+
+
+def budgets_of(
+    drafter: TrainedDrafter, Ks: Sequence[int], given: dict[str, str]
+) -> dict[str, Budget]:
+    """What the drafter drafts in a round, by its name in the table: chains, and the tree."""
+    budgets = {}
+    for K in Ks:
+        budget = budget_for(drafter, given["policy"], K)
+        budgets[f"{given['policy']}, at most {K}" if budget.stop else f"chain of {K}"] = budget
+    if given["tree"]:
+        accuracy, _ = accuracy_at(drafter.rank_accuracy, accuracy_name(0.0, None))
+        shape = parse_tree(given["tree"], "tree").shape(accuracy, max(Ks))
+        budgets[given["tree"]] = Budget.of(shape)
+    return budgets
 
 
 def where_time_goes(rows: list[Speculated], over_plain: float) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""The chat model's clock: what it refuses before a minute is spent."""
+"""The chat model's clock: what it refuses before a minute is spent; several drafters in one run."""
+
+import json
+import shutil
 
 import pytest
 
@@ -12,9 +15,28 @@ from benchmarks.real_speed import main
         (["drafter=x", "prompt=y"], "error: unknown key 'prompt'; did you mean 'prompts'?"),
         (["drafter=x", "count=0"], "error: count must be a whole number above 0, got '0'"),
         (["drafter=x", "batch=1,b"], "error: batch must be a whole number above 0, got 'b'"),
+        (["drafter=a/x,b/a/x"], "error: drafter must name drafters of runs with different names"),
+        (["drafter=x", "policy=head"], "error: eval.policy"),
         (["drafter=x", "target=a/b/c"], "error: model.target: cannot load 'a/b/c'"),
     ],
 )
 def test_a_wrong_word_gets_one_line(words, complaint, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(complaint)
+
+
+def test_several_drafters_are_timed_in_one_run(tmp_path):
+    folders = [tmp_path / name / "drafter" for name in ("one", "two")]
+    for folder in folders:
+        shutil.copytree("assets/toy/draft", folder)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "speed.json"
+    prompts.write_text('{"text": "def f(x):"}\n{"text": "import os"}\n')
+    words = {"drafter": ",".join(map(str, folders)), "target": "assets/toy/target", "K": "2,3"}
+    words |= {"prompts": str(prompts), "count": "2", "tokens": "8", "batch": "1", "out": str(out)}
+    assert main([f"{key}={value}" for key, value in words.items()]) == 0
+    table = json.loads(out.read_text())["batch 1"]
+    chains = [f"{name} chain of {K}" for name in ("one", "two") for K in (2, 3)]
+    assert [*table] == ["generate", "plain", *chains]  # the drafters do not assist here
+    assert table["one chain of 2"]["answers_as_generate"] == "2 of 2"
+    rounds = [table[f"{name} chain of 3"]["round"] for name in ("one", "two")]
+    assert rounds[0]["tokens_per_round"] == rounds[1]["tokens_per_round"]
