@@ -5,7 +5,13 @@ import shutil
 
 import pytest
 
-from benchmarks.real_speed import main
+from benchmarks import real_speed
+from benchmarks.real_speed import budgets_of, main
+from drafters.acceptance_head import AcceptanceHead
+from drafters.load import load_drafter
+from eval.policies.head import HeadPolicy
+from target.model import Target
+from trainer.config import UserError
 
 
 @pytest.mark.parametrize(
@@ -40,3 +46,26 @@ def test_several_drafters_are_timed_in_one_run(tmp_path):
     assert table["one chain of 2"]["answers_as_generate"] == "2 of 2"
     rounds = [table[f"{name} chain of 3"]["round"] for name in ("one", "two")]
     assert rounds[0]["tokens_per_round"] == rounds[1]["tokens_per_round"]
+
+
+@pytest.fixture
+def drafter():
+    return load_drafter("assets/toy/draft", Target.load("assets/toy/target"))
+
+
+def test_a_policy_ends_the_chains_of_a_drafter_with_an_acceptance_head(drafter):
+    given = {"policy": "head:0.8", "tree": ""}
+    assert [*budgets_of(drafter, [4], given)] == ["chain of 4"]
+    drafter.acceptance = AcceptanceHead.build(drafter, K_min=3)
+    [(name, budget)] = budgets_of(drafter, [4], given).items()
+    assert (name, budget.policy, budget.max_tokens) == ("head:0.8, at most 4", "head:0.8", 4)
+    assert isinstance(budget.stop, HeadPolicy)
+    assert budget.stop.least == 3
+
+
+def test_a_drafter_trained_with_its_target_is_not_timed_on_another(drafter, monkeypatch):
+    target = Target.load("assets/toy/target")
+    monkeypatch.setattr(drafter, "served_target", lambda: target)
+    monkeypatch.setattr(real_speed, "load_drafter", lambda *words, **named: drafter)
+    with pytest.raises(UserError, match="drafter must leave its target as it is, or be exported"):
+        real_speed.loaded("runs/x/drafter", target)
