@@ -90,9 +90,8 @@ def speed_lines(outputs: Mapping[str, list[Json]]) -> list[str]:
                         for other in ("generate", "plain", "vllm")
                     ]
                     prompts = int(row["answers_as_generate"].split()[-1])
-                    size = min(
-                        int(batch.split()[1]), prompts
-                    )  # earlier results name 8 where there were 6
+                    # earlier results name a batch of 8 where there were 6 prompts
+                    size = min(int(batch.split()[1]), prompts)
                     cells = [cell, str(size), arm, f"{row['tokens_per_s']:.1f}", *ratios,
                              row["answers_as_generate"], *parts]  # fmt: skip
                     lines.append(f"| {' | '.join(cells)} |")

@@ -164,7 +164,8 @@ def main(arguments: list[str]) -> int:
 
 
 def named(folders: list[str]) -> dict[str, str]:
-    """Folders of drafters by the first word of their arms, the name of the run; none of one."""
+    """Folders of drafters by the name of their run, with which their arms begin; that of a single
+    one is empty."""
     names = [Path(folder).parent.name if len(folders) > 1 else "" for folder in folders]
     alike = next((name for name in names if names.count(name) > 1), None)
     require(alike is None, "drafter", "name drafters of runs with different names", alike)
@@ -173,7 +174,7 @@ def named(folders: list[str]) -> dict[str, str]:
 
 def loaded(folder: str, target: Target) -> TrainedDrafter:
     drafter = load_drafter(folder, target, key="drafter").to(target.device).eval()
-    rule = "leave its target as it is, or be exported: name its drafter/, and target=<its target/>"
+    rule = "not be trained with its target: export it, and name drafter and target of the export"
     require(drafter.served_target() is None, "drafter", rule, folder)
     return drafter
 

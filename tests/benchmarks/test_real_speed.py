@@ -67,5 +67,5 @@ def test_a_drafter_trained_with_its_target_is_not_timed_on_another(drafter, monk
     target = Target.load("assets/toy/target")
     monkeypatch.setattr(drafter, "served_target", lambda: target)
     monkeypatch.setattr(real_speed, "load_drafter", lambda *words, **named: drafter)
-    with pytest.raises(UserError, match="drafter must leave its target as it is, or be exported"):
+    with pytest.raises(UserError, match="drafter must not be trained with its target: export it"):
         real_speed.loaded("runs/x/drafter", target)
