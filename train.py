@@ -18,7 +18,8 @@ from types import ModuleType
 import yaml
 
 from recipes.common.config import Config, compose
-from trainer.config import UserError, asks_for_help, require
+from trainer.config import asks_for_help
+from trainer.errors import UserError, require
 
 
 def resolve(arguments: list[str]) -> tuple[Config, ModuleType]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainer.checks import is_file
-from trainer.config import UserError, suggest
+from trainer.config import suggest
+from trainer.errors import UserError
 from trainer.files import read_json
 
 if sys.version_info >= (3, 11):

@@ -41,7 +41,7 @@ import torch
 from benchmarks.faults_work import ROWS, STEPS, Result, Work, server
 from engines import completions
 from phases.exits import fail, stop_softly
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import write_json
 
 RESULTS = Path("benchmarks/results/faults.json")

@@ -34,7 +34,8 @@ from benchmarks.cells import DONE, FAILED, NOT_RUN, STALE, Cells, Json, Settings
 from benchmarks.cells_table import markdown
 from phases.exits import end
 from phases.run import provenance
-from trainer.config import UserError, asks_for_help, suggest
+from trainer.config import asks_for_help, suggest
+from trainer.errors import UserError
 from trainer.files import read_json, write_json
 from trainer.lock import lock
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from phases.exits import fail
-from trainer.checks import require, require_one_of, whole_number
-from trainer.config import UserError, asks_for_help, parse_overrides
+from trainer.checks import require_one_of, whole_number
+from trainer.config import asks_for_help, parse_overrides
+from trainer.errors import UserError, require
 from trainer.files import write_atomic
 
 DEFAULTS = {"count": "16", "out": "runs/real/prompts.jsonl", "use": "evaluation"}

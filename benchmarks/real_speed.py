@@ -59,8 +59,9 @@ from target.decode import Request
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling, row_key
-from trainer.checks import require, whole_number
-from trainer.config import UserError, asks_for_help, parse_overrides
+from trainer.checks import whole_number
+from trainer.config import asks_for_help, parse_overrides
+from trainer.errors import UserError, require
 from trainer.files import write_json
 
 RUNS = 7

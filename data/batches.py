@@ -19,8 +19,8 @@ from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
 from target.padding import right_padded
 from target.shared_text import TextGroup
-from trainer.config import UserError
 from trainer.device import sent
+from trainer.errors import UserError
 from trainer.losses import CompressedTeacher
 from trainer.shift import response_mask, supervised
 

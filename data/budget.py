@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def estimate_bytes(

@@ -6,16 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trainer.checks import (
-    SIDE_BY_SIDE,
-    UserError,
-    is_address,
-    require,
-    require_address,
-    require_counts,
-    require_one_of,
-)
+from trainer.checks import SIDE_BY_SIDE, is_address, require_address, require_counts, require_one_of
 from trainer.config import Section, suggest
+from trainer.errors import UserError, require
 
 
 @dataclass

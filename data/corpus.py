@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data.raw_text import Source
 from target.model import Target
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.processes import Spread

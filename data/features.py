@@ -56,8 +56,8 @@ from data.traces import REMEDY, Trace, differences
 from target.model import Target, check_layers
 from target.outputs import LayerId, TargetOutputs
 from target.padding import by_length
-from trainer.config import RunFault, UserError
 from trainer.device import sent
+from trainer.errors import RunFault, UserError
 from trainer.files import damaged
 from trainer.lock import lock
 from trainer.logits import LogitsSummary

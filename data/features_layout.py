@@ -22,7 +22,7 @@ from data.trace_rows import chosen, num_tokens
 from data.traces import Trace
 from target.model import Target
 from target.outputs import LayerId
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 MANIFEST = "manifest.json"
 HEADER = "draftsmith.features"  # the one entry in the metadata of a shard, as JSON

@@ -25,7 +25,7 @@ from data.features_layout import (
     row_sha256,
 )
 from data.traces import REMEDY
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.files import damaged, read_json, sync, write_json
 
 

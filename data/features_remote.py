@@ -21,7 +21,7 @@ import numpy as np
 from data.features_layout import HEADER, MANIFEST, Bytes, Identity, Row, Shard, ShardEntry
 from data.file_cache import FileCache
 from data.traces import REMEDY
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import damaged
 
 T = TypeVar("T")

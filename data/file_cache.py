@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 # read at once where the system can: one page after the other takes as long as to copy it
 MAPPED = {

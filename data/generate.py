@@ -31,7 +31,7 @@ from target.model import Target
 from target.outputs import Logits
 from target.padding import by_length, right_padded
 from target.sampling import Sampling, row_key
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.logits import chunk_rows
 from trainer.losses import CompressedTeacher, compress
 from trainer.progress import TokenProgress

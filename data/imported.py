@@ -23,7 +23,7 @@ from target.decode import Continuation, Request
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import require_folder
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.files import fingerprint
 
 KEY = "script.log"

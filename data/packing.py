@@ -25,7 +25,7 @@ from data.trace_rows import num_tokens
 from data.traces import Trace
 from target.devices import decoder_of, device_of
 from target.model import Target
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.tables import FILE_KINDS, Row, Table, file_kind, listed, read_table, split_files
-from trainer.checks import excerpt
-from trainer.config import UserError, suggest
+from trainer.config import suggest
+from trainer.errors import UserError, excerpt
 
 PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")

@@ -21,8 +21,7 @@ from data import questions, toy
 from data.prompt_tables import PromptTable, open_tables
 from data.tables import kind_of, listed, shorten
 from data.trace_rows import Trace
-from trainer.checks import excerpt
-from trainer.config import UserError
+from trainer.errors import UserError, excerpt
 
 Message: TypeAlias = dict[str, str]  # {"role": system | user | assistant, "content": text}
 

@@ -22,7 +22,8 @@ from urllib.parse import parse_qsl
 
 from data import toy
 from trainer.checks import is_file
-from trainer.config import RunFault, UserError, suggest
+from trainer.config import suggest
+from trainer.errors import RunFault, UserError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

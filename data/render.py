@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.prompts import Message, Prompt, Rendered, Turn, user_turns
 from data.tables import one_line
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,7 +33,7 @@ from data.render import render
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import GREEDY_BELOW, is_file
-from trainer.config import UserError
+from trainer.errors import UserError
 
 MAX_BAD_SHARE = 0.1
 ENOUGH_LINES = 20  # of which that share may already stop a run that is under way

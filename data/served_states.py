@@ -15,8 +15,8 @@ from engines.states import TOLERANCE, StatesClient, layer_numbers
 from target.devices import in_place
 from target.model import Target, final_norm
 from target.outputs import LayerId, TargetOutputs
-from trainer.config import UserError
 from trainer.device import sent
+from trainer.errors import UserError
 
 CHECKED_TEXTS, CHECKED_TOKENS = 4, 256
 

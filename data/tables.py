@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trainer.checks import is_file
-from trainer.config import UserError
+from trainer.errors import UserError
 
 Row: TypeAlias = tuple[str, Mapping[str, object]]  # its place ("x.jsonl line 3") and its columns
 

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainer.config import RunFault, UserError, require
+from trainer.errors import RunFault, UserError, require
 from trainer.files import fingerprint, read_json, write_json
 
 

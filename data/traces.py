@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.trace_rows import COLUMNS, Trace, Traces, in_memory, mapped
-from trainer.config import RunFault, UserError, require
+from trainer.errors import RunFault, UserError, require
 from trainer.files import damaged, fingerprint, read_json, write_atomic, write_json
 from trainer.lock import lock
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from drafters.base import TrainedDrafter, add_to_hash
 from drafters.medusa import ResidualLayers
-from trainer.config import UserError
+from trainer.errors import UserError
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
 ACCEPT = 1  # the index of the logit; 0: reject

@@ -21,7 +21,7 @@ from drafters.formats.files import read_json
 from drafters.round import Budget, DraftState
 from target.model import Target
 from target.outputs import TargetOutputs
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.logits import OutputHead
 
 

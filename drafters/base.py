@@ -29,7 +29,7 @@ from drafters.trees.tree import TokenTree
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.shared_text import TextGroup
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 if TYPE_CHECKING:

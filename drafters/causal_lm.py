@@ -22,7 +22,7 @@ from target.outputs import LayerId, TargetOutputs
 from target.rotary import context_of
 from target.shared_text import TextGroup
 from target.vocabulary import check_same_vocabulary
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from target.attention import Branches, Visible, branched
 from target.model import Target, check_layers
 from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.shift import at_index
 
 Index: TypeAlias = slice | torch.Tensor  # of rows, or of columns

@@ -16,7 +16,7 @@ from drafters.eagle import EagleDrafter, EagleSettings, Index
 from drafters.layers import DecoderLayer, layer_config
 from target.model import Target
 from target.outputs import LayerId
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 

@@ -18,7 +18,7 @@ from drafters.output_head import copy_rows, head_over
 from target.devices import decoder_of
 from target.model import Target, decoder_layers, logit_scale
 from target.outputs import LayerId
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 FUSED_NOISE = 0.1  # of a projection that starts as the identity: the other captures are not dead

@@ -38,7 +38,7 @@ from drafters.round import Budget, DraftState
 from target.attention import Visible
 from target.model import Target
 from target.outputs import TargetOutputs
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.logits import OutputHead
 from trainer.shift import at_index
 

@@ -25,7 +25,7 @@ from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import Medusa2Drafter
 from target.model import Target
-from trainer.config import UserError
+from trainer.errors import UserError
 
 Writer = Callable[[Any, Path, Export], Path]  # the first argument: a drafter of its own kind
 

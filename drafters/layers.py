@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from target.devices import is_plain
 from target.model import Target
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,7 +19,7 @@ from drafters.formats.reader import layout_of, read
 from drafters.kinds import KINDS, Kind, stored_kind
 from target.model import Target
 from trainer.checks import require_files
-from trainer.config import UserError
+from trainer.errors import UserError
 
 SETTINGS = ("*.json", acceptance_head.WEIGHTS)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

@@ -26,7 +26,7 @@ from drafters.output_head import copy_rows, head_over
 from drafters.round import Budget, DraftState
 from target.model import Target
 from target.outputs import TargetOutputs
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.logits import OutputHead
 from trainer.shift import at_index
 

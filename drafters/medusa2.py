@@ -21,7 +21,7 @@ from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.shared_text import TextGroup
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 T = TypeVar("T")

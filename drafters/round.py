@@ -15,7 +15,7 @@ from drafters.trees.tree import CHAIN, TokenTree
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 class RandomSource(Protocol):

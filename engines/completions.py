@@ -25,7 +25,7 @@ from engines.distribution_check import UncheckedRows
 from engines.web import urlopen
 from target.decode import Continuation, Request
 from target.model import Target
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 TIMEOUT_S = 600

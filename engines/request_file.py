@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.checks import is_file
-from trainer.config import UserError
+from trainer.errors import UserError
 
 PRIVATE = 0o600
 

@@ -32,7 +32,7 @@ from yarl import URL
 
 from engines import request_file
 from trainer.checks import require_address
-from trainer.config import UserError
+from trainer.errors import UserError
 
 LOGGED = ("/completions", "/chat/completions")
 INCOMPLETE = ("abort", "error")  # finish_reason of an answer that vLLM ended early

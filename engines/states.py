@@ -22,7 +22,7 @@ import torch
 from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
 from target.model import Target
 from target.outputs import LayerId
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 PLUGIN = Path(__file__).with_name("vllm_plugin")
 FILE_S = 60.0  # from the answer to its file

@@ -27,7 +27,8 @@ from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRe
 from engines.web import urlopen
 from target.model import Target
 from target.sampling import Sampling
-from trainer.config import RunFault, UserError, is_address
+from trainer.checks import is_address
+from trainer.errors import RunFault, UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enable_prefix_caching": False, "disable_log_stats": False}

@@ -21,7 +21,7 @@ import torch
 
 from engines.web import past_proxy, urlopen
 from target.model import Target
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 DEFAULT_PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import IO, NoReturn
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 OWN = ("127.0.0.1", "localhost", "::1")
 

@@ -14,17 +14,9 @@ from eval.policies.table import parse_policy
 from eval.verifiers.table import VERIFIERS, parse_verifier
 from eval.verifiers.token import Token
 from target.sampling import Sampling
-from trainer.checks import (
-    SEEDS,
-    SIDE_BY_SIDE,
-    UserError,
-    excerpt,
-    is_address,
-    require,
-    require_address,
-    require_counts,
-)
+from trainer.checks import SEEDS, SIDE_BY_SIDE, is_address, require_address, require_counts
 from trainer.config import Section
+from trainer.errors import UserError, excerpt, require
 from trainer.specs import spelled
 
 

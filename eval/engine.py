@@ -24,7 +24,7 @@ from target.decode import Request
 from target.nodes import place_tree
 from target.outputs import LayerId, TargetOutputs
 from target.sampling import KeyedRandom, Sampling, warp
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from eval.counters import NUM_RANGES, POSITIONS, RANGES, PromptCounters, range_bounds
-from trainer.config import UserError
+from trainer.errors import UserError
 
 # A row of the report: what `summarise` returns, and what identifies the measurement
 # (`eval.report.schema.ROW_KEYS`). Values are numbers, lists of them, text or null.

@@ -30,7 +30,7 @@ from eval.walk import replay
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import chunk_rows, places
 
 

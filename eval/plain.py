@@ -17,8 +17,8 @@ from target.model import Target
 from target.padding import by_length
 from target.sampling import Sampling
 from trainer.chunked import chunked_divergence
-from trainer.config import RunFault
 from trainer.divergence import DIVERGENCES
+from trainer.errors import RunFault
 from trainer.logits import OutputHead
 from trainer.shift import supervised
 

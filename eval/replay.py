@@ -28,7 +28,7 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.padding import by_length, right_padded
 from target.sampling import KeyedRandom, Sampling, inverse_cdf, keyed_uniform, warp
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import chunk_rows
 
 STARTS = 256  # at most, at which the accuracies of draws are measured, of each depth

@@ -18,7 +18,7 @@ from eval.metrics import Row
 from eval.plain import difference
 from eval.rounds import Round
 from target.decode import Continuation
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 
 def prompt_counters(served: EngineRun, index: int, trace: Trace, K: int) -> PromptCounters:

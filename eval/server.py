@@ -21,7 +21,7 @@ from eval.counters import PromptCounters
 from eval.measure import Bench, Measurement
 from eval.served import engine_costs, engine_row
 from target.decode import Request
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 PATIENCE_S = 10.0  # the last round's counters may come after the answer
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.interrupt import launched_alone, signal_at_death_of_parent, stop_requested
 from trainer.redaction import hide
 

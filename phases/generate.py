@@ -38,8 +38,7 @@ from phases.run import Run, check_model_pair, check_places
 from phases.servers import own_server
 from recipes.common.config import Config
 from target.model import Target
-from trainer.checks import require
-from trainer.config import UserError
+from trainer.errors import UserError, require
 
 Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives servers' addresses
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from eval.report.render import escape_markdown
 from recipes import base
 from recipes.common.config import Config, compose
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

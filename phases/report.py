@@ -51,7 +51,7 @@ from phases.serve import check_engine, served_rows
 from target.layout import laid_out
 from target.model import Target
 from target.sampling import Sampling
-from trainer.config import RunFault, UserError, require
+from trainer.errors import RunFault, UserError, require
 from trainer.files import write_atomic
 from trainer.progress import TokenProgress
 from trainer.store import FitResult

@@ -27,15 +27,8 @@ from recipes.common.config import Config
 from target.gguf import is_gguf
 from target.model import Target
 from trainer.checks import require_folder
-from trainer.config import (
-    ModelConfig,
-    UserError,
-    json_value,
-    load_yaml,
-    sections,
-    to_yaml,
-    translated,
-)
+from trainer.config import ModelConfig, json_value, load_yaml, sections, to_yaml, translated
+from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement

@@ -16,7 +16,8 @@ from eval.measure import Bench
 from eval.report.rows import GREEDY_DRAFTS, Row
 from eval.served import served_row
 from eval.server import check_server, server_row
-from trainer.config import UserError, is_address
+from trainer.checks import is_address
+from trainer.errors import UserError
 
 
 def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:

@@ -20,8 +20,9 @@ from drafters.base import TrainedDrafter
 from phases.generate import contents
 from phases.run import Run
 from trainer.checkpoint import best_dir, is_whole, step_dir
-from trainer.config import FREE_SETTINGS, SCHEMA, RunFault, TrainerConfig, UserError
+from trainer.config import FREE_SETTINGS, SCHEMA, TrainerConfig
 from trainer.device import computes_in_bfloat16
+from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder
 from trainer.loop import placement
 

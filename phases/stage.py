@@ -32,7 +32,8 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
 from target.shared_text import TextGroup, can_share
 from trainer.compiled import compiled
-from trainer.config import TrainerConfig, UserError, require
+from trainer.config import TrainerConfig
+from trainer.errors import UserError, require
 from trainer.interrupt import Interrupt, stop_requested
 from trainer.loop import Fit, FitResult, fit
 from trainer.objective import BatchSource

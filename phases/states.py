@@ -21,7 +21,7 @@ from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
 from target.outputs import LayerId, TargetRequest
-from trainer.config import is_address
+from trainer.checks import is_address
 
 
 @contextlib.contextmanager

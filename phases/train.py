@@ -29,7 +29,7 @@ from phases.stage import StageRun, settings_of
 from recipes.base import Recipe, Stage, Start, presets
 from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.lock import lock
 from trainer.loop import FitResult, checkpointing_of
 

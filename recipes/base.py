@@ -26,7 +26,8 @@ from drafters.base import TrainedDrafter
 from recipes.common.config import Config
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_one_of
-from trainer.config import UserError, suggest
+from trainer.config import suggest
+from trainer.errors import UserError
 from trainer.losses import LossOutput
 from trainer.objective import State
 

@@ -43,8 +43,8 @@ from target.model import Target
 from target.outputs import Logits, TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
-from trainer.config import RunFault, UserError, require
 from trainer.divergence import CE_HARD, Divergence
+from trainer.errors import RunFault, UserError, require
 from trainer.logits import OutputHead, chunk_rows
 from trainer.losses import CompressedTeacher, LossOutput, position_weights, reduce
 from trainer.objective import State

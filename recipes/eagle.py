@@ -19,7 +19,7 @@ from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from recipes.base import Stage, check_kind
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
-from trainer.config import require
+from trainer.errors import require
 
 
 @dataclass

@@ -18,7 +18,7 @@ from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 from target.model import Target, check_layers
 from target.outputs import LayerId
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 
 @dataclass

@@ -28,8 +28,8 @@ from recipes.common.config import Config as RunConfig
 from recipes.common.divergence import DivergenceConfig
 from recipes.common.draft_size import SizeSearch, check_search
 from target.model import Target
-from trainer.config import UserError, require
 from trainer.divergence import CE_HARD
+from trainer.errors import UserError, require
 from trainer.losses import LossOutput
 
 STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}

@@ -67,7 +67,8 @@ from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_read
-from trainer.config import UserError, make_settings, require
+from trainer.config import make_settings
+from trainer.errors import UserError, require
 from trainer.losses import LossOutput
 
 # settings that the reference's rewards depend on, and those that drafter.json records

@@ -28,8 +28,8 @@ from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer.chunked import chunked_divergence
-from trainer.config import UserError, require
 from trainer.divergence import DIVERGENCES
+from trainer.errors import UserError, require
 from trainer.logits import OutputHead
 from trainer.losses import LossOutput, position_weights
 

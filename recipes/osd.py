@@ -57,7 +57,7 @@ from target.outputs import TargetOutputs
 from trainer import fsdp2
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.losses import LossOutput
 from trainer.objective import State
 from trainer.shift import supervised

@@ -35,7 +35,7 @@ from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from target.padding import by_length
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.logits import chunk_rows
 from trainer.losses import LossOutput
 from trainer.shift import supervised

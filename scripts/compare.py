@@ -34,7 +34,8 @@ from eval.report.schema import read_report
 from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from eval.report.web import to_html
 from trainer.checks import require_folder
-from trainer.config import RunFault, UserError, asks_for_help, suggest
+from trainer.config import asks_for_help, suggest
+from trainer.errors import RunFault, UserError
 from trainer.files import write_atomic
 from trainer.redaction import hide
 

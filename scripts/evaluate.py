@@ -31,8 +31,9 @@ from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
 from target.model import Target
-from trainer.checks import require_folder
-from trainer.config import UserError, asks_for_help, is_address, load_yaml
+from trainer.checks import is_address, require_folder
+from trainer.config import asks_for_help, load_yaml
+from trainer.errors import UserError
 from trainer.redaction import shown
 from trainer.specs import form
 

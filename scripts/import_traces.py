@@ -24,7 +24,8 @@ from data.traces import Trace
 from phases import exits, run
 from recipes.base import NoMethod
 from recipes.common.config import Config, compose
-from trainer.config import asks_for_help, require
+from trainer.config import asks_for_help
+from trainer.errors import require
 
 KEYS = ("log", "domains")
 READS = (*run.OF_TARGET, "data.traces", *(f"script.{key}" for key in KEYS))

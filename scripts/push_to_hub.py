@@ -28,7 +28,8 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from eval.report.schema import read_report, without_readings, write_report
-from trainer.config import UserError, asks_for_help, parse_overrides
+from trainer.config import asks_for_help, parse_overrides
+from trainer.errors import UserError
 from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
 

@@ -30,7 +30,8 @@ from pathlib import Path
 from engines import request_file
 from engines.request_proxy import DAY_S, RequestProxy
 from trainer.checks import is_file
-from trainer.config import RunFault, UserError, asks_for_help, parse_overrides, require
+from trainer.config import asks_for_help, parse_overrides
+from trainer.errors import RunFault, UserError, require
 from trainer.redaction import hide
 
 KEYS = ("server", "port", "log", "host", "token_ids", "allowed_hosts", "max_body_mb", "keep_days",

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from target.devices import decoder_of
 from target.model import Target, decoder_layers
 from target.shared_text import TextGroup
-from trainer.config import RunFault, UserError, require
+from trainer.errors import RunFault, UserError, require
 from trainer.files import whole_folder
 from trainer.logits import OutputHead
 

@@ -28,7 +28,7 @@ from target.masks import FULL, SLIDING, LayerMasks
 from target.model import captured, last_columns
 from target.nodes import PlacedNodes, place_tree
 from target.outputs import LayerId
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 # Relative difference of logits. Rounding differs with the shape of a pass, in bfloat16 by some per
 # cent, and one token may be routed to another expert: of two tokens the closer one counts. A wrong

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 Device = int | str  # a GPU by its number, or "cpu", "disk"
 

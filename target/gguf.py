@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

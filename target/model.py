@@ -44,7 +44,7 @@ from target.rotary import context_of
 from target.sharded import Sharded
 from target.shared_text import TextGroup, can_share
 from trainer.checks import require_files
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 if not sys.stderr.isatty():

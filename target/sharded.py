@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from target.devices import decoder_of
-from trainer.config import RunFault
+from trainer.errors import RunFault
 from trainer.processes import PATIENCE
 
 IDLE, PASS = 0, 1  # votes; PASS + 1 + i: layer i is to be read

@@ -20,7 +20,7 @@ from target.attention import BLOCK, Capability, OwnMask, Pair, Visible, flex, re
 from target.devices import decoder_of, device_of
 from target.masks import LayerMasks
 from target.rotary import by_length
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.processes import PATIENCE, all_gather, reduce_scatter
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def real_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -22,7 +22,8 @@ from scripts import evaluate, export, generate, request_log
 from tests.commands import command, only, pipe, training_stores, write_jsonl
 from tests.tiny import save_tiny
 from trainer.checks import require_folder
-from trainer.config import UserError, known_keys, sections
+from trainer.config import known_keys, sections
+from trainer.errors import UserError
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from scripts import evaluate
 from target.model import load_causal_lm
 from tests.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import TrainerConfig, UserError, to_yaml
+from trainer.config import TrainerConfig, to_yaml
+from trainer.errors import UserError
 from trainer.redaction import MARK, shown_command
 from trainer.tracking import Tracker
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainer.config import RunFault
+from trainer.errors import RunFault
 from trainer.files import FileDigest, fingerprint, sync
 from trainer.objective import TrainingBatch
 

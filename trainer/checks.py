@@ -1,4 +1,4 @@
-"""The checks that hold for a value whatever its key is, and the two errors of a run.
+"""The checks that hold for a value whatever its key is.
 
 Each section of the configuration checks its own keys. Rules for every number, text, address, file
 or folder that a user names are here.
@@ -13,25 +13,13 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-
-class UserError(ValueError):
-    """A user's mistake: one readable line with key, value, rule and remedy. Exit code 2."""
-
-
-class RunFault(RuntimeError):
-    """A fault while running (NaN, damaged device, full disk): cause named, state saved. Exit 3."""
+from trainer.errors import UserError, excerpt, require
 
 
 def whole_number(key: str, text: str) -> int:
     """The whole number above 0 that `text` is. UserError for anything else."""
     require(text.isdecimal() and int(text) > 0, key, "be a whole number above 0", text)
     return int(text)
-
-
-def require(condition: bool, key: str, rule: str, value: object) -> None:
-    """Raise UserError "<key> must <rule>, got <value>" unless `condition` holds."""
-    if not condition:
-        raise UserError(f"{key} must {rule}, got {excerpt(value)}")
 
 
 def require_one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -55,15 +43,6 @@ def require_read(method: object, name: str, condition: bool, remedy: str) -> Non
         raise UserError(
             f"method.{name}={excerpt(value)} changes nothing here: leave it out, or set {remedy}"
         )
-
-
-def excerpt(value: object, width: int = 200) -> str:
-    """`repr(value)`, cut to `width` characters so that it fits into one line."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print a number of more than 4300 digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 # --- values --------------------------------------------------------------------------------------

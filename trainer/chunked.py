@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn import functional as F
 
-from trainer.config import require
 from trainer.device import adds_products_in_float32, shows_numbers_at_once
 from trainer.divergence import Divergence, complain
+from trainer.errors import require
 from trainer.fused import fused
 from trainer.logits import (
     OutputHead,

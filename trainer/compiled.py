@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 @contextmanager

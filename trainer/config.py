@@ -23,9 +23,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import RunFault as RunFault  # errors are imported from here everywhere
-from trainer.checks import UserError, check_values, excerpt, require
-from trainer.checks import is_address as is_address
+from trainer.checks import check_values
+from trainer.errors import UserError, excerpt, require
 from trainer.redaction import MARK, redacted
 from trainer.sections import DEVICE_MAPS as DEVICE_MAPS
 from trainer.sections import FREE_SETTINGS as FREE_SETTINGS

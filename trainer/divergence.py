@@ -15,9 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainer.checks import require
-from trainer.config import RunFault, UserError
 from trainer.device import shows_numbers_at_once
+from trainer.errors import RunFault, UserError, require
 from trainer.losses import (
     FORMULAS,
     CompressedTeacher,

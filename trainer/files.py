@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, overload
 
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.lock import lock
 
 T = TypeVar("T")

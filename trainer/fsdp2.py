@@ -27,8 +27,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.compiled import layers_of
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
+from trainer.errors import UserError
 from trainer.losses import LossOutput
 from trainer.processes import all_gather
 from trainer.replicated import Replicated

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 MISSING = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

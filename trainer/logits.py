@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.config import require
 from trainer.device import free_bytes
+from trainer.errors import require
 from trainer.fused import fused
 from trainer.losses import wide
 

@@ -42,8 +42,9 @@ from torch import nn
 from trainer import fsdp2, lora, zero
 from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
-from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16, shows_numbers_at_once, tensor_cores
+from trainer.errors import RunFault, UserError
 from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
 from trainer.optimizer import make_optimizer

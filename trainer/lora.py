@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.hidden import hidden_layers
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.config import require
+from trainer.errors import require
 
 
 @dataclass

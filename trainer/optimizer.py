@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.hidden import hidden_layers
 
 T = TypeVar("T")

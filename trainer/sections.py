@@ -12,14 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trainer.checks import (
-    SEEDS,
-    SIDE_BY_SIDE,
-    UserError,
-    require,
-    require_counts,
-    require_one_of,
-)
+from trainer.checks import SEEDS, SIDE_BY_SIDE, require_counts, require_one_of
+from trainer.errors import UserError, require
 
 # of trainer.*, see `Section.FREE`
 FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")

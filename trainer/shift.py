@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 
 @dataclass

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeVar
 
-from trainer.checks import UserError, excerpt, require
 from trainer.config import suggest
+from trainer.errors import UserError, excerpt, require
 
 
 class Named(Protocol):

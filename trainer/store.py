@@ -38,8 +38,9 @@ from trainer.checkpoint import (
     step_dir,
     write,
 )
-from trainer.config import FREE_SETTINGS, RunFault, TrainerConfig, UserError
+from trainer.config import FREE_SETTINGS, TrainerConfig
 from trainer.device import on_host
+from trainer.errors import RunFault, UserError
 from trainer.files import read_json, write_json
 from trainer.objective import Resumable
 from trainer.processes import PATIENCE

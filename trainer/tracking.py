@@ -26,7 +26,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trainer.checkpoint import Sums, Tokens, save_batches
-from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import RunFault, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
 from trainer.progress import MetricsRow

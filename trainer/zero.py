@@ -21,8 +21,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
+from trainer.errors import UserError
 from trainer.replicated import Replicated
 
 

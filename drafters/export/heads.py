@@ -26,7 +26,7 @@ from drafters.export.card import Export
 from drafters.export.reread import reread, table_of
 from drafters.medusa import MedusaDrafter
 from target.vocabulary import real_ids
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import whole_folder
 
 Layout = tuple[dict[str, object], dict[str, torch.Tensor]]  # config.json, model.safetensors

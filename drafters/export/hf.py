@@ -28,7 +28,7 @@ from drafters.causal_lm import CausalLMDrafter, output_weight
 from drafters.export.card import Export
 from target.model import eos_ids as default_eos_ids
 from target.vocabulary import real_ids
-from trainer.config import RunFault, UserError, require
+from trainer.errors import RunFault, UserError, require
 from trainer.files import whole_folder
 
 if TYPE_CHECKING:

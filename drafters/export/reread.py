@@ -21,7 +21,7 @@ from drafters.formats.reader import read
 from drafters.medusa import MedusaDrafter
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32
 COMPARED_TOKENS = 12

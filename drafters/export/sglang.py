@@ -23,7 +23,7 @@ from drafters.export.heads import (
     own_embedding,
     write,
 )
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:

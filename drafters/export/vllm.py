@@ -37,7 +37,7 @@ from drafters.export.heads import (
     write,
 )
 from drafters.medusa import MedusaDrafter
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def check_eagle1(drafter: Eagle1Drafter) -> None:

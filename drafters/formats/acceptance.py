@@ -17,7 +17,7 @@ import torch
 
 from drafters.acceptance_head import AcceptanceHead, AcceptanceSettings
 from drafters.formats.files import check_keys, check_tensors, read_json, read_tensors
-from trainer.config import UserError
+from trainer.errors import UserError
 
 KEYS: dict[str, tuple[type, bool]] = {"hidden_size": (int, True), "num_layers": (int, False)}
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from trainer.config import UserError
+from trainer.errors import UserError
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]

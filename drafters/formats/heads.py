@@ -16,7 +16,7 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
 from target.vocabulary import real_ids
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def check_head(head: PublishedHead, target: Target) -> None:

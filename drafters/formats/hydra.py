@@ -13,7 +13,7 @@ from pathlib import Path
 from drafters.formats.files import IGNORED_TENSORS, Tensors
 from drafters.formats.head import PublishedHead
 from drafters.formats.keys import HeadConfig
-from trainer.config import UserError
+from trainer.errors import UserError
 
 EMBEDDING = "input_embed_fn.weight"
 UNREAD = "prefix_embeding_layer.embed_tokens.weight"  # the prefix layer reads states

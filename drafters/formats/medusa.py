@@ -8,7 +8,7 @@ from pathlib import Path
 from drafters.formats.files import Tensors, check_architecture, check_tensors, renamed
 from drafters.formats.head import PublishedHead
 from drafters.formats.keys import HeadConfig
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def read_medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:

@@ -45,7 +45,7 @@ from drafters.formats.keys import (
 )
 from drafters.formats.medusa import read_medusa
 from target.outputs import LayerId
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def layout_of(folder: Path) -> str | None:

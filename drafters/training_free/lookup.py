@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from drafters.training_free.base import TrainingFree
-from trainer.checks import require
+from trainer.errors import require
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import ClassVar
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.static import Ranks, StaticTree
 from drafters.trees.tree import WITHOUT_REPLACEMENT
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 MAX_RANKS = 10  # children of one node
 

@@ -16,7 +16,7 @@ from drafters.round import Budget, ChainSteps, DraftState, Steps
 from drafters.trees.chain import Chain
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.tree import CHAIN, TokenTree
-from trainer.checks import require
+from trainer.errors import require
 
 
 @dataclass(frozen=True)

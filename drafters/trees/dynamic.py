@@ -11,7 +11,7 @@ from drafters.round import Budget, DraftState, Steps
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.tree import TokenTree
 from trainer.checks import SIDE_BY_SIDE
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 
 @dataclass(frozen=True)

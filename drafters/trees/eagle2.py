@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.spec import Accuracy, TreeSpec
-from trainer.config import require
+from trainer.errors import require
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from drafters.round import Budget, DraftState, Steps
 from drafters.trees.spec import Accuracy, TreeSpec
 from drafters.trees.tree import TOP, WITHOUT_REPLACEMENT, TokenTree
 from target.sampling import warp
-from trainer.checks import excerpt, is_file
-from trainer.config import UserError, require
+from trainer.checks import is_file
+from trainer.errors import UserError, excerpt, require
 
 Ranks = tuple[int, ...]
 

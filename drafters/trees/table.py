@@ -10,7 +10,7 @@ from drafters.trees.eagle import EagleTree
 from drafters.trees.eagle2 import Eagle2Tree
 from drafters.trees.spec import TreeSpec
 from drafters.trees.static import FileTree
-from trainer.checks import UserError
+from trainer.errors import UserError
 from trainer.specs import parse
 
 TREES: dict[str, type[TreeSpec]] = {

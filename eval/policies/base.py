@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from drafters.round import Budget, Signals, StopRule
-from trainer.checks import require
+from trainer.errors import require
 from trainer.specs import spelled
 
 MIDDLE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

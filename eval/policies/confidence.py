@@ -9,7 +9,7 @@ import torch
 
 from drafters.round import Signals
 from eval.policies.base import MIDDLE, Policy, Threshold
-from trainer.checks import require
+from trainer.errors import require
 
 
 @dataclass

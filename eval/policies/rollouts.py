@@ -32,7 +32,7 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.padding import by_length
 from target.sampling import KeyedRandom, Sampling, keyed_uniform, row_key, warp
-from trainer.config import UserError
+from trainer.errors import UserError
 
 FAMILIES = ("fixed", "confidence", "product", "heuristic", "head")  # that a report compares
 STARTS = 8  # rounds per prompt

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from eval.metrics import Row
 from eval.rounds import Round, RoundIds
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.redaction import leaks
 
 NUM_PROMPTS = 3

@@ -31,7 +31,7 @@ from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, Row, asked, 
 from eval.report.tables import main_tables
 from eval.report.web import to_html
 from trainer.checks import is_file
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.redaction import shown
 

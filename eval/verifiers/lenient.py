@@ -12,7 +12,7 @@ from drafters.trees.tree import CHAIN, TokenTree
 from eval.verifiers.base import Verdict, Verifier
 from eval.verifiers.token import verify_chain
 from target.sampling import Sampling
-from trainer.checks import require
+from trainer.errors import require
 
 
 @dataclass(frozen=True)

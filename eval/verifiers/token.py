@@ -15,7 +15,7 @@ from drafters.round import RandomSource
 from drafters.trees.tree import CHAIN, TOP, TokenTree
 from eval.verifiers.base import Verdict, Verifier, at, follow, follow_best
 from target.sampling import Sampling, warp
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 
 @dataclass(frozen=True)

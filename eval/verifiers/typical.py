@@ -11,7 +11,7 @@ from drafters.round import RandomSource
 from drafters.trees.tree import IID, TOP, WITHOUT_REPLACEMENT, TokenTree
 from eval.verifiers.base import Verdict, Verifier, Walk, at, follow_best
 from target.sampling import Sampling, warp
-from trainer.checks import require
+from trainer.errors import require
 
 
 @dataclass(frozen=True)

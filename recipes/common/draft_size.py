@@ -21,7 +21,7 @@ from eval.policies.table import make_budget
 from eval.speed_model import mbsu, modelled_speedup
 from target.model import Target
 from trainer.checks import require_read
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 from trainer.files import read_json, write_json
 
 FOUND = "size_search.json"

@@ -16,7 +16,7 @@ from drafters.base import TrainedDrafter
 from drafters.output_head import widen
 from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import Target
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 WHOLE = 16_384  # up to here, leaving tokens out saves too little
 ENOUGH = 0.995  # share of the training text that a chosen vocabulary covers

@@ -26,9 +26,9 @@ from recipes.common.divergence import DivergenceConfig
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from trainer.chunked import ChunkedLoss, JointGradients, chunked_divergence
-from trainer.config import UserError, require
 from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
+from trainer.errors import UserError, require
 from trainer.logits import LogitsSummary, OutputHead, ReducedLogits, TeacherLogits, chunk_rows
 from trainer.losses import LossOutput, position_weights
 

@@ -31,7 +31,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling, row_key, surprise, warp
-from trainer.config import RunFault
+from trainer.errors import RunFault
 from trainer.files import write_json
 
 KEEP_PUBLISHED = 2

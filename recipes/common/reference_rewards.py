@@ -23,7 +23,7 @@ import torch
 
 from drafters.base import TrainedDrafter
 from drafters.eagle import EagleDrafter
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
 MANIFEST = "manifest.json"

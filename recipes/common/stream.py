@@ -31,7 +31,7 @@ from recipes.common.online import (
 )
 from target.model import Target
 from target.sampling import Sampling
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.interrupt import stop_requested
 
 SYNC_S = 20.0  # the longest that the main process waits for a log while the others wait for it

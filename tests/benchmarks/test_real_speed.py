@@ -11,7 +11,7 @@ from drafters.acceptance_head import AcceptanceHead
 from drafters.load import load_drafter
 from eval.policies.head import HeadPolicy
 from target.model import Target
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from phases.exits import end
 from target.model import Target
 from tests.commands import TWO, finish, pipe, start, write_jsonl
 from tests.tiny import EOS
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.processes import Spread
 
 TEXTS = [f"Document {i} says {'so ' * (i % 5)}and ends." for i in range(30)]

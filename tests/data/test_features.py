@@ -31,7 +31,7 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from tests.data.test_traces import cut, flip, make
 from tests.tiny import prompts_of, save_tiny, tiny_model
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (0, 1, "final_norm")

@@ -30,7 +30,7 @@ from data.file_cache import FileCache
 from target.model import Target
 from tests.commands import ROOT, command, read_jsonl
 from tests.data.test_features import FILES, LAYERS, PLAN, TRACES, answer, batch_of, shards
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 
 class Bucket(MemoryFileSystem):

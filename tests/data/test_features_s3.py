@@ -12,7 +12,7 @@ from data.features import write_features
 from data.features_remote import RemoteFolder
 from data.file_cache import FileCache
 from tests.data.test_features import FILES, PLAN, TRACES, answer, batch_of
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 pytest.importorskip("s3fs")
 boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto.server")

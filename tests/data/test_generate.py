@@ -20,7 +20,7 @@ from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
 from tests.tiny import EOS
 from trainer import progress
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.losses import compress
 
 NEW = 12

@@ -24,7 +24,7 @@ from target.sampling import Sampling, warp
 from tests.commands import ROOT, command, write_jsonl
 from tests.tiny import EOS, generated, tiny_tokenizer
 from tests.tiny import prompts_of as random_prompts
-from trainer.config import UserError
+from trainer.errors import UserError
 
 NUM = 12
 

@@ -13,7 +13,7 @@ from data.packing import PackedBatches, PackedTraces, RawText
 from data.traces import Trace
 from tests.commands import write_jsonl
 from tests.tiny import EOS, tiny_tokenizer
-from trainer.config import UserError
+from trainer.errors import UserError
 
 CONTEXT = 16
 

@@ -25,7 +25,7 @@ from data.prompts import (
 )
 from data.render import fixed_response_ids, render, with_answers
 from tests.commands import pipe
-from trainer.config import UserError
+from trainer.errors import UserError
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

@@ -13,7 +13,7 @@ from target.model import Target
 from target.sampling import Sampling
 from tests.commands import write_jsonl
 from tests.tiny import EOS, VOCAB_SIZE
-from trainer.config import UserError
+from trainer.errors import UserError
 
 ROW = {"prompt_ids": [10, 11], "response_ids": [12, 13], "temperature": 0.7, "top_k": 5}
 

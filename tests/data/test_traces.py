@@ -21,7 +21,7 @@ from data import traces as traces_module
 from data.budget import check_budget, estimate_bytes
 from data.trace_rows import trace_key
 from data.traces import Trace, TraceIdentity, TraceStore
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = TraceIdentity(

@@ -28,7 +28,7 @@ from recipes.specdecpp import weighted_loss
 from tests.eagle import build_eagle, eagle_settings
 from tests.heads import outputs_of, padded, prefilled, randomised, state_of
 from tests.tiny import perturbed, prompts_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 WIDTH = 8
 

@@ -17,7 +17,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import Sampling
 from tests.tiny import assert_same_greedy, generated, perturbed, tiny_model
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 A, B = [10, 11, 12], [50, 51, 52]  # the tokens of two domains
 

@@ -22,7 +22,7 @@ from tests.tiny import (
     save_tiny,
     tiny_tokenizer,
 )
-from trainer.config import UserError
+from trainer.errors import UserError
 
 GREEDY = Sampling(0.0)
 LENGTHS = [2, 19, 7]

@@ -48,7 +48,7 @@ from tests.heads import (
     state_of,
 )
 from tests.tiny import EOS, VOCAB_SIZE, prompts_of, save_tiny, tiny_tokenizer
-from trainer.config import UserError
+from trainer.errors import UserError
 
 K = 4
 WIDTH = 32

@@ -23,7 +23,7 @@ from drafters.export.hf import export, pad_vocabulary, reread
 from phases.export import run_card
 from scripts.export import main
 from target.vocabulary import real_ids
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 WORDS = 60
 CARD = "---\ntags: [draft-model]\n---\ntext\n"

@@ -24,7 +24,7 @@ from scripts.export import main
 from target.model import Target
 from tests.eagle import build_eagle
 from tests.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 WIDTH = 32
 KEPT = torch.arange(3, 90, 4)

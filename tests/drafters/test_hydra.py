@@ -31,7 +31,7 @@ from tests.heads import (
     state_of,
 )
 from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model
-from trainer.config import UserError
+from trainer.errors import UserError
 
 K = 4
 KINDS = {

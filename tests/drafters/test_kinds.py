@@ -16,7 +16,7 @@ from phases import report as report_phase
 from recipes import base, medusa
 from target.model import Target
 from tests.commands import command
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import rewrite
 
 

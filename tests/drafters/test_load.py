@@ -17,7 +17,7 @@ from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from tests.eagle import build_eagle
 from tests.tiny import VOCAB_SIZE
-from trainer.config import UserError
+from trainer.errors import UserError
 
 WIDTH, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 8
 KEPT = torch.arange(3, 90, 4)

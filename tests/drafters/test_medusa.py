@@ -33,7 +33,7 @@ from tests.heads import (
     state_of,
 )
 from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model, tiny_tokenizer
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.shift import supervised
 
 K = 4

@@ -24,7 +24,7 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
 from tests.commands import command
 from tests.tiny import VOCAB_SIZE, generated, prompts_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 WIDTH, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 8
 EMBEDDING, FP8 = "input_embed_fn.weight", torch.float8_e4m3fn

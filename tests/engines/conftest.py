@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from engines.vllm_server import engine_python
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 @pytest.fixture(scope="session")

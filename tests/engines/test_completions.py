@@ -20,7 +20,7 @@ from target.sampling import Sampling
 from tests.commands import command, report_stores, stored_traces, training_stores
 from tests.servers import MODELS, NEW, filled, plan_of, played
 from tests.tiny import EOS, VOCAB_SIZE
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from tests.commands import stored_traces
 from tests.servers import NEW, filled, plan_of, played
 from tests.tiny import EOS, VOCAB_SIZE, perturbed
 from tests.watch import Reads
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 COUNT = 40
 

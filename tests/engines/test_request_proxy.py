@@ -19,7 +19,7 @@ from tests import proxy as tools
 from tests.commands import read_jsonl, write_jsonl
 from tests.proxy import ANSWER, CHUNKS, EVENTS, exchange, head, running
 from tests.tiny import EOS
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 @pytest.fixture

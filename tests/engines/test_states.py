@@ -29,7 +29,7 @@ from target.model import Target, decoder_layers, final_norm
 from tests.commands import ROOT, command, read_jsonl
 from tests.engines.states_server import LAYERS, Server, written
 from tests.tiny import ARCHITECTURES
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.commands import (
     training_stores,
 )
 from tests.servers import answers_of
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 FAKE = """
 import http.server, json, os, sys, threading, time

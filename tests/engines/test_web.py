@@ -21,7 +21,7 @@ from engines.web import is_own, past_proxy, urlopen
 from target.decode import Request
 from target.sampling import Sampling
 from tests.commands import ROOT
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 COUNTERS = """

@@ -6,7 +6,7 @@ import pytest
 
 from eval.config import EvalConfig
 from eval.verifiers.table import VERIFIERS
-from trainer.config import UserError
+from trainer.errors import UserError
 
 SAMPLED = "eagle,siblings=without_replacement"
 

@@ -21,7 +21,7 @@ from target.model import Target
 from target.sampling import Sampling
 from tests.eval.test_offline import drafter_of, offline, traces_of
 from tests.tiny import perturbed, prompts_of
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 K = 4
 COST = Cost(0.4, 1.1, 0.4, 0.4)

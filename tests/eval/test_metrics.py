@@ -31,7 +31,7 @@ from eval.speed_model import (
     modelled_speedup,
     roofline,
 )
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def a_round(submitted, accepted, emitted, reject=None, *, engine=None, truncated=False, prompt="p"):

@@ -30,7 +30,7 @@ from tests.heads import PROMPTS, fitted
 from tests.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
 from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
 from tests.watch import Watch
-from trainer.config import UserError
+from trainer.errors import UserError
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0)
 K = 4

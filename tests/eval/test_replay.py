@@ -23,7 +23,7 @@ from target.padding import by_length
 from target.sampling import KeyedRandom, Sampling, warp
 from tests.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
 from tests.watch import Watch
-from trainer.config import UserError
+from trainer.errors import UserError
 
 K = 3
 

@@ -38,7 +38,7 @@ from eval.report.tables import notes
 from eval.served import engine_row, prompt_counters, served_row
 from target.sampling import Sampling
 from tests.tiny import EOS, perturbed
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 K, NEW = 3, 20
 UNTIMED = {"round_cost": None}

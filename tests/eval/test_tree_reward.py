@@ -20,7 +20,7 @@ from tests.eagle import build_eagle, eagle_settings
 from tests.heads import BUSHY, randomised
 from tests.kernels import chosen_as_on_a_gpu
 from tests.tiny import VOCAB_SIZE, prompts_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 TREE = DynamicTree(9, 4, 3)
 LENGTHS = [2, 7, 8, 15, 20]

@@ -9,7 +9,7 @@ import train
 from phases import help as helping
 from recipes import base
 from scripts.config_page import PAGE
-from trainer.config import UserError, require
+from trainer.errors import UserError, require
 
 
 @dataclass

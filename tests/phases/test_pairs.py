@@ -8,7 +8,7 @@ from eval.config import EvalConfig
 from eval.measure import Measurement
 from eval.metrics import PromptCounters
 from phases.pairs import compare
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def measurement(role, prompts, **row):

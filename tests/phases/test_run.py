@@ -15,7 +15,7 @@ from phases.exits import stop_softly
 from phases.run import Run, provenance
 from tests.commands import command, start
 from train import resolve
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def test_without_git_no_commit_is_named(tmp_path, monkeypatch):

@@ -23,8 +23,8 @@ from tests.commands import command, read_jsonl
 from tests.losses import divergence
 from tests.objectives import Trained, trained
 from tests.tiny import EOS, tiny_model
-from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES
+from trainer.errors import RunFault, UserError
 from trainer.logits import OutputHead
 from trainer.shift import align
 

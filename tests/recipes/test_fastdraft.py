@@ -38,7 +38,8 @@ from tests.commands import (
 from tests.losses import divergence
 from tests.objectives import Trained, trained
 from tests.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.loop import learning_rate
 from trainer.losses import ce_hard
 from trainer.shift import align

@@ -34,7 +34,7 @@ from tests.eagle import build_eagle, eagle_settings
 from tests.heads import PROMPTS, fitted, plain_texts, randomised
 from tests.objectives import trained as prepared
 from tests.recipes.test_heads import outputs_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 SMALL = {"num_groups": 3, "group_size": 3, "tree": "dynamic:8:3:3"}
 OPTIONS = {"eagle3": {"steps": 2, "layers": [0, 1]}, "eagle": {"feature_noise": 0.0}}

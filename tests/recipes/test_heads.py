@@ -23,8 +23,9 @@ from recipes.common.draft_vocabulary import frequent_tokens
 from tests.losses import divergence
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
-from trainer.config import UserError, load_yaml
+from trainer.config import load_yaml
 from trainer.divergence import DIVERGENCES
+from trainer.errors import UserError
 from trainer.logits import LogitsSummary, OutputHead
 from trainer.shift import supervised
 

@@ -20,7 +20,7 @@ from target.model import Target
 from tests.commands import command
 from train import resolve
 from trainer import checkpoint, files
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.loop import make_accelerator
 
 

@@ -9,7 +9,7 @@ import pytest
 from phases import run
 from tests.commands import command
 from train import resolve
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def machine(first):

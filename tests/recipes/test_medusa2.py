@@ -31,7 +31,8 @@ from tests.losses import divergence
 from tests.objectives import trained
 from tests.recipes.test_heads import batch_of, make, outputs_of, terms_of
 from tests.tiny import VOCAB_SIZE
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.optimizer import make_optimizer
 from trainer.shift import supervised
 

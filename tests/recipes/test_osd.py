@@ -52,7 +52,7 @@ from tests.commands import (
 )
 from tests.objectives import trained
 from tests.tiny import EOS, assert_same_greedy, generated, perturbed, prompts_of
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.shift import supervised
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0)

@@ -22,7 +22,7 @@ from target.shared_text import TextGroup
 from tests.commands import command, read_jsonl
 from tests.objectives import trained
 from tests.tiny import ARCHITECTURES
-from trainer.config import UserError
+from trainer.errors import UserError
 
 ROW = 64
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")

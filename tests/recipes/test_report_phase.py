@@ -18,7 +18,7 @@ from phases.generate import check_context
 from phases.report import check_drafter, facts, shapes_of
 from tests.eagle import build_eagle
 from tests.tiny import CONTEXT
-from trainer.config import UserError
+from trainer.errors import UserError
 
 TABLE = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]
 

@@ -28,7 +28,7 @@ from tests.heads import randomised
 from tests.objectives import trained
 from tests.tiny import EOS, perturbed
 from tests.watch import Watch
-from trainer.config import UserError
+from trainer.errors import UserError
 
 PROMPTS = 12
 

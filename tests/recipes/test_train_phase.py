@@ -30,7 +30,7 @@ from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
 from tests.tiny import prompts_of
 from train import resolve
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.loop import make_accelerator
 
 TEXTS = zip(prompts_of([5, 8, 3, 6]), prompts_of([9, 7, 11, 4], seed=1), strict=True)

@@ -13,7 +13,7 @@ from eval.report.render import to_markdown
 from eval.report.rows import role_of
 from eval.report.schema import COUNTING, ROW_KEYS, read_report
 from scripts.compare import leaderboard, parse, run_names
-from trainer.config import UserError
+from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

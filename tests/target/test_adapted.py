@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target, decoder_layers
 from tests.tiny import ARCHITECTURES, generated, prompts_of, save_tiny
-from trainer.config import UserError
+from trainer.errors import UserError
 
 IDS = torch.tensor(prompts_of([13, 13]))
 PLAIN = LoraSettings(dropout=0.0)

@@ -14,7 +14,7 @@ from target.cache import CachedModel
 from tests.kernels import chosen_as_on_a_gpu
 from tests.tiny import VOCAB_SIZE, prompts_of, tiny_model
 from tests.watch import Watch
-from trainer.config import UserError
+from trainer.errors import UserError
 
 KERNELS = {"sdpa": contextlib.nullcontext, "flex": chosen_as_on_a_gpu}
 TEXT, NODES, WIDTH = BLOCK + 37, 5, 16

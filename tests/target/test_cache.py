@@ -24,7 +24,7 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from tests.watch import Watch
-from trainer.config import UserError
+from trainer.errors import UserError
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -20,7 +20,7 @@ from tests.tiny import (
     tiny_model,
     tiny_tokenizer,
 )
-from trainer.config import UserError
+from trainer.errors import UserError
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0)
 LENGTHS = [1, 21, 4, 9, 33, 2, 14, 5, 40, 7]

@@ -9,7 +9,8 @@ import train
 from target.devices import own_memory
 from target.model import Target, load_causal_lm
 from tests.commands import command, read_jsonl
-from trainer.config import ModelConfig, UserError
+from trainer.config import ModelConfig
+from trainer.errors import UserError
 
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 LAYERS = (0, 1, "final_norm")

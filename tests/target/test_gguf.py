@@ -19,7 +19,7 @@ from scripts import get_smollm2
 from target.gguf import quantization, read
 from target.model import Target
 from tests.commands import ROOT
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
 TOY = ROOT / "assets" / "toy" / "target"

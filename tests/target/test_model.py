@@ -26,7 +26,7 @@ from tests.tiny import (
     tiny_model,
     tiny_tokenizer,
 )
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

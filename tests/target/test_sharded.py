@@ -11,7 +11,7 @@ from target.adapted import LoraSettings, check_lora
 from target.model import Target, decoder_layers
 from tests.commands import TWO, finish, start
 from tests.tiny import assert_same_greedy
-from trainer.config import UserError
+from trainer.errors import UserError
 
 LAYERS = (0, "final_norm")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # gathered weights lie elsewhere in memory

@@ -18,7 +18,7 @@ from target.model import Target
 from target.shared_text import TextGroup, can_share
 from tests.commands import FOUR, TWO, finish, start
 from tests.kernels import chosen_as_on_a_gpu
-from trainer.config import UserError
+from trainer.errors import UserError
 
 LENGTH = 33  # no whole number of blocks
 LAYERS = (0, "final_norm")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer import checkpoint
-from trainer.config import RunFault
+from trainer.errors import RunFault
 from trainer.store import Counters
 
 

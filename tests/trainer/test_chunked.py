@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.losses import chunked_divergence, divergence
 from tests.watch import Watch
 from trainer.chunked import JointGradients
-from trainer.config import RunFault, UserError
 from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES
+from trainer.errors import RunFault, UserError
 from trainer.logits import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_rows
 
 N, D, V = 7, 4, 12

@@ -22,7 +22,8 @@ from tests.eval.test_engine import target_of
 from tests.kernels import GPU
 from tests.tiny import tiny_model
 from trainer.compiled import compiled
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.loop import Fit
 
 METHOD = {

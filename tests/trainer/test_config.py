@@ -16,14 +16,8 @@ from recipes import base
 from recipes.common.config import Config, compose
 from tests.commands import ROOT
 from trainer.checks import require_address
-from trainer.config import (
-    TrainerConfig,
-    UserError,
-    known_keys,
-    parse_overrides,
-    sections,
-    to_yaml,
-)
+from trainer.config import TrainerConfig, known_keys, parse_overrides, sections, to_yaml
+from trainer.errors import UserError
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer import files
-from trainer.config import RunFault, UserError
+from trainer.errors import RunFault, UserError
 from trainer.files import MARKER, read_json, rewrite, whole_folder, write_atomic, write_json
 
 

@@ -7,7 +7,7 @@ import fcntl
 
 import pytest
 
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.lock import lock
 
 

@@ -36,8 +36,9 @@ from phases.exits import end
 from tests import commands
 from tests.commands import TWO, finish
 from trainer import tracking
-from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
+from trainer.errors import RunFault, UserError
 from trainer.loop import Fit, fit, learning_rate, make_accelerator
 from trainer.losses import LossOutput
 from trainer.optimizer import make_optimizer

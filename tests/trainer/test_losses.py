@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.losses import divergence, named
-from trainer.config import RunFault, UserError
 from trainer.divergence import DIVERGENCES, parse_divergence
+from trainer.errors import RunFault, UserError
 from trainer.losses import (
     CompressedTeacher,
     compress,

@@ -14,7 +14,8 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
 from tests.eagle import build_eagle, eagle_settings
 from tests.trainer.test_loop import TinyLM, losses_of, same_weights, train
-from trainer.config import TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import UserError
 from trainer.hidden import hidden_layers
 from trainer.loop import make_accelerator, placement
 from trainer.optimizer import make_optimizer, orthogonal

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.shift import align, at_index, response_mask, supervised
 
 EOS = PAD = 2

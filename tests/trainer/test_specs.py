@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from trainer.checks import UserError, require
+from trainer.errors import UserError, require
 from trainer.specs import form, parse, spelled
 
 

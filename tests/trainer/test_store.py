@@ -23,7 +23,8 @@ from tests.trainer.test_loop import (
     train,
 )
 from trainer import checkpoint, store
-from trainer.config import RunFault, TrainerConfig
+from trainer.config import TrainerConfig
+from trainer.errors import RunFault
 from trainer.optimizer import make_optimizer
 from trainer.replicated import Replicated
 from trainer.store import Counters, Store

@@ -18,7 +18,8 @@ import train
 from tests.commands import command
 from trainer import tracking
 from trainer.checkpoint import Tokens
-from trainer.config import RunFault, TrainerConfig, UserError
+from trainer.config import TrainerConfig
+from trainer.errors import RunFault, UserError
 from trainer.losses import LossOutput
 from trainer.tracking import StepRecord, Tracker, Window, check_login, track_report
 

@@ -24,7 +24,7 @@ from target.sampling import KeyedRandom, Sampling, row_key
 from tests.heads import GREEDY, randomised
 from tests.tabular import Replaying, dirichlet_table
 from tests.tiny import assert_same_greedy, generated, perturbed, prompts_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 K, V = 3, 3
 PLAIN = Sampling(1.0)

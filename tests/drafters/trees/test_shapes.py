@@ -15,7 +15,7 @@ from drafters.trees.static import static_tree
 from drafters.trees.table import parse_shape, parse_tree
 from drafters.trees.tree import TokenTree
 from target.sampling import KeyedRandom, Sampling
-from trainer.config import UserError
+from trainer.errors import UserError
 
 
 def tree(parents: list[int]) -> TokenTree:

@@ -31,7 +31,7 @@ from tests.eval.test_offline import (
 )
 from tests.tiny import perturbed, prompts_of, tiny_model
 from tests.watch import Reads
-from trainer.config import UserError
+from trainer.errors import UserError
 
 K = 6
 

@@ -22,7 +22,7 @@ from tests.eval.test_offline import drafters as offline_drafters
 from tests.eval.test_offline import greedy as greedy
 from tests.eval.verifiers.test_chain import _Changed, error
 from tests.tiny import generated, perturbed, prompts_of, tiny_model
-from trainer.config import UserError
+from trainer.errors import UserError
 
 V = 3
 

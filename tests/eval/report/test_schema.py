@@ -22,7 +22,7 @@ from eval.report.schema import (
 )
 from tests.commands import pipe
 from tests.report_rows import measured, result_row
-from trainer.config import UserError
+from trainer.errors import UserError
 
 NASTY = "<script>alert('x')</script> | $x$ & `y`"
 

@@ -23,7 +23,7 @@ from tests.tabular import (
     round_laws,
     tabular_drafter,
 )
-from trainer.config import RunFault
+from trainer.errors import RunFault
 
 V = 3
 CONTEXTS = [(0, 1), (2, 2), (1, 0)]

@@ -26,7 +26,7 @@ from target.decode import Request
 from target.sampling import Sampling, warp
 from tests.tabular import Replaying, dirichlet_table
 from tests.tiny import assert_same_greedy, generated, prompts_of
-from trainer.config import UserError
+from trainer.errors import UserError
 
 V = 3
 PLAIN = Sampling(1.0)
