@@ -66,7 +66,7 @@ def _load(
                 head = read(folder, num_target_layers=target.num_layers)
                 return KINDS[head.kind].adopted(head, target)
         except UserError as error:
-            raise UserError(f"{key}: {error}") from error
+            raise _below(key, error) from error
     return CausalLMDrafter.from_pretrained(
         name, target, revision=revision, trust_remote_code=trust_remote_code, key=key
     )
@@ -94,10 +94,18 @@ def load_acceptance_head(name: str, drafter: TrainedDrafter, key: str) -> None:
     try:
         head = read_acceptance_head(folder)
     except UserError as error:
-        raise UserError(f"{key}: {error}") from error
+        raise _below(key, error) from error
     check_width(drafter, head, folder, key)
     head.settings.draft = weights_hash(drafter)
     drafter.acceptance = head.to(next(drafter.parameters()).device)
+
+
+def _below(key: str, error: UserError) -> UserError:
+    """The same mistake, with the setting `key` that named the files it is in."""
+    if not error.key:
+        return UserError(f"{key}: {error}")
+    name = f"{key}: {error.key}"
+    return UserError(error.rule, key=name, value=error.value, remedy=error.remedy)
 
 
 def stored(folder: Path, key: str) -> DrafterJson:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Final, TypedDict
 
 EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+# the second is vLLM's own name, the third that of NeMo Automodel
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
+# parts of the architectures of drafters that this project does not have
+OTHERS = ("DFlash", "DSpark", "MTP", "Domino", "MLPSpeculator", "ReDrafter")
 LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -137,7 +140,26 @@ WITHOUT = {
     "mlp_bias": False,
     "norm_before_fc": False,
     "use_aux_norm": False,
-    "sliding_window": None,
     "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
     "quantization_config": None,
+    "parallel_drafting": False,
+    "additional_fc": False,
+}
+# of `eagle_config`, likewise
+EAGLE_WITHOUT = {
+    "use_aux_hidden_state": True,
+    "norm_before_fc": False,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+# keys of published layers that are checked and not handed on to LlamaConfig
+UNUSED: dict[str, tuple[type, bool]] = {
+    "use_sliding_window": (bool, False),
+    "layer_types": (list, False),
+    "partial_rotary_factor": (float, False),
+    "original_max_position_embeddings": (int, False),
 }

@@ -10,12 +10,9 @@ the original repository's), Hydra's original repository, EAGLE-1, EAGLE-3 flat (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from drafters.formats.files import (
@@ -34,22 +31,27 @@ from drafters.formats.hydra import read_hydra
 from drafters.formats.keys import (
     EAGLE1,
     EAGLE3,
+    EAGLE_WITHOUT,
     KEYS,
     LAYER_IDS,
     LAYER_KEYS,
-    WITHOUT,
+    OTHERS,
     EagleConfig,
     HeadConfig,
     Proposal,
     SpeculatorsConfig,
 )
+from drafters.formats.layer import layer_config, refuse_variants
 from drafters.formats.medusa import read_medusa
 from target.outputs import LayerId
 from trainer.errors import UserError
 
 
 def layout_of(folder: Path) -> str | None:
-    """Layout of the head, by its key in `KEYS`; None where it is unknown."""
+    """Layout of the head, by its key in `KEYS`; None where it is unknown, a language model's.
+
+    Raises UserError for the drafters of other methods.
+    """
     if not (folder / "config.json").exists():
         return None
     config = read_json(folder / "config.json", dict)
@@ -62,6 +64,11 @@ def layout_of(folder: Path) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
+    if any(part in str(name) for name in names for part in OTHERS):
+        raise UserError(
+            "is no kind of drafter known here", key=f"{folder}: architectures", value=names,
+            remedy="name an EAGLE, EAGLE-3, Medusa or Hydra head, or a language model",
+        )  # fmt: skip
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
             return layout
@@ -107,7 +114,7 @@ def read(
 def _eagle1(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
     names = config["architectures"]
     check_architecture(folder, names, EAGLE1)
-    layer = _layer_config(folder, config, strict)
+    layer = layer_config(folder, config, strict)
     width, vocab = layer.hidden_size, layer.vocab_size
     tensors, given = _named(folder, tensors, r"layers\.0" if strict else r"midlayer|layers\.0")
     wanted = {"fc.weight": (width, 2 * width), **_layer_shapes(layer, width)}
@@ -144,8 +151,8 @@ def _eagle3(
             _check_proposal(folder, config["speculators_config"])
     else:
         check_architecture(folder, config.get("architectures"), (*EAGLE3, "LlamaForCausalLM"))
-    _refuse_variants(folder, config if layout == "speculators" else {})
-    layer = _layer_config(folder, nested, strict)
+    refuse_variants(folder, config if layout == "speculators" else {})
+    layer = layer_config(folder, nested, strict)
     tensors, given = _named(folder, tensors, prefix if strict else r"midlayer|layers\.0")
 
     width, vocab = layer.hidden_size, layer.vocab_size
@@ -205,30 +212,6 @@ def _layer_shapes(layer: LlamaConfig, reads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _layer_config(folder: Path, config: Mapping[str, Any], strict: bool) -> LlamaConfig:
-    """The configuration of the layer, as transformers and the engines read it."""
-    if config.get("model_type", "llama") != "llama":
-        raise UserError(f"{folder}: key 'model_type' must be 'llama', got {config['model_type']!r}")
-    _refuse_variants(folder, config)
-    if strict and config["tie_word_embeddings"]:
-        raise UserError(f"{folder}: key 'tie_word_embeddings' must be false here, got true")
-    layer = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-    layer.pop("torch_dtype", None)
-    new, scaling, theta = (
-        layer.pop(key, None) for key in ("rope_parameters", "rope_scaling", "rope_theta")
-    )
-    old = {"rope_theta": theta or 10000.0, **(scaling or {"rope_type": "default"})}
-    if strict and new != old:
-        raise UserError(
-            f"{folder}: key 'rope_parameters' is {new}, but rope_theta and rope_scaling say {old}"
-        )
-    try:
-        return LlamaConfig(**layer, rope_parameters=new or old)
-    except (ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: config.json describes no Llama layer ({reason})") from error
-
-
 def _captures(
     folder: Path, config: HeadConfig, strict: bool, num_target_layers: int | None
 ) -> list[LayerId]:
@@ -245,8 +228,8 @@ def _captures(
     for key in ("use_aux_hidden_state", LAYER_IDS):
         if strict and "eagle_config" in config and key not in inner:
             raise UserError(f"{folder}: key 'eagle_config.{key}' is missing")
-    for key, needed in (("use_aux_hidden_state", True), ("norm_before_fc", False)):
-        if inner.get(key, needed) is not needed:
+    for key, needed in EAGLE_WITHOUT.items():
+        if inner.get(key) not in (None, needed):
             raise UserError(f"{folder}: key 'eagle_config.{key}' must be {needed} here")
     if passed and below and [k - 1 for k in passed] != below:
         raise UserError(
@@ -259,6 +242,9 @@ def _captures(
         layers = list(below)
     elif num_target_layers is not None:
         layers = [k - 1 for k in (2, num_target_layers // 2, num_target_layers - 3)]
+        print(f"{folder}: config.json names no layers of the target, so the head reads the outputs "
+              f"of layers {layers}, from 0, as vLLM and SGLang take it (2, L/2 and L-3 layers "
+              f"passed, L={num_target_layers})")  # fmt: skip
     else:
         raise UserError(f"{folder}: key {LAYER_IDS!r} is missing")
     end = num_target_layers or max(layers) + 1
@@ -268,13 +254,6 @@ def _captures(
             f"it means the outputs of layers {layers}"
         )
     return list(layers)
-
-
-def _refuse_variants(folder: Path, config: Mapping[str, object]) -> None:
-    for key, value in WITHOUT.items():
-        given = config.get(key)
-        if given is not None and given != value:
-            raise UserError(f"{folder}: key {key!r} must be {value!r} here, got {given!r}")
 
 
 def _check_vocabulary(folder: Path, head: PublishedHead) -> None:

@@ -348,7 +348,7 @@ SPOILT = {
     "recycled state": (lambda t, c: c.update(norm_output=True), "logits at depth 2 differ"),
     "rotary base": (
         lambda t, c: c.update(rope_theta=7.0),
-        "'rope_parameters' is .* but rope_theta and rope_scaling",
+        r"rope_parameters\.rope_theta must be that of rope_theta, 7",
     ),
 }
 

@@ -447,7 +447,7 @@ class Intruder:
         ),
         ("eagle1", lambda t, c: c.pop("rms_norm_eps"), "key 'rms_norm_eps' is missing"),
         ("eagle1", lambda t, c: c.update(rms_norm_eps=0), "config.json describes no Llama layer"),
-        ("eagle1", lambda t, c: c.update(num_attention_heads=0), "describes no Llama layer"),
+        ("eagle1", lambda t, c: c.update(num_attention_heads=0), "must divide hidden_size, 32"),
         ("eagle1", lambda t, c: c.update(rope_theta=-1.0), "'rope_theta' must be >= 0, got -1"),
         ("eagle1", lambda t, c: c.update(architectures=1), "'architectures' must be of type list"),
         ("eagle1", lambda t, c: c.update(num_hidden_layers=None), "cannot load .* causal language"),
