@@ -10,7 +10,9 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import json
+import logging
 import os
 import re
 import zlib
@@ -25,6 +27,10 @@ from trainer.errors import UserError
 Row: TypeAlias = tuple[str, Mapping[str, object]]  # its place ("x.jsonl line 3") and its columns
 
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # of a CSV file
+SEPARATOR_ROWS = 100  # first rows of a CSV file that its separator is found by
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,17 +139,53 @@ def _object(where: str, row: object) -> dict[str, object]:
 
 def _csv_table(source: str, text: str) -> Table:
     csv.field_size_limit(2**31 - 1)  # the default refuses prompts beyond 131072 characters
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    separator, text = csv_separator(source, text)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     rows: list[Row] = []
     try:
         for number, row in enumerate(reader, 1):
             if None in row:
-                remedy = "quote fields that hold commas"
+                remedy = f"quote fields that hold {SEPARATORS[separator]}"
                 raise UserError(f"{source} row {number} has more fields than the header; {remedy}")
             rows.append((f"{source} row {number}", row))
     except csv.Error as error:
         raise UserError(f"{source} row {len(rows) + 1} is not CSV ({error})") from error
     return Table(list(reader.fieldnames or []), lambda _: rows)
+
+
+def csv_separator(source: str, text: str) -> tuple[str, str]:
+    """The separator of a CSV file, and its text from the header on.
+
+    A first line `sep=;`, as Excel writes it, names the separator. Otherwise it is the one of
+    SEPARATORS that splits the header and the first rows into equally many columns; a file of one
+    column, or of uneven rows, has the one that its header holds, else commas. Raises UserError
+    where two fit equally well.
+    """
+    first, _, rest = text.partition("\n")
+    named = re.fullmatch(r"\"?sep=([,;\t|])\"?\s*", first)
+    if named:
+        return named[1], rest
+    splitting = {mark: rows for mark in SEPARATORS if len((rows := _rows_of(text, mark))[0]) > 1}
+    even = [mark for mark, rows in splitting.items() if len(set(map(len, rows))) == 1]
+    if len(even) > 1:
+        names = " and ".join(SEPARATORS[mark] for mark in even)
+        rule = f"header and rows can be split at {names} alike"
+        remedy = "quote the columns that hold one of them"
+        raise UserError(rule, key=f"prompts file {source}", remedy=remedy)
+    separator = next(iter([*even, *splitting, ","]))
+    if separator != ",":
+        _log.info("%s: its columns are separated by %s", source, SEPARATORS[separator])
+    return separator, text
+
+
+def _rows_of(text: str, separator: str) -> list[list[str]]:
+    """Header and first rows of a CSV file at this separator, without blank lines. One empty row
+    where they cannot be read so."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    try:
+        return list(itertools.islice(filter(None, reader), SEPARATOR_ROWS)) or [[]]
+    except csv.Error:
+        return [[]]
 
 
 def _parquet_table(source: str, path: Path, kind: str) -> Table:
