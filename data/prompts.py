@@ -1,10 +1,9 @@
-"""Prompts from the toy, a local file or the Hub, and the split of training from evaluation.
+"""Prompts from the toy, a local file or the Hub.
 
 `load_prompts` turns rows of any usual form into `Prompt`s (`data/tables.py` reads the rows);
-`split_by_hash` and `refuse_overlap` keep evaluation apart from training; `data/render.py` turns a
-prompt into the token ids of each assistant turn. Nothing is decided silently: a row that cannot be
-read stops the run with its number, and what is dropped (duplicates, empty prompts) is counted and
-logged.
+`data/split.py` keeps evaluation apart from training; `data/render.py` turns a prompt into the token
+ids of each assistant turn. Nothing is decided silently: a row that cannot be read stops the run
+with its number, and what is dropped (duplicates, empty prompts) is counted and logged.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
 from data import questions, toy
 from data.prompt_tables import PromptTable, open_tables
-from data.tables import kind_of, listed, shorten
+from data.tables import kind_of, listed
 from data.trace_rows import Trace
 from trainer.errors import UserError, excerpt
 
@@ -142,11 +141,12 @@ def load_prompts(
 
 def take(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """Choose `count` of these by a hash keyed with `seed`, and return them in their order."""
-    taken = set(sorted((p.hash for p in prompts), key=lambda one: _key(seed, one))[:count])
+    taken = set(sorted((p.hash for p in prompts), key=lambda one: keyed_hash(seed, one))[:count])
     return [prompt for prompt in prompts if prompt.hash in taken]
 
 
-def _key(seed: int, identity: str) -> str:
+def keyed_hash(seed: int, identity: str) -> str:
+    """SHA-256 that orders or splits prompts, another one for each seed."""
     return hashlib.sha256(f"{seed}:{identity}".encode()).hexdigest()
 
 
@@ -287,7 +287,7 @@ def _text(where: str, what: str, value: object) -> str:
     return value
 
 
-# --- turns, and training apart from evaluation ----------------------------------------------------
+# --- turns ---------------------------------------------------------------------------------------
 
 
 def user_turns(prompt: Prompt) -> Iterator[Turn]:
@@ -306,46 +306,3 @@ def user_turns(prompt: Prompt) -> Iterator[Turn]:
         so_far.append(dict(message))
         if message["role"] == "user":
             yield [dict(earlier) for earlier in so_far]
-
-
-def split_by_hash(
-    prompts: Sequence[Prompt], eval_share: float, seed: int = 0
-) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, eval): about `eval_share` of the conversations are held out, each whole.
-
-    A conversation's side depends on `seed` and its id alone, not on its neighbours. Raises
-    UserError where a side would be empty.
-    """
-    limit = eval_share * 2**256
-    held_out = [int(_key(seed, prompt.conversation_id), 16) < limit for prompt in prompts]
-    if eval_share > 0 and (all(held_out) or not any(held_out)):
-        side = "evaluation" if not any(held_out) else "training"
-        raise UserError(
-            f"data.eval_share={eval_share} of {len(prompts)} prompts leaves none for {side};"
-            " give more prompts, another share, or a set of its own as eval.prompts"
-        )
-    pairs = list(zip(prompts, held_out, strict=True))
-    return [p for p, out in pairs if not out], [p for p, out in pairs if out]
-
-
-def refuse_overlap(train: Iterable[Prompt], evaluation: Iterable[Prompt]) -> None:
-    """Raise UserError if an evaluation prompt, in whatever form and with whatever white space
-    around it, is also a training prompt."""
-    # every turn is a context of its own: a conversation may begin with another's whole prompt
-    trained = {trimmed_hash(turn): prompt for prompt in train for turn in user_turns(prompt)}
-    shared = {
-        identity: prompt
-        for prompt in evaluation
-        for identity in map(trimmed_hash, user_turns(prompt))
-        if identity in trained
-    }
-    if shared:
-        identity, first = next(iter(shared.items()))
-        turn = next(user_turns(first))
-        shown = turn[-1]["content"] if isinstance(turn, list) else str(turn)
-        raise UserError(
-            f"DataLeakError: {len({p.hash for p in shared.values()})} evaluation prompts are "
-            "also training prompts, first:"
-            f" {shorten(shown)!r} ({first.source} and {trained[identity].source});"
-            " remove them from one side or name another eval.prompts"
-        )

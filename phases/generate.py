@@ -23,12 +23,16 @@ from data.prompts import (
     Prompt,
     is_made_here,
     load_prompts,
-    refuse_overlap,
-    split_by_hash,
     take,
     user_turns,
 )
-from data.render import question
+from data.split import (
+    asked_again,
+    check_left_out,
+    drop_held_out,
+    held_out_turns,
+    split_by_hash,
+)
 from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences
 from drafters.base import TrainedDrafter, weights_hash
@@ -44,7 +48,18 @@ Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives serv
 
 
 def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Choose the (training, evaluation) prompts, which are disjoint."""
+    """Choose the (training, evaluation) prompts, without the training prompts all of whose turns
+    are held out as well. UserError where more than half of the training turns are."""
+    train, held_out = both_prompts(config)
+    data = config.data
+    key, value = "eval.prompts", config.eval.prompts
+    if value is None:
+        key, value = "data.eval_share", data.eval_share
+    return drop_held_out(train, held_out, data.system_prompt, key, value), held_out
+
+
+def both_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Choose the training prompts and those of the report, as they are named."""
     data, evaluation = config.data, config.eval
     common = {
         "config": data.prompts_config,
@@ -80,11 +95,10 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
             seed=evaluation.seed, toy_split="eval",
         )  # fmt: skip
     else:
-        train, held_out = split_by_hash(train, data.eval_share)
+        train, held_out = split_by_hash(train, data.eval_share, system_prompt=data.system_prompt)
         print(f"data.eval_share={data.eval_share} holds out {len(held_out)}, leaves {len(train)}")
         train = take(train, data.num_prompts, config.run.seed)
         held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
-    refuse_overlap(train, held_out)
     return train, held_out
 
 
@@ -169,17 +183,46 @@ def training_folder(run: Run, prompts: list[Prompt]) -> Path:
 
 
 def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> Traces:
-    """Generate all traces and return those to train on. The report's are generated now as well, by
-    all processes, so that errors in its prompts show before the training."""
+    """Generate all traces and return those to train on, whose contexts are not held out. The
+    report's are generated now as well, by all processes, so that errors in its prompts show before
+    the training."""
     if run.config.run.stage is None:
         check_room(run.config.eval, run.target.context)
     with shared_engine(run) as engine:
         traces = training_traces(run, train, engine)
-        if train[0].ids is not None:
-            refuse_trained(run, traces, held_out)
+        traces = without_held_out(run, traces, train, held_out)
         if run.config.run.stage is None:
             report_traces(run, held_out, engine)
     return traces
+
+
+def without_held_out(
+    run: Run, traces: Traces, train: list[Prompt], held_out: list[Prompt]
+) -> Traces:
+    """The traces of training turns whose contexts are not held out as well. Such a turn of a
+    conversation is generated all the same, since its answer is in the context of later ones.
+
+    UserError where they are more than half of the prompts that are token ids, of which only the
+    tokenizer can tell.
+    """
+    data = run.config.data
+    if train[0].ids is None:
+        flags = held_out_turns(train, held_out, data.system_prompt)
+        places = zip(traces.column("index"), traces.column("turn"), strict=True)
+        left_out = [flags[index][turn] for index, turn in places]
+    else:
+        options = run.target.tokenizer, data.system_prompt, data.chat_template_kwargs
+        texts = asked_again(traces, held_out, *options)
+        left_out = [text is not None for text in texts]
+        places = traces.column("index")
+        shared = [(t, f"row {i + 1}") for t, i in zip(texts, places, strict=True) if t is not None]
+        check_left_out(shared, len(texts), "data.traces", data.traces)
+    if not any(left_out):
+        return traces
+    if all(left_out):
+        rule = "leaves no training turn that fits and whose context is not held out as well"
+        raise UserError(rule, key="eval.prompts", value=run.config.eval.prompts)
+    return traces.chosen(np.flatnonzero(~np.array(left_out)))
 
 
 def report_traces(run: Run, held_out: list[Prompt], engine: Servers) -> None:
@@ -236,31 +279,6 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Trace
             f"{store.identity['log']}, {', '.join(drawn)}; nothing is generated for training"
         )
     return traces
-
-
-def refuse_trained(run: Run, traces: Sequence[Trace], held_out: list[Prompt]) -> None:
-    """Raise UserError where a held-out prompt is trained on, behind whatever system message.
-    Prompts that are token ids compare with text in their rendered form only."""
-    data, tokenizer = run.config.data, run.target.tokenizer
-    options = data.system_prompt, data.chat_template_kwargs
-    asked = [tuple(question(next(user_turns(p)), tokenizer, *options)) for p in held_out]
-    # a text that is no conversation may end like another one: ids[-0:] is all of it
-    known, lengths = set(asked), {len(ids) for ids in asked} if tokenizer.chat_template else {0}
-    begin = {ids[0] for ids in asked}
-    trained = {
-        end
-        for trace in traces
-        for ids in [tuple(trace.prompt_ids)]
-        for length in lengths
-        # the first token tells nearly all ends apart, without a copy
-        if length <= len(ids) and ids[-length] in begin and (end := ids[-length:]) in known
-    }
-    for prompt, ids in zip(held_out, asked, strict=True):
-        if ids in trained:
-            raise UserError(
-                f"DataLeakError: the evaluation prompt {prompt.source} is also a training prompt: "
-                "remove it from one side or name another eval.prompts"
-            )
 
 
 def measured_on(plan: GenerationPlan, traces: Sequence[Trace]) -> dict[str, object]:

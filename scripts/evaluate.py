@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
         exits.stop_softly()
         this = run.Run.open(config)
         drafter = drafter_of(config.eval, this.target, config.model.trust_remote_code)
-        _, prompts = generate.choose_prompts(config)
+        _, prompts = generate.both_prompts(config)
         with generate.shared_engine(this) as engine:  # by all processes
             generate.report_traces(this, prompts, engine)
         if this.accelerator.is_main_process:

@@ -288,7 +288,7 @@ def test_what_a_head_cannot_do_is_said_before_it_is_trained(
         ('{"prompt": "%s"}\n' % ("long " * 60), [],
          ["line 1", "the prompt has 300 tokens", "limit is 248", "data.long_prompts=drop"]),
         ('{"prompt": "What is 1 times 3? "}\n', [],
-         ["DataLeakError: 1 evaluation prompts", "eval.prompts"]),
+         ["1 of 1 training turns have a context that is held out", "eval.prompts"]),
     ],
 )  # fmt: skip
 def test_prompts_that_cannot_be_used(refused, tmp_path, content, words, says):

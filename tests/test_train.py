@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from eval.report.terminal import summary
 from phases import run as run_phase
 from phases.generate import choose_prompts
 from recipes import base
+from scripts import generate
 from tests.commands import (
     TWO,
     command,
     finish,
+    only,
     own_words,
     read_jsonl,
     start,
@@ -30,6 +33,7 @@ from tests.commands import (
     write_jsonl,
 )
 from tests.tiny import ARCHITECTURES
+from trainer.errors import UserError
 
 CAUSAL_LM = ("distillspec", "fastdraft", "osd", "specdecpp")  # what these train drafts as one
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
@@ -239,6 +243,37 @@ def test_evaluation_prompts_are_held_out_by_hash_where_none_are_named(tmp_path, 
     assert measured
     assert not trained & measured
     assert report["results"][0]["prompts"]["name"] == "held out from many.jsonl"
+
+
+def test_a_turn_that_is_held_out_is_context_and_not_trained_on(
+    tmp_path, tiny_folder, monkeypatch, capsys
+):
+    def chat(*users):
+        return {"messages": [{"role": "user", "content": text} for text in users]}
+
+    rows = [chat("hi", f"Number {i}") for i in range(4)]
+    rows += [chat("hi"), *(chat(f"{i}?") for i in range(6))]
+    held_out = write_jsonl(tmp_path / "own.jsonl", [chat("hi", "other"), chat("new")])
+    prompts = write_jsonl(tmp_path / "chats.jsonl", rows)
+    seen = []
+
+    def stop(run, recipe, start, traces, texts):
+        seen.extend(traces)
+        raise UserError("enough")
+
+    monkeypatch.setattr("phases.train.train_stages", stop)
+    given = [f"data.prompts={prompts}", f"eval.prompts={held_out}", "data.num_prompts=99"]
+    words = command(tmp_path, tiny_folder("llama", chat_template=True), *given)
+    assert train.main(words) == 2
+    said = "5 of 15 training turns have a context that is held out as well: 'hi' (5), first in"
+    assert said in capsys.readouterr().out
+    (store,) = training_stores(tmp_path / "cache")
+    assert Counter(trace.turn for trace in stored_traces(store)) == {0: 7, 1: 4}
+    assert Counter(trace.turn for trace in seen) == {0: 6, 1: 4}
+    # the turns that are left out are in none of the others' contexts alone
+    assert len({tuple(trace.prompt_ids) for trace in seen}) == 10
+    assert generate.main(only(words, "data", "model.target", "eval.prompts")) == 0
+    assert training_stores(tmp_path / "cache") == [store]
 
 
 def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):

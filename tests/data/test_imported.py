@@ -6,7 +6,6 @@ import gzip
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +14,13 @@ import torch
 import phases.train
 import train
 from data.imported import import_log, open_imported, prompts_of
-from data.prompts import Prompt, Rendered, user_turns
+from data.prompts import Rendered, user_turns
 from data.render import render, with_answers
 from data.traces import TraceStore
-from phases.generate import refuse_trained
 from scripts import evaluate, import_traces
 from target.sampling import Sampling, warp
 from tests.commands import ROOT, command, write_jsonl
-from tests.tiny import EOS, generated, tiny_tokenizer
+from tests.tiny import EOS, generated
 from tests.tiny import prompts_of as random_prompts
 from trainer.errors import UserError
 
@@ -279,16 +277,31 @@ def test_an_imported_store_of_another_target_is_refused(words, tiny_folder, caps
     assert "was imported for another target (weights" in said
 
 
-def test_a_held_out_text_that_was_imported_is_refused(tmp_path, words, target, rows, capsys):
-    capsys.readouterr()
-    same = write_jsonl(
-        tmp_path / "same.jsonl", [{"prompt": target.tokenizer.decode(rows[0]["prompt_ids"])}]
-    )
-    said = refused(
-        capsys,
-        [*without(words, "eval.prompts", "data.num_prompts"), f"eval.prompts={same}"],
-    )
-    assert f"DataLeakError: the evaluation prompt {same} line 1 is also a training prompt" in said
+def test_a_held_out_text_that_was_imported_is_not_trained_on(
+    tmp_path, words, target, rows, capsys, monkeypatch
+):
+    seen = []
+
+    def stop(run, recipe, start, traces, texts):
+        seen.extend(traces)
+        raise UserError("enough")
+
+    monkeypatch.setattr("phases.train.train_stages", stop)
+    texts = [target.tokenizer.decode(row["prompt_ids"]) for row in rows]
+
+    def run(count):
+        path = write_jsonl(tmp_path / "same.jsonl", [{"prompt": text} for text in texts[:count]])
+        given = without(words, "eval.prompts", "data.num_prompts", "eval.num_prompts")
+        capsys.readouterr()
+        code = train.main([*given, f"eval.prompts={path}"])
+        return code, capsys.readouterr()
+
+    said = run(2)[1].out
+    assert f"2 of {NUM} training turns have a context that is held out as well: " in said
+    assert [trace.prompt_ids for trace in seen] == [row["prompt_ids"] for row in rows[2:]]
+    code, (_, line) = run(NUM // 2 + 1)
+    assert code == 2
+    assert f"data.traces={tmp_path / 'store'}: {NUM // 2 + 1} of {NUM} training turns" in line
 
 
 @pytest.mark.parametrize(
@@ -316,7 +329,8 @@ import json, re, sys, threading
 from pathlib import Path
 import numpy as np
 from data import imported, trace_rows
-from data.prompts import refuse_overlap, take
+from data.prompts import take
+from data.split import drop_held_out
 from target.model import Target
 
 imported.check_text = lambda *_: None  # random rows are nobody's answers
@@ -333,8 +347,7 @@ def written(name):
 
 def held(name):
     prompts = take(imported.prompts_of(imported.open_imported(folder / name)), 10**6, 0)
-    refuse_overlap(prompts, prompts[:0])
-    return prompts
+    return drop_held_out(prompts, prompts[:0], None, '', None)
 
 work, folder = {"import": written, "prompts": held}[sys.argv[1]], Path(sys.argv[3])
 def most(name):
@@ -374,46 +387,3 @@ def test_importing_and_the_prompts_of_a_store_take_less_than_ten_bytes_a_token(
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
         assert int(found.stdout) < 10 * 7000 * 250, what
-
-
-DATED = "<|turn|>system\nToday is {}.\n"
-
-
-@pytest.mark.parametrize(
-    ("logged", "held_out", "refused"),
-    [
-        ("[DATE]the same question", "the same question", True),
-        ("[SYSTEM]the same question", "the same question", True),
-        ("the same question", "[SYSTEM]the same question", True),
-        ("[DATE]say the same question", "the same question", False),
-        ("[DATE]the same", "the same question", False),
-        ("[DATE]?", "?", True),
-        ("[DATE]0", "?", False),
-    ],
-)
-def test_a_held_out_question_is_found_behind_another_system_message_or_date(
-    logged, held_out, refused
-):
-    """`[DATE]`: logged on another day, by a template that names it; `[SYSTEM]`: behind a system
-    message."""
-    tokenizer = tiny_tokenizer(chat_template=True)
-    template = tokenizer.chat_template
-
-    def prompt(text):
-        system = [{"role": "system", "content": "Be brief."}] if "[SYSTEM]" in text else []
-        return [*system, {"role": "user", "content": text.split("]")[-1]}]
-
-    day = "Friday" if "[DATE]" in logged else "Monday"
-    tokenizer.chat_template = DATED.format(day) + template
-    trace = SimpleNamespace(prompt_ids=render(prompt(logged), tokenizer))
-    tokenizer.chat_template = DATED.format("Monday") + template
-    data = SimpleNamespace(system_prompt=None, chat_template_kwargs={})
-    run = SimpleNamespace(
-        config=SimpleNamespace(data=data), target=SimpleNamespace(tokenizer=tokenizer)
-    )
-    asked = [Prompt(None, tuple(prompt(held_out)), None, "any", "held out", "0")]
-    if refused:
-        with pytest.raises(UserError, match="DataLeakError: the evaluation prompt held out"):
-            refuse_trained(run, [trace], asked)
-    else:
-        refuse_trained(run, [trace], asked)

@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from data.prompts import (
     Prompt,
     load_prompts,
-    refuse_overlap,
-    split_by_hash,
     user_turns,
 )
 from data.render import fixed_response_ids, render, with_answers
+from data.split import held_out_turns
 from tests.commands import pipe
 from trainer.errors import UserError
 
@@ -540,8 +539,8 @@ def test_toy_gives_its_domains_in_turn_with_their_continuations():
 
 
 def test_toy_evaluation_prompts_are_never_training_prompts():
-    train = load_prompts("toy", count=600)
-    refuse_overlap(train, load_prompts("toy", count=600, toy_split="eval"))
+    train, held_out = (load_prompts("toy", count=600, toy_split=s) for s in ("train", "eval"))
+    assert not any(map(any, held_out_turns(train, held_out)))
 
 
 def test_the_toy_is_not_drawn_for_ever():
@@ -559,7 +558,7 @@ def test_toy_prompts_go_as_they_are_to_a_target_without_template(base):
     assert base.decode(render(*user_turns(prompt), base)) == "<s>" + prompt.text
 
 
-# --- choice, split, overlap ----------------------------------------------------------------------
+# --- choice --------------------------------------------------------------------------------------
 
 
 def test_choice_is_fixed_by_the_seed_and_survives_new_rows(tmp_path):
@@ -578,56 +577,6 @@ def test_choice_is_fixed_by_the_seed_and_survives_new_rows(tmp_path):
 def test_more_than_there_are_gives_all_there_are(tmp_path):
     write(tmp_path, "x.txt", "b\na\n")
     assert texts(load_prompts("x.txt", count=3)) == ["b", "a"]
-
-
-def test_hash_split_holds_out_the_share_and_ignores_order_and_neighbours():
-    prompts = [plain(f"prompt {i}") for i in range(2000)]
-    train, held_out = split_by_hash(prompts, 0.1)
-    assert 150 < len(held_out) < 250  # 200 +- 3.7 standard deviations
-    assert len(train) + len(held_out) == 2000
-    refuse_overlap(train, held_out)
-    again_train, again_held_out = split_by_hash(prompts[::-2], 0.1)
-    assert set(texts(again_held_out)) <= set(texts(held_out))
-    assert set(texts(again_train)) <= set(texts(train))
-    assert set(texts(split_by_hash(prompts, 0.1, seed=1)[1])) != set(texts(held_out))
-    # fixed for good: a change of the rule would move prompts of old runs to the other side
-    assert texts(held_out)[:3] == ["prompt 4", "prompt 8", "prompt 30"]
-
-
-def test_hash_split_keeps_a_conversation_on_one_side(tmp_path):
-    rows = [{"prompt": f"{i}", "conversation_id": i // 4} for i in range(400)]
-    write_rows(tmp_path, rows)
-    train, held_out = split_by_hash(load_prompts("x.jsonl", count=400), 0.2)
-    assert not {p.conversation_id for p in train} & {p.conversation_id for p in held_out}
-    assert len(held_out) % 4 == 0
-
-
-def test_hash_split_refuses_an_empty_side():
-    prompts = [plain("a"), plain("b")]
-    assert split_by_hash(prompts, 0.0) == (prompts, [])
-    message = refused(split_by_hash, prompts, 0.001)
-    assert message.startswith("data.eval_share=0.001 of 2 prompts leaves none for evaluation; give")
-    assert "leaves none for training" in refused(split_by_hash, prompts, 0.999)
-
-
-def test_overlap_is_refused_whatever_the_form_of_the_prompt():
-    train = [plain("What is\n2 + 2?", source="a.txt line 1"), plain("other")]
-    same = conversation(("user", "What is\n2 + 2?"), ("assistant", "4"), source="b.jsonl line 7")
-    message = refused(refuse_overlap, train, [plain("new"), same])
-    assert message == (
-        "DataLeakError: 1 evaluation prompts are also training prompts, first: 'What is 2 + 2?'"
-        " (b.jsonl line 7 and a.txt line 1); remove them from one side or name another eval.prompts"
-    )
-    refuse_overlap(train, [conversation(("system", "Be brief."), ("user", "What is\n2 + 2?"))])
-
-
-def test_overlap_is_refused_whatever_white_space_is_around_the_prompt():
-    train = [plain("What is 2 + 2?"), conversation(("system", " Be brief."), ("user", "Why?\n"))]
-    for same in (plain("\tWhat is 2 + 2?\n"), conversation(("user", "What is 2 + 2? "))):
-        message = refused(refuse_overlap, train, [plain("What is  2 + 2?"), same])
-        assert message.startswith("DataLeakError: 1 evaluation prompts")
-    refused(refuse_overlap, train, [conversation(("system", "Be brief."), ("user", "Why?"))])
-    refuse_overlap(train, [plain("What is 2+2?")])
 
 
 def test_hash_is_of_what_is_shown_alone():
