@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
         config, module = resolve(arguments)
         rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
         require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
+        module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
         run.check_folder(config)
         if config.dry_run:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))

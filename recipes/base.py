@@ -24,6 +24,7 @@ from data.packing import RawText
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.common.config import Config
+from recipes.common.divergence import DivergenceConfig, check_step
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_one_of
 from trainer.config import suggest
@@ -220,6 +221,14 @@ class Recipe:
     def stages(self) -> list[Stage]:
         """List the stages in order. The same objects each time: objectives keep their state."""
         raise NotImplementedError
+
+    @staticmethod
+    def check_launch(config: Config, num_processes: int) -> None:
+        """Refuse settings that `num_processes` processes cannot train, before anything is
+        loaded."""
+        if isinstance(config.method, DivergenceConfig):
+            micro_steps = config.trainer.gradient_accumulation_steps
+            check_step("method.divergence", config.method.divergence, micro_steps, num_processes)
 
     @staticmethod
     def describe(config: Config) -> str:

@@ -56,6 +56,8 @@ from recipes.base import (
     check_kind,
     unwrapped,
 )
+from recipes.common.config import Config as RunConfig
+from recipes.common.divergence import check_step
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
 from recipes.common.reference_rewards import (
     ReferenceRewards,
@@ -221,6 +223,12 @@ class Recipe(base.Recipe):
         require(self.shape.width <= drafter.draft_vocab_size, "method.tree", rule, self.config.tree)
         if self._given is not None:
             check_same_network(self._given, drafter)
+
+    @staticmethod
+    def check_launch(config: RunConfig, num_processes: int) -> None:
+        micro_steps = config.trainer.gradient_accumulation_steps
+        divergence = config.method.base_options.get("divergence")
+        check_step("method.base_options.divergence", divergence, micro_steps, num_processes)
 
     # --- stages ----------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@
   the prepared one and may be wrapped: an objective calls it and does not read its attributes.
 - `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass.
   Their sums over ranks and accumulation divide the loss, so that batch 1 x 4 steps = 4 x 1 for any
-  lengths. Where one rank of several has nothing to train on, it runs a batch with an empty mask,
-  whose loss is a 0 with a gradient.
+  lengths. The exception is `losses.tvd_pp`, which divides by a deviation of its own batch, known
+  only after the forward pass: recipes refuse it where a step has several batches. Where one rank of
+  several has nothing to train on, it runs a batch with an empty mask, whose loss is a 0 with a
+  gradient.
 - `objective.refresh(step, context(step, batch, drafter)) -> batch | None`, where a `context` is
   given: a batch in place of the stored one. `objective.computes_batches`: it runs drafter or target
   for that. `objective.state_dict()` and `load_state_dict()`: equal on all ranks, tensors and plain

@@ -144,8 +144,9 @@ def tvd_pp(
     """TVD++ in its exact form: -sum_v q(v) A(v), [N]; a surrogate, its value is no divergence.
 
     Reward r = 1{p > q}, advantage A = (r - mean) / (std + 1e-6) without gradient; mean and std of r
-    under q over all N positions of this call. Summed over V instead of sampling y ~ q, so the mean
-    drops out of the gradient, which is that of tvd / std (Goel et al. 2024).
+    under q over all N positions of this call, so an optimiser step must be one call. Summed over V
+    instead of sampling y ~ q, so the mean drops out of the gradient, which is that of tvd / std
+    (Goel et al. 2024).
     mean_reward: [] float, the mean over all positions, for a call that sees only some of them.
     """
     log_q, log_p = both_log_probs(draft_logits, teacher_logits)

@@ -179,6 +179,21 @@ def test_bootstrap_interval_covers_the_truth_and_is_seeded():
     assert other != [low, high]
 
 
+@pytest.mark.parametrize(
+    ("emitted", "interval"),
+    [
+        # all draws are one prompt in 1/27 = 3.7 % of the resamples, more than 2.5 %
+        ([1, 2, 4], [1, 4]),
+        # all draws are of one half in 1/64 = 1.6 % of them, all but one in 10.9 %
+        ([1, 1, 1, 4, 4, 4], [1.5, 3.5]),
+    ],
+)
+def test_an_interval_leaves_out_a_fortieth_at_each_end(emitted, interval):
+    prompts = [PromptCounters(str(i), "d", 4, rounds=1, emitted=e) for i, e in enumerate(emitted)]
+    # 10,000 resamples: these shares are known to 0.2 %
+    assert summarise(prompts, draws=10_000)["tokens_per_round_ci95"] == interval
+
+
 def test_prompts_that_differ_raise_alpha_pos_and_beat_the_closed_form():
     """Per-prompt alpha 0.70 +- 0.20, K = 6: survivors of later positions are the easy prompts."""
     rng = np.random.default_rng(0)

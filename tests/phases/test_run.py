@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from phases.exits import stop_softly
 from phases.run import Run, provenance
 from tests.commands import command, start
-from train import resolve
+from train import main, resolve
 from trainer.errors import UserError
 
 
@@ -41,6 +41,44 @@ def test_what_zero_cannot_train_is_refused_before_a_model_is_loaded(
     config = resolve(command(tmp_path, tmp_path / "no target", *given))[0]
     with pytest.raises(UserError, match=says):
         Run.open(config)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "processes", "key", "value"),
+    [
+        ("distillspec", ["trainer.gradient_accumulation_steps=2"], 1, "divergence", "tvd_pp"),
+        ("eagle3", [], 2, "divergence", "tvd_pp"),
+        ("osd", [], 4, "divergence", "tvd_pp,draft_temperature=2"),
+        ("medusa", ["preset=published"], 1, "divergence", "tvd_pp"),  # it accumulates four batches
+        ("gto", [], 2, "base_options.divergence", "tvd_pp"),
+    ],
+)
+def test_a_loss_with_moments_of_its_batch_needs_one_batch_a_step(
+    recipe, given, processes, key, value
+):
+    word = f"method.{key}={value}"
+    if recipe == "gto":
+        word = f"method.base_options={{divergence: {value}}}"
+    config, module = resolve([f"recipe={recipe}", word, *given])
+    with pytest.raises(UserError) as caught:
+        module.Recipe.check_launch(config, processes)
+    assert (caught.value.key, caught.value.value) == (f"method.{key}", value)
+    assert f"={config.trainer.gradient_accumulation_steps}, processes" in caught.value.rule
+    assert f"processes: {processes})" in caught.value.rule
+    config.trainer.gradient_accumulation_steps = 1
+    module.Recipe.check_launch(config, 1)
+
+
+def test_what_a_launch_cannot_train_is_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch, capsys
+):
+    words = command(tmp_path, tmp_path / "no target", "method.divergence=tvd_pp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 2
+    assert "method.divergence=tvd_pp: its mean and deviation" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    assert main([*words, "dry_run=true"]) == 0
+    assert main([*words, "dry_run=true", "trainer.gradient_accumulation_steps=3"]) == 2
 
 
 def test_a_missing_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):

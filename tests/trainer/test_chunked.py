@@ -239,6 +239,17 @@ def test_infinite_divergence_is_a_fault_that_names_the_remedy():
     torch.testing.assert_close(out.overlap, 1 - out.values)
 
 
+def test_a_position_that_does_not_count_has_no_gradient_even_where_its_value_is_infinite():
+    states, head, teacher, labels, _ = _problem(kept=KEPT)
+    teacher[5, 4], labels[5] = 50, 4  # the token to learn is not kept,
+    teacher[5, 0] = -math.inf  # and the target excludes one that is
+    out = chunked_divergence("rkl", states, head, teacher.__getitem__, labels)
+    assert not out.counted[5]
+    by_states, by_weight = _gradients(out.total, states, head)
+    assert not by_states[5].any()
+    assert by_weight.isfinite().all()
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_where_a_look_costs_a_wait_only_what_is_broken_becomes_nan(name, monkeypatch):
     """The loop finds it in the loss when a line is due."""

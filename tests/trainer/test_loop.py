@@ -642,6 +642,7 @@ def test_the_best_weights_by_evaluation_are_kept(tmp_path):
     weights = {}
 
     def judge(drafter: nn.Module, step: int) -> dict[str, float]:
+        assert not drafter.training
         weights[step] = {name: value.clone() for name, value in drafter.state_dict().items()}
         return {"select": -abs(step - 5)}
 

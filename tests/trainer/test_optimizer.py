@@ -67,6 +67,24 @@ def test_a_step_is_the_rate_times_an_orthogonal_matrix(shape):
     torch.testing.assert_close(layer.weight.detach(), expected, rtol=1e-3, atol=1e-4)
 
 
+def test_updates_are_those_of_the_paper():
+    """Two of them: a momentum of one gradient alone points where the gradient does. The published
+    form adds gradients up without (1 - momentum), which scales a direction and turns none."""
+    torch.manual_seed(0)
+    layer, rate, decay = nn.Linear(4, 6), 0.1, 0.5
+    expected, momentum = layer.weight.detach().clone(), torch.zeros(6, 4)
+    config = TrainerConfig(optimizer="muon", lr=rate, muon_lr=rate, weight_decay=decay)
+    optimizer = make_optimizer(layer, config)
+    for _ in range(2):
+        gradient = torch.randn(6, 4)
+        layer.weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.95 * momentum + gradient
+        ahead = gradient + 0.95 * momentum  # Nesterov's look-ahead
+        expected = (1 - rate * decay) * expected - rate * (6 / 4) ** 0.5 * orthogonal(ahead)
+        torch.testing.assert_close(layer.weight.detach(), expected)
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(4, 12), (12, 4)])
 def test_a_layer_that_stores_its_matrix_transposed_takes_the_same_step(inputs, outputs):
     """As GPT-2's do."""
