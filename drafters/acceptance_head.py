@@ -23,6 +23,7 @@ from torch import nn
 
 from drafters.base import TrainedDrafter, add_to_hash
 from drafters.medusa import ResidualLayers
+from target.loading import check_finite, check_plain
 from trainer.errors import UserError
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
@@ -153,7 +154,11 @@ def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
         return
     check_exposed(drafter)
     try:
+        check_plain(key, str(folder), [folder / WEIGHTS])
         head = AcceptanceHead.from_pretrained(folder)
+        check_finite(key, str(folder), head.state_dict().items())
+    except UserError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{key}: the acceptance head in {folder} is damaged ({reason})") from error

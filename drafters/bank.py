@@ -226,6 +226,15 @@ class DrafterBank(TrainedDrafter):
             for i in range(len(settings["names"]))
         ]
         stored = load_file(Path(folder) / "router.safetensors", str(target.device))
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        count = len(members)
+        wanted = {"log_prior": (count,), "log_token": (count, target.vocab_size)}
+        if shapes != wanted:
+            raise UserError(
+                f"must hold the tensors {wanted}, one row for each name in drafter.json",
+                key=str(Path(folder) / "router.safetensors"),
+                value=shapes,
+            )
         router = NaiveBayes(
             settings["names"], stored["log_prior"], stored["log_token"], settings["min_confidence"]
         )

@@ -15,8 +15,9 @@ from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
 from target.attention import packed
 from target.cache import CachedModel
+from target.causal_lm import load_causal_lm
 from target.devices import decoder_of
-from target.model import Target, load_causal_lm, output_head
+from target.model import Target, output_head
 from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
 from target.rotary import context_of

@@ -17,6 +17,7 @@ from drafters.formats.files import read_json
 from drafters.formats.keys import HeadConfig
 from drafters.formats.reader import layout_of, read
 from drafters.kinds import KINDS, Kind, stored_kind
+from target.loading import check_finite, check_plain
 from target.model import Target
 from trainer.checks import require_files
 from trainer.errors import UserError
@@ -127,7 +128,9 @@ def stored(folder: Path, key: str) -> DrafterJson:
 def _own(kind: Kind, folder: Path, target: Target, key: str) -> TrainedDrafter:
     assert kind.load is not None
     try:
+        check_plain(key, str(folder), sorted(folder.rglob("*.safetensors")))
         drafter = kind.load(folder, target)
+        check_finite(key, str(folder), drafter.state_dict().items())
         drafter.rank_accuracy = read_json(folder / "drafter.json", DrafterJson).get("rank_accuracy")
         return drafter
     except UserError:

@@ -33,9 +33,10 @@ from drafters.load import load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
 from phases import exits
+from target.causal_lm import UNREADABLE, load_causal_lm
 from target.fingerprint import eos_ids, eos_ids_of
 from target.gguf import is_gguf
-from target.model import UNREADABLE, Target, load_causal_lm
+from target.model import Target
 from target.vocabulary import check_same_vocabulary
 from trainer.checks import require_files, require_folder
 from trainer.config import ModelConfig, asks_for_help, load_yaml, parse_overrides

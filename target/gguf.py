@@ -8,11 +8,12 @@ import sys
 from collections import Counter
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from target.loading import ACCOUNT, check_finite, check_whole, loaded_tensors
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,12 +51,18 @@ def load_gguf(
         with quiet:
             config = AutoConfig.from_pretrained(**where)
             tokenizer = AutoTokenizer.from_pretrained(**where)
-            model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **where, config=config, dtype=dtype, **ACCOUNT
+            )
     except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
         raise UserError(
             f"{key}: transformers cannot read {file} ({' '.join(str(error).split())[:300]}): name "
             "the folder of the model that it was converted from"
         ) from error
+    model, info = loaded
+    unread = [*info["unexpected_keys"], *unread_tensors(reader, model)]
+    check_whole(key, str(file), model, info | {"unexpected_keys": unread}, (), quantised=False)
+    check_finite(key, str(file), loaded_tensors(model))
     model.generation_config.eos_token_id = eos
     # an ordinary model from here on, which can be moved and saved
     for owner, name in (
@@ -77,6 +84,35 @@ def read(file: Path, key: str) -> GGUFReader:
         return GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise UserError(f"{key}: {file} is damaged, or no GGUF file ({error})") from error
+
+
+def unread_tensors(reader: GGUFReader, model: PreTrainedModel) -> list[str]:
+    """Names of the tensors in the file that transformers passes over, as it does without a word.
+    Experts, several of which make up one tensor of the model, are not among them."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = reader.fields["general.architecture"].contents()
+    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        return []
+    names = get_tensor_name_map(known[architecture], model.config.num_hidden_layers)
+    prefix = f"{model.base_model_prefix}."
+    read = {
+        names.get_name(name, try_suffixes=(".weight", ".bias"))
+        or names.get_name(name.removeprefix(prefix), try_suffixes=(".weight", ".bias"))
+        for name in model.state_dict()
+        if ".experts." not in name
+    }
+    if None in read:  # the architecture is put together in a way that only transformers knows
+        return []
+    return [
+        tensor.name
+        for tensor in reader.tensors
+        if tensor.name not in read
+        and "_exps." not in tensor.name
+        # factors of rotary embeddings that scale nothing
+        and not (tensor.name.startswith("rope_") and bool((tensor.data == 1).all()))
+    ]
 
 
 def quantization(reader: GGUFReader) -> str:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import logging as transformers_logging
 
 from target.attention import packed
+from target.causal_lm import load_causal_lm
 from target.devices import (
     Device,
-    Loading,
     decoder_of,
     device_of,
     in_place,
@@ -36,23 +25,16 @@ from target.devices import (
     spread,
 )
 from target.fingerprint import eos_ids, fingerprint, vocabulary_size
-from target.gguf import is_gguf, load_gguf
 from target.layout import blocked, lay_out
+from target.loading import loaded_tensors, not_finite, refuse_not_finite
 from target.masks import LayerMasks
 from target.outputs import LayerId, ProjectedLogits, TargetOutputs, TargetRequest
 from target.rotary import context_of
 from target.sharded import Sharded
 from target.shared_text import TextGroup, can_share
-from trainer.checks import require_files
+from target.vocabulary import check_template, embedding_rows, rowless
 from trainer.errors import UserError
 from trainer.logits import OutputHead
-
-if not sys.stderr.isatty():
-    transformers_logging.disable_progress_bar()
-
-# what transformers raises for a folder that is no model: a broken file, a key that cannot be
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
-              StrictDataclassError)  # fmt: skip
 
 
 @dataclass
@@ -80,7 +62,8 @@ class Target:
         quantization: Mapping[str, object] | None = None,
     ) -> Target:
         """Load a target from a folder or the Hub. `device`: of its inputs and outputs; a
-        `device_map` may use others too. Raises UserError where it cannot be loaded."""
+        `device_map` may use others too. Raises UserError where it cannot be loaded, or not whole,
+        and RunFault where the memory does not suffice."""
         given = spread(device, device_map, max_memory or {}, quantization or {})
         model, tokenizer = load_causal_lm(
             name,
@@ -91,6 +74,7 @@ class Target:
             trust_remote_code=trust_remote_code,
             spread=given,
         )
+        check_template(name, model, tokenizer)
         model.requires_grad_(False)
         eos = eos_ids(model, tokenizer)
         facts, sharded = fingerprint(name, model, tokenizer, eos), None
@@ -104,6 +88,10 @@ class Target:
                 ) from error
         elif device_map == "fsdp2":
             print(f"model.device_map=fsdp2: one process holds {name} whole", flush=True)
+        if given.get("device_map") == "cpu":  # each process has read a part of it
+            found = not_finite(loaded_tensors(model))
+            found = found if sharded is None else sharded.of_all(found)
+            refuse_not_finite("model.target", name, found)
         if sharded is None:
             lay_out(model)
         return cls(model, tokenizer, name, facts, eos, sharded)
@@ -130,6 +118,13 @@ class Target:
     def logits_width(self) -> int:
         """Rows of the output head, padding included."""
         return self.model.get_output_embeddings().weight.shape[0]
+
+    def check_ids(self, ids: Sequence[int], source: str) -> None:
+        """UserError where a token of a text has no row in the embedding. `source`: of the text."""
+        rows, largest = embedding_rows(self.model), max(ids)
+        if largest >= rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise rowless(source, ..., f"the text has {token!r}", largest, rows)
 
     @property
     def context(self) -> int:
@@ -336,60 +331,3 @@ def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
             "and distillation cannot be trained with it"
         )
     return head
-
-
-def load_causal_lm(
-    name: str,
-    key: str,
-    *,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
-    spread: Loading | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (eval mode) and tokenizer of a local folder or Hub id. Raises UserError, by `key`.
-
-    dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
-    `spread`: see `target.devices.spread`.
-    """
-    require_files(key, name)
-    if dtype == "auto" and torch.device(device).type == "cpu":
-        dtype = "float32"
-    if is_gguf(name):
-        if spread:
-            raise UserError(
-                f"{key}={name} is dequantised on one device: leave out model.device_map and "
-                "model.quantization"
-            )
-        wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        return load_gguf(Path(name), key, wanted, device)
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
-    given: Loading = {} if spread is None else spread
-    if trust_remote_code:
-        print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
-    try:
-        config = AutoConfig.from_pretrained(name, **common)
-        tokenizer = AutoTokenizer.from_pretrained(name, **common)
-        if getattr(config, "quantization_config", None):  # cannot be moved once it is loaded
-            if given.get("device_map") == "cpu":
-                raise UserError(
-                    f"model.device_map=fsdp2 shards weights that are not quantised, those of "
-                    f"{name} are: use auto"
-                )
-            given = {"device_map": {"": str(device)}, **given}
-        if not given:  # straight to its device: every process would hold it in the host's memory
-            given = {"device_map": {"": str(device)}}
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, **common, **given
-        )
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        remedy = ""
-        if "trust_remote_code" in reason:
-            remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
-        raise UserError(
-            f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
-            f"({reason[:300]}){remedy}"
-        ) from error
-    return model.eval(), tokenizer

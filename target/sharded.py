@@ -50,6 +50,12 @@ class Sharded:
         """Wait for all processes, helping those that still compute; every process calls it."""
         self._agree(IDLE)
 
+    def of_all(self, own: list[str]) -> list[str]:
+        """The words of all processes, each once; every process calls it at the same time."""
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, own, group=self.votes)
+        return sorted({word for words in found for word in words})
+
     @contextmanager
     def whole(self, layer: nn.Module) -> Iterator[None]:
         """Inside the block, the parameters of `layer` are whole on this process."""

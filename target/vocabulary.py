@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.errors import UserError
 
@@ -11,6 +13,34 @@ from trainer.errors import UserError
 def real_ids(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The ids that name a token, [n] int64, ascending; gaps of the tokenizer are left out."""
     return torch.tensor(sorted(set(tokenizer.get_vocab().values())))
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    table: Any = model.get_input_embeddings()
+    return table.weight.shape[0]
+
+
+def check_template(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """UserError where the chat template writes a token that has no row in the embedding. Others
+    without a row may never occur, as Gemma 3's token of an image in a model that reads text."""
+    rows, template = embedding_rows(model), str(tokenizer.chat_template or "")
+    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
+    lacking = [token for token, i in added.items() if i >= rows and token in template]
+    if lacking:
+        raise rowless("model.target", name, f"its chat template writes {lacking[0]!r}",
+                      added[lacking[0]], rows)  # fmt: skip
+
+
+def rowless(key: str, value: object, what: str, token_id: int, rows: int) -> UserError:
+    """The error of a token without a row in the embedding; `what` names the token."""
+    return UserError(
+        f"{what}, token {token_id}, but the target's embedding has {rows} rows",
+        key=key,
+        value=value,
+        remedy="use the tokenizer that the target was trained with, or resize_token_embeddings and "
+        "train the new rows",
+    )
 
 
 def check_same_vocabulary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -18,7 +19,7 @@ from scripts import generate
 from target.model import Target
 from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
-from tests.tiny import EOS
+from tests.tiny import EOS, tiny_tokenizer
 from trainer import progress
 from trainer.errors import UserError
 from trainer.losses import compress
@@ -275,6 +276,18 @@ def test_system_prompt_and_template_options_reach_the_prompt(tiny_target, tmp_pa
 def test_a_base_target_refuses_conversations(tiny_target, tmp_path):
     with pytest.raises(UserError, match="no chat template but the prompts are conversations"):
         fill(tiny_target("llama"), tmp_path, plan([conversation("hi")]))
+
+
+@pytest.mark.parametrize("where", ["text", "response"])
+def test_a_token_without_a_row_is_refused_by_the_name_of_its_prompt(tiny_target, tmp_path, where):
+    target = copy.copy(tiny_target("llama"))
+    target.tokenizer = tiny_tokenizer()
+    target.tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    prompt = Prompt("a", None, "b", "test", "row 3", "c3")
+    with pytest.raises(UserError) as caught:
+        fill(target, tmp_path, plan([dataclasses.replace(prompt, **{where: "see <|image|>"})]))
+    assert caught.value.key == "row 3"
+    assert caught.value.rule.startswith("the text has '<|image|>', token 100, but the target's")
 
 
 # stores

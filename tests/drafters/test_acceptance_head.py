@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from drafters.acceptance_head import (
     SETTINGS,
@@ -173,12 +173,19 @@ def unknown_setting(folder, drafter, other):
     (folder / SETTINGS).write_text(json.dumps(stored | {"depth": 3}))
 
 
+def not_finite(folder, drafter, other):
+    stored = load_file(folder / WEIGHTS)
+    stored["out.bias"][0] = torch.nan
+    save_file(stored, folder / WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
         (changed_weights, r"CompatibilityError: model\.drafter: .* trained for another drafter"),
         (narrower, r"CompatibilityError: model\.drafter: .* states 8 wide, the drafter's are 32"),
         (damaged, r"model\.drafter: the acceptance head in .* is damaged"),
+        (not_finite, "NaN or Inf in tensor 'out.bias'"),
         (unknown_setting, r"model\.drafter: the acceptance head in .* is damaged"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters.bank import DrafterBank, NaiveBayes
 from drafters.causal_lm import CausalLMDrafter
@@ -103,7 +104,13 @@ def test_stored_whole_and_each_member_by_itself(target, bank, tmp_path):
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     far = load_drafter(str(tmp_path / "member-1"), target)
     assert torch.equal(far.output_head().weight, bank.members[1].output_head().weight)
-    (tmp_path / "router.safetensors").unlink()
+    file = tmp_path / "router.safetensors"
+    stored = load_file(file)
+    save_file(stored | {"log_token": stored["log_token"][:, 1:].contiguous()}, file)
+    with pytest.raises(UserError) as caught:
+        load_drafter(str(tmp_path), target)
+    assert caught.value.key == str(file)
+    file.unlink()
     with pytest.raises(UserError, match="is damaged"):
         load_drafter(str(tmp_path), target)
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Settings
@@ -129,6 +130,46 @@ def test_damaged_folders_are_refused_with_one_line(target, tmp_path, damage, com
     with pytest.raises(UserError, match=complaint) as caught:
         load_drafter(str(tmp_path), target)
     assert "\n" not in str(caught.value)
+
+
+def lowered(tensors):
+    return {n: t.to(torch.float8_e4m3fn) if t.dim() > 1 else t for n, t in tensors.items()}
+
+
+def spoilt(tensors):
+    return tensors | {min(tensors): torch.full_like(tensors[min(tensors)], torch.nan)}
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (spoilt, "NaN or Inf in tensor 'blocks.0.layers.0.bias'"),
+        (lowered, "it stores F8_E4M3 numbers without their scales: 2 tensors, such as 'blocks"),
+    ],
+)
+def test_a_head_whose_numbers_are_none_is_refused(target, tmp_path, change, rule):
+    medusa(target, num_heads=2, own_head=False).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(UserError) as caught:
+        load_drafter(str(tmp_path), target)
+    assert (caught.value.key, caught.value.value) == ("model.drafter", str(tmp_path))
+    assert caught.value.rule.startswith(rule)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_language_model_that_is_not_whole_is_no_drafter(target, tmp_path, own):
+    made = CausalLMDrafter.from_target(target, num_layers=1, hidden_size=16, tie_embeddings=False)
+    made.save_pretrained(tmp_path)
+    if not own:  # as anyone's
+        (tmp_path / "drafter.json").unlink()
+    file = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(file).items() if name != "lm_head.weight"}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        load_drafter(str(tmp_path), target, key="eval.drafter")
+    assert (caught.value.key, caught.value.value) == ("eval.drafter", str(tmp_path))
+    assert caught.value.rule == "the checkpoint lacks tensor 'lm_head.weight'"
 
 
 def test_what_is_nowhere_is_refused_with_one_line(target):

@@ -36,7 +36,10 @@ def model():
     return LlamaForCausalLM(config).eval()
 
 
-def write(path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple[str, ...] = ()):
+def write(
+    path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple[str, ...] = (),
+    more: dict[str, numpy.ndarray] | None = None,
+):  # fmt: skip
     """A GGUF file as llama.cpp's converter writes one, with the toy's tokenizer. Returns the
     weights as its reader has to give them back, by their names here."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -64,6 +67,8 @@ def write(path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple
     for name, weight in model.state_dict().items():
         values = weight.numpy()
         new = names.get_name(name, try_suffixes=(".weight",))
+        if new in leave_out:
+            continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = HEADS if "q_proj" in name else KV_HEADS
             shape = (heads, 2, len(values) // heads // 2, WIDTH)
@@ -78,6 +83,8 @@ def write(path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple
             shape = (heads, len(values) // heads // 2, 2, WIDTH)
             again = again.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
         expected[name] = torch.from_numpy(again.copy())
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -147,6 +154,37 @@ def test_what_cannot_be_a_target_is_refused_in_one_line(tmp_path, model):
     assert re.search("transformers cannot read .*no_such_architecture", says("unknown.gguf"))
     with pytest.raises(UserError, match=r"leave out model\.device_map"):
         Target.load(str(tmp_path / "no_eos.gguf"), device_map="auto")
+
+
+ONES = numpy.ones(WIDTH // HEADS // 2, numpy.float32)
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "more", "rule"),
+    [
+        (("blk.1.ffn_up.weight",), {}, "lacks tensor 'model.layers.1.mlp.up_proj.weight'"),
+        ((), {"blk.2.attn_norm.weight": ONES}, "no place for tensor 'blk.2.attn_norm.weight'"),
+        ((), {"blk.0.attn_q.bias": ONES}, "no place for tensor 'blk.0.attn_q.bias'"),
+        ((), {"rope_freqs.weight": 8 * ONES}, "no place for tensor 'rope_freqs.weight'"),
+        (("blk.0.attn_norm.weight",), {"blk.0.attn_norm.weight": numpy.full(WIDTH, numpy.nan)},
+         "NaN or Inf in tensor 'model.layers.0.input_layernorm.weight'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_the_whole_model_is_refused(tmp_path, model, leave_out, more, rule):
+    """transformers passes over what it has no place for: of Llama 3.1 the factors of its rotary
+    embedding."""
+    file = tmp_path / "tiny.gguf"
+    more = {name: values.astype(numpy.float32) for name, values in more.items()}
+    write(file, model, False, leave_out, more)
+    with pytest.raises(UserError) as caught:
+        Target.load(str(file))
+    assert (caught.value.key, caught.value.value) == ("model.target", str(file))
+    assert rule in caught.value.rule
+
+
+def test_rotary_factors_of_one_change_nothing(tmp_path, model):
+    write(tmp_path / "tiny.gguf", model, False, more={"rope_freqs.weight": ONES})
+    assert Target.load(str(tmp_path / "tiny.gguf")).num_layers == LAYERS
 
 
 # --- SmolLM2 -------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from target.causal_lm import load_causal_lm
 from target.fingerprint import eos_ids, tokenizer_hash, vocabulary_size, weights_hash
-from target.model import Target, decoder_layers, load_causal_lm
+from target.model import Target, decoder_layers
 from target.rotary import context_of
 from target.vocabulary import check_same_vocabulary
 from tests.tiny import (

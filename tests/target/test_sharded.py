@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from phases.exits import end
 from target.adapted import LoraSettings, check_lora
+from target.loading import loaded_tensors, not_finite
 from target.model import Target, decoder_layers
 from tests.commands import TWO, finish, start
 from tests.tiny import assert_same_greedy
@@ -38,6 +39,9 @@ def ask(words: list[str]) -> int:
     rank = dist.get_rank()
     whole, parts = Target.load(folder), Target.load(folder, device_map="fsdp2")
     assert parts.fingerprint == whole.fingerprint
+    assert parts.sharded is not None
+    assert not_finite(loaded_tensors(parts.model)) == []
+    assert parts.sharded.of_all([f"tensor {rank}"]) == ["tensor 0", "tensor 1"]
     theirs, ours = (list(decoder_layers(target.model)) for target in (whole, parts))
     size = sum(p.numel() for p in theirs[0].parameters())
     own = sum(p.to_local().numel() for p in ours[0].parameters())

@@ -1,0 +1,118 @@
+"""Loads a causal language model and its tokenizer from a folder, the Hub or a GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from target.devices import Loading
+from target.gguf import is_gguf, load_gguf
+from target.loading import (
+    ACCOUNT,
+    accounted,
+    check_finite,
+    check_quantization,
+    check_whole,
+    loaded_tensors,
+    weight_files,
+)
+from trainer.checks import require_files
+from trainer.errors import UserError
+
+if not sys.stderr.isatty():
+    transformers_logging.disable_progress_bar()
+
+# what transformers raises for a folder that is no model: a broken file, a key that cannot be
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
+              StrictDataclassError)  # fmt: skip
+
+
+def load_causal_lm(
+    name: str,
+    key: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    spread: Loading | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (eval mode) and tokenizer of a local folder or Hub id. Raises UserError, by `key`, also
+    where the checkpoint is not the whole model (`target.loading`), and RunFault where the memory
+    does not suffice.
+
+    dtype "auto": float32 on CPU (half precision is emulated there), the checkpoint's own elsewhere.
+    `spread`: see `target.devices.spread`; the layers of `device_map` "cpu" are left to the caller
+    to check for NaN, since each process reads its own part of them.
+    """
+    require_files(key, name)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        dtype = "float32"
+    if is_gguf(name):
+        if spread:
+            raise UserError(
+                f"{key}={name} is dequantised on one device: leave out model.device_map and "
+                "model.quantization"
+            )
+        wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        with accounted(key, name):
+            return load_gguf(Path(name), key, wanted, device)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    given: Loading = {} if spread is None else spread
+    if trust_remote_code:
+        print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
+    try:
+        if find_adapter_config_file(name, revision=revision):  # would be put around its base model
+            raise UserError(
+                "it holds an adapter, not a model",
+                key=key,
+                value=name,
+                remedy="merge it into its base model (merge_and_unload of peft) and save that",
+            )
+        config = AutoConfig.from_pretrained(name, **common)
+        quantised = check_quantization(key, name, config)
+        tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if quantised:  # cannot be moved once it is loaded
+            if given.get("device_map") == "cpu":
+                raise UserError(
+                    f"model.device_map=fsdp2 shards weights that are not quantised, those of "
+                    f"{name} are: use auto"
+                )
+            given = {"device_map": {"": str(device)}, **given}
+        if not given:  # straight to its device: every process would hold it in the host's memory
+            given = {"device_map": {"": str(device)}}
+        with accounted(key, name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, **common, **given, **ACCOUNT
+            )
+        model, info = loaded
+        commit = getattr(config, "_commit_hash", None) or revision
+        check_whole(key, name, model, info, weight_files(name, commit), quantised)
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        remedy = ""
+        if "trust_remote_code" in reason:
+            remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
+        raise UserError(
+            f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
+            f"({reason[:300]}){remedy}"
+        ) from error
+    if given.get("device_map") != "cpu":
+        check_finite(key, name, loaded_tensors(model))
+    return model.eval(), tokenizer
