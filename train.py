@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         print(base.listing())
         return 0
-    from phases import exits, export, generate, report, run, train
+    from phases import exits, export, generate, report, run, states, train
     from phases.dev import split_dev
     from phases.help import recipe_help
 
@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
         again = config.trainer.resume == "never"
         old = not again and report.written(config.run_dir) is not None
         if not old:
+            states.check_address(config.data)
             train_prompts, eval_prompts = generate.choose_prompts(config)
             this = run.Run.open(config)
             recipe = module.Recipe(config.method, this.target)

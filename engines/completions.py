@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines.distribution_check import UncheckedRows
-from engines.web import urlopen
+from engines.web import server_root, urlopen
 from target.decode import Continuation, Request
 from target.model import Target
 from trainer.errors import RunFault, UserError
@@ -52,7 +52,9 @@ class _Answered(NamedTuple):
     row: Continuation | ServerError
 
 
-def ask(address: str, content: Mapping[str, object] | None = None) -> dict[str, Any]:
+def ask(
+    address: str, content: Mapping[str, object] | None = None, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
     """Send JSON and return the JSON of the answer; None sends a GET request. The key of the service
     is sent if the environment holds one, and never printed. Raises ServerError, or UserError where
     `address` is not an address."""
@@ -65,7 +67,7 @@ def ask(address: str, content: Mapping[str, object] | None = None) -> dict[str, 
         headers["Authorization"] = f"Bearer {key}"
     data = None if content is None else json.dumps(content).encode()
     try:
-        with urlopen(address, TIMEOUT_S, data, headers) as response:
+        with urlopen(address, timeout_s, data, headers) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         read = b""
@@ -81,9 +83,9 @@ def ask(address: str, content: Mapping[str, object] | None = None) -> dict[str, 
         raise ServerError(address, f"{error or type(error).__name__}", True) from error
 
 
-def served_model(root: str) -> str:
+def served_model(root: str, timeout_s: float = TIMEOUT_S) -> str:
     """The name of the model that a server serves. Raises ServerError."""
-    answer = ask(f"{root}/v1/models")
+    answer = ask(f"{root}/v1/models", timeout_s=timeout_s)
     try:
         return str(answer["data"][0]["id"])
     except (
@@ -207,7 +209,7 @@ def complete(
     any more; its unchecked rows are requested from the others. Raises RunFault where no server
     answers for PATIENCE_S or none remains, UserError where no server ever served the target.
     """
-    roots = [address.rstrip("/").removesuffix("/v1") for address in addresses]
+    roots = [server_root(address) for address in addresses]
     # a place is held for the pause after a failure, so that a dead server slows no other down
     places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for root in roots * concurrency:

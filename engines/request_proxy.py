@@ -31,6 +31,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from engines import request_file
+from engines.web import server_root
 from trainer.checks import require_address
 from trainer.errors import UserError
 
@@ -57,7 +58,7 @@ _log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_inf
 class RequestProxy:
     """The proxy runs inside `async with RequestProxy(...)`.
 
-    `server`: the server's address without /v1; `port`: 0 for any, then `self.port` is the one used;
+    `server`: the server's address; `port`: 0 for any, then `self.port` is the one used;
     `token_ids`: request them (False for a server that refuses unknown keys: the reader of the log
     then tokenises the text again); `allowed_hosts`: names besides localhost and its own address by
     which clients may call it; `max_body_mb`: of a request; `keep_days`: older lines are deleted.
@@ -76,7 +77,7 @@ class RequestProxy:
         keep_days: float | None = None,
     ):
         require_address("script.server", server)
-        self.upstream, self.port, self.log = server.rstrip("/"), port, Path(log)
+        self.upstream, self.port, self.log = server_root(server), port, Path(log)
         self.host, self.token_ids = host, token_ids
         self.allowed_hosts = {name.lower() for name in ("localhost", *allowed_hosts)}
         self.max_body_mb, self.keep_days = max_body_mb, keep_days

@@ -20,11 +20,13 @@ from pathlib import Path
 import torch
 
 from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
+from engines.web import server_root
 from target.model import Target
 from target.outputs import LayerId
-from trainer.errors import RunFault
+from trainer.errors import RunFault, UserError
 
 PLUGIN = Path(__file__).with_name("vllm_plugin")
+CHECK_S = 10.0  # for the first answer of a server
 FILE_S = 60.0  # from the answer to its file
 CLOSE_S = 5.0  # for what is under way when the run ends, so that its files are deleted
 LONGEST_PAUSE_S = 0.05
@@ -56,6 +58,17 @@ def states_options(target: Target, layers: Sequence[LayerId], folder: Path) -> d
     }
 
 
+def check_server(address: str) -> None:
+    """UserError where no OpenAI-compatible server answers at `address` within CHECK_S."""
+    try:
+        served_model(server_root(address), CHECK_S)
+    except ServerError as error:
+        raise UserError(
+            f"no server answers there ({error})", key="data.features_engine", value=address,
+            remedy="start the server first, or correct the address",
+        ) from error  # fmt: skip
+
+
 class StatesClient:
     """Asks a server for states, `concurrency` texts at a time. `alive` raises RunFault where the
     server is known to have ended."""
@@ -69,7 +82,7 @@ class StatesClient:
         concurrency: int,
         alive: Callable[[], None],
     ):
-        self.root = address.rstrip("/").removesuffix("/v1")
+        self.root = server_root(address)
         self.numbers = sorted({*numbers})  # vLLM's, in the order of the files
         self.hidden_size, self._alive = hidden_size, alive
         self._closed = threading.Event()

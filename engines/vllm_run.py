@@ -24,7 +24,7 @@ import torch
 
 from engines.vllm_server import engine_python, environment, memory_options, model_options
 from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
-from engines.web import urlopen
+from engines.web import server_root, urlopen
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import is_address
@@ -234,7 +234,7 @@ def from_metrics(text: str) -> EngineCounters:
 def scrape(url: str) -> EngineCounters:
     """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start.
     UserError where they cannot be read."""
-    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+    address = server_root(url.rstrip("/").removesuffix("/metrics")) + "/metrics"
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
     try:

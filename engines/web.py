@@ -55,6 +55,12 @@ def urlopen(
         raise UserError(f"{address} is not the address of a server ({error})") from error
 
 
+def server_root(address: str) -> str:
+    """The address before /v1 and the other paths of a server. Clients of OpenAI's interface are
+    given it with /v1 at its end."""
+    return address.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def is_own(host: str) -> bool:
     """Whether `host` is this machine: localhost, 127.0.0.0/8, ::1, or 0.0.0.0 and ::, which servers
     print as theirs when they listen on every interface."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 import time
 
 from data.traces import Trace
-from engines.completions import ask, continuation, served_model
+from engines.completions import ServerError, ask, continuation, served_model
 from engines.vllm_run import EngineCounters, Timing, scrape
+from engines.web import server_root
 from eval.costs import Cost
 from eval.counters import PromptCounters
 from eval.measure import Bench, Measurement
@@ -38,10 +39,10 @@ def check_server(url: str, K: int) -> None:
 
 def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     """A row of the report. At temperature 0 the answers must be those of the traces."""
-    root, config = url.rstrip("/"), bench.config
+    root, config = server_root(url), bench.config
     answers, counters, timings = [], [], list[Timing]()
     before = scrape(url)
-    model, version = served_model(root), ask(f"{root}/version")["version"]
+    model, engine = served_model(root), _engine(root)
     for index, trace in enumerate(bench.traces):
         tokens = continuation(
             root, model, Request(trace.prompt_ids, config.seed + index, bench.sampling),
@@ -54,7 +55,6 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
         answers.append(tokens)
         before = now
     plain = [trace.response_ids for trace in bench.traces]
-    engine = f"vllm {version} server"
     about = {"engine": engine, "draft_sampled": None} | engine_costs([], timings, engine)
     measured = engine_row(bench, name, counters, answers, plain, cost, about)
     # alpha_hat needs each round, which the server does not report
@@ -64,6 +64,15 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
         place["alpha_hat"] = None
     return measured
+
+
+def _engine(root: str) -> str:
+    """The engine's name with its version, which a router or an older server does not give."""
+    try:
+        version = dict(ask(f"{root}/version")).get("version")
+    except (ServerError, TypeError, ValueError):
+        version = None
+    return f"vllm {version} server" if version else "vllm server"
 
 
 def _settled(url: str, before: EngineCounters, emitted: int) -> EngineCounters:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from data.config import DataConfig
 from data.features import FeaturesStore, Folder, write_features
 from data.features_layout import FeaturesPlan, features_folder
 from data.features_local import LocalFolder
@@ -16,12 +17,19 @@ from data.features_remote import RemoteFolder
 from data.file_cache import FileCache
 from data.served_states import ServedStates
 from data.traces import Trace
-from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
+from engines.states import PLUGIN, StatesClient, check_server, layer_numbers, states_options
 from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
 from target.outputs import LayerId, TargetRequest
 from trainer.checks import is_address
+
+
+def check_address(data: DataConfig) -> None:
+    """UserError where batches are to come from a server that does not answer, before the target is
+    loaded. A features store may be complete without its server."""
+    if data.features == "live" and is_address(data.features_engine):
+        check_server(data.features_engine)
 
 
 @contextlib.contextmanager
@@ -90,7 +98,9 @@ def served_states(
     data, target = run.config.data, run.target
     with contextlib.ExitStack() as stack:
         server = Server(data.features_engine, lambda: None)
-        if not is_address(server.url):
+        if is_address(server.url):
+            check_server(server.url)
+        else:
             Path(data.cache_dir).mkdir(parents=True, exist_ok=True)
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=".states-", dir=data.cache_dir)

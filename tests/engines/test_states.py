@@ -18,16 +18,18 @@ import torch
 
 import train
 from data.batches import collate
+from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces
 from data.prompts import load_prompts
 from data.served_states import ServedStates
 from engines import states as module
 from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
 from engines.vllm_server import vllm_server
+from phases.states import check_address, served_states
 from recipes.common.heads import HeadObjective
 from target.model import Target, decoder_layers, final_norm
 from tests.commands import ROOT, command, read_jsonl
-from tests.engines.states_server import LAYERS, Server, written
+from tests.engines.states_server import LAYERS, Handler, Server, written
 from tests.tiny import ARCHITECTURES
 from trainer.errors import RunFault, UserError
 
@@ -304,6 +306,33 @@ def test_states_are_asked_for_while_a_step_before_is_trained(tiny_folder, server
             assert order.index(("ask", index)) < order.index(("train", 2 * step - 2))
     assert max(index for _, index in order) == 7, "nothing past the last step"
     assert len(server.asked) <= 4 + 8 * 4, "each text once a batch, and four that are compared"
+
+
+@pytest.mark.parametrize("end", ["", "/v1/"])
+def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
+    end, server, monkeypatch
+):
+    check_address(DataConfig(features_engine=f"{server.url}{end}"))
+    with socket.socket() as free:  # bound and not listening: connections are refused
+        free.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}{end}"
+        with pytest.raises(UserError) as caught:
+            check_address(DataConfig(features_engine=gone))
+    assert (caught.value.key, caught.value.value) == ("data.features_engine", gone)
+    assert "Connection refused" in caught.value.rule
+    check_address(DataConfig(features="cached", features_engine=gone))  # the store may be whole
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply({"detail": "Not Found"}, 404))
+    with pytest.raises(UserError, match="no server answers there"):
+        check_address(DataConfig(features_engine=server.url))
+
+
+def test_a_server_that_has_ended_is_not_waited_for(target, tmp_path):
+    """At the first text of a store, too."""
+    data = DataConfig(features="cached", features_engine="http://127.0.0.1:9")
+    run = SimpleNamespace(config=SimpleNamespace(data=data), target=target)
+    with pytest.raises(UserError) as caught, served_states(run, LAYERS, traces_of(target)):
+        pass
+    assert caught.value.key == "data.features_engine"
 
 
 @pytest.mark.engine

@@ -17,7 +17,7 @@ from engines import completions
 from engines import vllm_server as vllm
 from engines.completions import ServerError, ask, complete
 from engines.vllm_run import scrape
-from engines.web import is_own, past_proxy, urlopen
+from engines.web import is_own, past_proxy, server_root, urlopen
 from target.decode import Request
 from target.sampling import Sampling
 from tests.commands import ROOT
@@ -195,3 +195,13 @@ def test_an_answer_that_is_no_http_is_an_exchange_that_failed(server):
     with recording(99) as strange, pytest.raises(ServerError) as error:
         ask(strange.url)
     assert error.value.transient
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_as_clients_of_openais_interface_have_it(end):
+    assert server_root(f"http://h:8000{end}") == "http://h:8000"
+    assert server_root(f"https://h/llm{end}") == "https://h/llm"
+    with recording() as server:
+        assert scrape(f"{server.url}{end}").drafts == 1
+        assert scrape(f"{server.url}/metrics").drafts == 1
+        assert [path for _, path, _ in server.seen] == ["/metrics"] * 2

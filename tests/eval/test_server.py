@@ -31,7 +31,7 @@ def vllm_server(server, measured):
     bench, _, told = measured
     whole = {tuple(t.prompt_ids): i for i, t in enumerate(bench.traces)}
     state = types.SimpleNamespace(
-        url=server.url, late=0, waiting=0, asked=[], changed=None, answers=1
+        url=server.url, late=0, waiting=0, asked=[], changed=None, answers=1, about={"version": "9"}
     )
     old, new = EngineCounters(3, 12, 5, [3, 1, 1], 7, 3.0), None
 
@@ -53,7 +53,7 @@ def vllm_server(server, measured):
                 old = new
             state.waiting = max(0, state.waiting - 1)
             return page(old)
-        return json.dumps({"version": "9"} if path == "/version" else {"data": [{"id": "toy"}]})
+        return json.dumps(state.about if path == "/version" else {"data": [{"id": "toy"}]})
 
     def post(content):
         nonlocal new
@@ -82,7 +82,7 @@ def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
     bench, ours, _ = measured
     check_server(vllm_server.url, K)
     vllm_server.late = 2
-    found = server_row(bench, "draft", vllm_server.url + "/", COST)
+    found = server_row(bench, "draft", vllm_server.url + "/v1/", COST)
     build_report({}, {}, {}, [found.row], [], [])
     untold = {"reach": [0.0] * K, "tested": [0.0] * K, "rejections": 0.0}
     untold |= dict.fromkeys(RANGES, [0.0] * NUM_RANGES)
@@ -147,6 +147,13 @@ def test_a_running_server_has_times_of_rounds_alone(measured, vllm_server):
         "draft: a round takes 250 ms (quartiles 250 and 250) in vllm 9 server, batch 1, which "
         "drafts in every round: its time of plain decoding is not known."
     )
+
+
+@pytest.mark.parametrize("about", [{}, [], "9", {"version": None}])
+def test_a_server_that_does_not_say_its_version_is_measured(measured, vllm_server, about):
+    vllm_server.about = about
+    row = server_row(measured[0], "draft", vllm_server.url, COST).row
+    assert (row["engine"], row["lossless"]) == ("vllm server", True)
 
 
 def test_another_clients_answer_among_the_times_is_a_fault(measured, vllm_server):
