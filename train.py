@@ -70,7 +70,8 @@ def main(arguments: list[str]) -> int:
         old = not again and report.written(config.run_dir) is not None
         if not old:
             states.check_address(config.data)
-            train_prompts, eval_prompts = generate.choose_prompts(config)
+            unread: dict[str, object] = {}
+            train_prompts, eval_prompts = generate.choose_prompts(config, unread)
             this = run.Run.open(config)
             recipe = module.Recipe(config.method, this.target)
             start = train.prepare(this, recipe, train_prompts)
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> int:
             if config.run.stage is None and this.accelerator.is_main_process:
                 dev = split_dev(traces, config.run.seed)[1]
                 about = recipe.about()
-                report.finish(this, start, trained, results, eval_prompts, dev, about)
+                report.finish(this, start, trained, results, eval_prompts, dev, about, unread)
             this.target.sync()
         if os.environ.get("RANK", "0") == "0" and (finished := report.written(config.run_dir)):
             report.show(finished, config.run_dir)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from data.bad_rows import DROP, FEW
 from trainer.checks import SIDE_BY_SIDE, is_address, require_address, require_counts, require_one_of
 from trainer.config import Section, suggest
 from trainer.errors import UserError, require
@@ -22,10 +23,14 @@ class DataConfig(Section):
     prompts: str = "toy"
     prompts_config: str | None = None  # configuration of the Hub data set
     prompts_split: str = "train"  # split of the Hub data set
-    # column that holds the prompts; null: the first of the usual names that is there
-    prompts_column: str | None = None
+    # column that holds the prompts, or a list of columns whose texts are joined by a blank line in
+    # that order; null: the usual names
+    prompts_column: list[str] = field(default_factory=list)
     # column that holds responses of the data set's own, for the source `fixed` of a data mix
     response_column: str | None = None
+    # rows that cannot be read; few: left out up to 1 % of a source, and at least 3, of eval.prompts
+    # none; drop: left out however many they are
+    bad_rows: str = FEW
     num_prompts: int = 768  # conversations used for training; each user turn of one is a text
     # share of the prompts held out for evaluation, by hash, where eval.prompts is null
     eval_share: float = 0.1
@@ -75,6 +80,15 @@ class DataConfig(Section):
     # teacher; 0: none
     teacher_top_k: int = 0
     teacher_samples: int = 0  # tokens drawn from the rest of the distribution and stored as well
+
+    @classmethod
+    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
+        """The keys and values of this version for those of an earlier one."""
+        return {**stored, **column_list(stored)}
+
+    @classmethod
+    def naming(cls, values: dict[str, object]) -> dict[str, object]:
+        return {**values, **single_column(values)}
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, list):
@@ -131,6 +145,7 @@ class DataConfig(Section):
             self.features_cache_gb > 0, "data.features_cache_gb", "be > 0", self.features_cache_gb
         )
         self._check_features_url()
+        require_one_of("data.bad_rows", self.bad_rows, (FEW, DROP))
         require_one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
 
     def _check_features_url(self) -> None:
@@ -157,3 +172,21 @@ class DataConfig(Section):
             raise UserError(
                 f"{key}={self.features_url} needs a package that is not installed: {error}"
             ) from error
+
+
+def column_list(stored: dict[str, object]) -> dict[str, object]:
+    """The part `prompts_column` of a stored section, which held one name or null at first."""
+    match stored:
+        case {"prompts_column": str() as name}:
+            return {"prompts_column": [name]}
+        case {"prompts_column": None}:
+            return {"prompts_column": []}
+    return {}
+
+
+def single_column(values: dict[str, object]) -> dict[str, object]:
+    """The part `prompts_column` of an identity, as it was when it held one name."""
+    match values:
+        case {"prompts_column": [name]}:
+            return {"prompts_column": name}
+    return {}

@@ -22,6 +22,7 @@ from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
 from data.prompts import Prompt, Turn, user_turns
 from data.render import fixed_response_ids, render, with_answers
+from data.rendered import describe_rendered
 from data.trace_rows import Traces, trace_key
 from data.traces import Trace, TraceIdentity, TraceStore
 from engines.completions import complete
@@ -221,6 +222,9 @@ def generate_traces(
     the store does not fit the plan, RunFault where the disk cannot be written.
     """
     assert bool(plan.served) == (servers is not None)
+    line = describe_rendered([prompt.text for prompt in plan.prompts], target.tokenizer)
+    if rank == 0 and line:
+        print(f"{label}: {line}")
     store = TraceStore.open(folder, plan.identity(target))
     with contextlib.ExitStack() as held:
         if rank == 0 and not store.is_complete(()):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.columns import Columns, choose_columns
 from data.tables import FILE_KINDS, Row, Table, file_kind, listed, read_table, split_files
-from trainer.config import suggest
-from trainer.errors import UserError, excerpt
+from trainer.errors import UserError
 
-PROMPT_COLUMNS = ("messages", "conversations", "prompt", "instruction", "question", "text", "turns")
-RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
 # names of folders that hold parts of one data set
 PARTS = {"data", "train", "training", "test", "testing", "eval", "evaluation", "valid",
          "validation", "dev"}  # fmt: skip
@@ -23,23 +21,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptTable:
-    """A table of `source` with its `column` of prompts and, where there is one, of `answers`;
-    `domain`: of rows that name none."""
+    """A table of `source` and which of its columns are read; `domain`: of rows that name none."""
 
     source: str
     domain: str
     table: Table
-    column: str
-    answers: str | None
+    columns: Columns
 
-    def rows(self, also: Iterable[str]) -> Iterable[Row]:
-        """The rows with these columns, and those of `also` that there are."""
-        wanted = [self.column, *([] if self.answers is None else [self.answers]), *also]
-        return self.table.rows([*dict.fromkeys(n for n in wanted if n in self.table.columns)])
+    def rows(self) -> Iterable[Row]:
+        """The rows with the columns that are read."""
+        read = set(self.columns.read)
+        return self.table.rows([name for name in self.table.columns if name in read])
 
 
 def open_tables(
-    source: str, config: str | None, split: str, column: str | None, response_column: str | None
+    source: str,
+    config: str | None,
+    split: str,
+    column: Sequence[str],
+    response_column: str | None,
+    key: str = "data.prompts",
 ) -> list[PromptTable]:
     """The tables of a source: one, or those of a folder that holds several data sets.
 
@@ -51,7 +52,9 @@ def open_tables(
     """
 
     def opened(place: Path | str, domain: str) -> PromptTable:
-        return _opened(str(place), domain, config, split, column, response_column)
+        table = read_table(str(place), config, split)
+        columns = choose_columns(str(place), table, column, response_column, key)
+        return PromptTable(str(place), domain, table, columns)
 
     folder = Path(os.path.expanduser(source))
     several = config is None and _holds_several(folder)
@@ -111,25 +114,3 @@ def _files_of_split(entry: Path, split: str, files: list[Path], error: UserError
         if not any(file.resolve() in part for part in parts.values()):
             _log.info("left out: %s is of no split of %s", file, entry)
     return [file for file in files if file.resolve() in parts.get(split, [])]
-
-
-def _opened(
-    source: str,
-    domain: str,
-    config: str | None,
-    split: str,
-    column: str | None,
-    response_column: str | None,
-) -> PromptTable:
-    table = read_table(source, config, split)
-    columns = table.columns
-    for name in (column, response_column):
-        if name is not None and name not in columns:
-            known = listed(columns) + suggest(name, columns)
-            raise UserError(f"{source} has no column {excerpt(name)}; columns: {known}")
-    column = column or next((name for name in PROMPT_COLUMNS if name in columns), None)
-    if column is None:
-        known = f"({', '.join(PROMPT_COLUMNS)}); columns: {listed(columns)}"
-        raise UserError(f"{source} has none of the usual columns {known}; set prompts_column")
-    guess = next((name for name in RESPONSE_COLUMNS if name in columns and name != column), None)
-    return PromptTable(source, domain, table, column, response_column or guess)

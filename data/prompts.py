@@ -2,8 +2,9 @@
 
 `load_prompts` turns rows of any usual form into `Prompt`s (`data/tables.py` reads the rows);
 `data/split.py` keeps evaluation apart from training; `data/render.py` turns a prompt into the token
-ids of each assistant turn. Nothing is decided silently: a row that cannot be read stops the run
-with its number, and what is dropped (duplicates, empty prompts) is counted and logged.
+ids of each assistant turn. Nothing is decided silently: which columns are read is logged, rows that
+cannot be read follow one rule (`data/bad_rows.py`), and what is dropped (duplicates, empty prompts)
+is counted.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
 from data import questions, toy
+from data.bad_rows import FEW, NONE, BadRow, BadRows
+from data.columns import answer_in, prompt_in
+from data.messages import Message as Message
+from data.messages import whole
 from data.prompt_tables import PromptTable, open_tables
-from data.tables import kind_of, listed
 from data.trace_rows import Trace
-from trainer.errors import UserError, excerpt
-
-Message: TypeAlias = dict[str, str]  # {"role": system | user | assistant, "content": text}
+from trainer.errors import UserError
 
 
 class Rendered(tuple[int, ...]):
@@ -33,14 +36,6 @@ class Rendered(tuple[int, ...]):
 Turn: TypeAlias = str | list[Message] | Rendered
 
 TOY_PROMPTS = 100_000  # the toy's problems never end
-_DOMAIN_COLUMNS = ("domain", "category")
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "human": "user",
-    "gpt": "assistant",
-}
 
 _log = logging.getLogger(__name__)
 
@@ -101,31 +96,40 @@ def load_prompts(
     count: int,
     config: str | None = None,
     split: str = "train",
-    column: str | None = None,
+    column: Sequence[str] = (),
     response_column: str | None = None,
     seed: int = 0,
     toy_split: str = "train",
+    key: str = "data.prompts",
+    bad_rows: str = FEW,
+    left_out: dict[str, object] | None = None,
 ) -> list[Prompt]:
     """Read at most `count` distinct prompts, in the order of the source; all where it has fewer.
 
     `source`: `toy`, `questions`, either with domains (`toy:code+math`), a file (.jsonl .json
-    .parquet .csv .txt, each also .gz), a Hub data set id or a folder of one, to which alone
-    `config` and `split` apply, or a folder of several data sets. Rows are chosen by a hash keyed
-    with `seed`, so a source that grows keeps most of an earlier choice. The domain of a row is its
-    `domain` or `category`, else the name of the file or data set. Prompts that differ only in the
-    white space around their texts are one, the first. Raises UserError where a row cannot be read
-    or no prompt is left.
+    .parquet .csv .txt, each also .gz or .zst), a Hub data set id or a folder of one, to which alone
+    `config` and `split` apply, or a folder of several data sets. `column`: those of the prompt, in
+    the order in which their texts are joined; empty: the usual ones (`data/columns.py`). Rows are
+    chosen by a hash keyed with `seed`, so a source that grows keeps most of an earlier choice. The
+    domain of a row is its `domain` or `category`, else the name of the file or data set. Prompts
+    that differ only in the white space around their texts are one, the first. `bad_rows`: how many
+    unreadable rows may be left out (`data/bad_rows.py`); `left_out` receives what a report says of
+    them, below `key`, the setting that names the source. Raises UserError where more cannot be
+    read or no prompt is left.
     """
     if is_made_here(source):
         prompts, num_empty = _toy_prompts(source, count, seed, toy_split), 0
     else:
-        prompts, num_empty = [], 0
-        tables = open_tables(source, config, split, column, response_column)
+        prompts, num_empty, bad = list[Prompt](), 0, BadRows()
+        tables = open_tables(source, config, split, column, response_column, key)
         for table in tables:
-            more, empty = _row_prompts(table, required=response_column is not None)
+            more, empty = _row_prompts(table, response_column is not None, bad)
             if len(tables) > 1:
                 _log.info("%s: %d prompts of domain %s", table.source, len(more), table.domain)
             prompts, num_empty = prompts + more, num_empty + empty
+        bad.check(key, source, bad_rows if prompts else NONE)
+        if bad.count and left_out is not None:
+            left_out[key] = bad.facts()
     distinct: dict[str, Prompt] = {}
     for prompt in prompts:
         distinct.setdefault(trimmed_hash(prompt.messages or prompt.text or ""), prompt)
@@ -187,104 +191,54 @@ def _toy_prompts(source: str, count: int, seed: int, split: str) -> list[Prompt]
 # --- rows to prompts -----------------------------------------------------------------------------
 
 
-def _row_prompts(table: PromptTable, required: bool) -> tuple[list[Prompt], int]:
-    """The prompts of a table, and how many were empty. `required`: its column of answers is."""
-    column, also = table.column, ("input", "conversation_id", *_DOMAIN_COLUMNS)
-    prompts, num_empty = [], 0
-    for where, row in table.rows(also):
-        content = _content(where, row, column)
-        if content is None:
-            num_empty += 1
-            continue
-        plain = isinstance(content, str)
-        response = _response(where, row, table.answers, required)
-        if not plain and not required and content[-1]["role"] == "assistant":
-            response = content[-1]["content"]
-        domains = [
-            _text(where, repr(name), row[name])
-            for name in _DOMAIN_COLUMNS if isinstance(row.get(name), str)
-        ]  # fmt: skip
-        conversation_id = shown_hash(content)
-        if row.get("conversation_id") is not None:
-            conversation_id = _text(where, "'conversation_id'", str(row["conversation_id"]))
-        prompts.append(
-            Prompt(
-                text=content if plain else None,
-                messages=None if plain else tuple(content),
-                response=response if response and response.strip() else None,
-                domain=next(filter(None, domains), table.domain),
-                source=where,
-                conversation_id=conversation_id,
-            )
-        )
+def _row_prompts(table: PromptTable, required: bool, bad: BadRows) -> tuple[list[Prompt], int]:
+    """The prompts of a table, and how many were empty. `required`: its column of answers is; `bad`
+    receives the rows that cannot be read."""
+    prompts, num_empty = list[Prompt](), 0
+    notes, filled = Counter[str](), Counter[str]()
+    for where, row in table.rows():
+        bad.num_rows += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            name, content = prompt_in(table.source, row, table.columns, notes)
+            filled[name] += 1
+            if content is None:
+                num_empty += 1
+                continue
+            prompts.append(_prompt(table, where, row, content, required))
+        except BadRow as error:
+            bad.add(where, error)
+    _log.info("%s: %s", table.source, table.columns.line(filled))
+    for note, count in notes.items():
+        _log.info("%s: %d conversations %s", table.source, count, note)
     return prompts, num_empty
 
 
-def _content(where: str, row: Mapping[str, object], column: str) -> str | list[Message] | None:
-    """Plain text or a conversation, as the value's form says; None where it is empty."""
-    if column not in row:
-        raise UserError(f"{where} has no column {column!r}; columns: {listed(row)}")
-    value = row[column]
-    if isinstance(value, str):
-        text = _text(where, repr(column), value)
-        if column == "instruction" and row.get("input") is not None:  # as in Alpaca
-            extra = _text(where, "'input'", row["input"])
-            text = f"{text}\n\n{extra}" if extra.strip() else text
-        return text if text.strip() else None
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):  # as in MT-bench
-        messages = [{"role": "user", "content": _text(where, repr(column), item)} for item in value]
-    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        messages = _messages(where, value)
-    else:
-        rule = "text, a list of user turns or a list of messages"
-        raise UserError(f"{where}: column {column!r} must hold {rule}, got {kind_of(value)}")
-    users = [message["content"] for message in messages if message["role"] == "user"]
-    return messages if users and all(text.strip() for text in users) else None
-
-
-def _messages(where: str, items: Sequence[Mapping[str, object]]) -> list[Message]:
-    """Messages with OpenAI's role and content, or ShareGPT's from and value.
-
-    A blank system message is left out.
-    """
-    messages: list[Message] = []
-    for number, item in enumerate(items, 1):
-        role_key, text_key = ("from", "value") if "from" in item else ("role", "content")
-        name = item.get(role_key)
-        here = f"{where}: message {number}"
-        if not isinstance(name, str) or name not in _ROLES:
-            known = ", ".join(_ROLES)
-            raise UserError(f"{here} has the unknown {role_key} {excerpt(name)}; known: {known}")
-        role, text = _ROLES[name], _text(here, repr(text_key), item.get(text_key))
-        if role == "system" and number > 1:
-            raise UserError(f"{here} is a system message; only the first message may be one")
-        if role == "assistant" and not any(message["role"] == "user" for message in messages):
-            raise UserError(f"{where}: the first turn must be the user's, got {name!r}; drop it")
-        if role != "system" or text.strip():
-            messages.append({"role": role, "content": text})
-    if items and not any(message["role"] == "user" for message in messages):
-        raise UserError(f"{where}: the conversation has no user turn; drop that row")
-    return messages
-
-
-def _response(
-    where: str, row: Mapping[str, object], column: str | None, required: bool
-) -> str | None:
-    value = row.get(column) if column else None
-    if isinstance(value, str) or required:
-        return _text(where, repr(column), value)
-    return None  # a column that only looked like the answers, e.g. a choice number
-
-
-def _text(where: str, what: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {what} must be text, got {kind_of(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half an emoji; no tokenizer takes it
-        rule = f"holds half of a surrogate pair at character {error.start + 1}"
-        raise UserError(f"{where}: {what} {rule}; repair or drop the row") from error
-    return value
+def _prompt(
+    table: PromptTable,
+    where: str,
+    row: Mapping[str, object],
+    content: str | list[Message],
+    required: bool,
+) -> Prompt:
+    columns, response = table.columns, answer_in(row, table.columns, required)
+    text, messages = (content, None) if isinstance(content, str) else (None, tuple(content))
+    if messages and not required and messages[-1]["role"] == "assistant":
+        response = messages[-1]["content"]
+    named = [row.get(name) for name in columns.domains]
+    domains = [whole(name, "domain") for name in named if isinstance(name, str)]
+    conversation_id = shown_hash(content)
+    if columns.conversation_id and row.get(columns.conversation_id) is not None:
+        conversation_id = whole(str(row[columns.conversation_id]), columns.conversation_id)
+    return Prompt(
+        text=text,
+        messages=messages,
+        response=response if response and response.strip() else None,
+        domain=next(filter(None, domains), table.domain),
+        source=where,
+        conversation_id=conversation_id,
+    )
 
 
 # --- turns ---------------------------------------------------------------------------------------

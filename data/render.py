@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.prompts import Message, Prompt, Rendered, Turn, user_turns
+from data.rendered import is_rendered, up_to_answer
 from data.tables import one_line
-from trainer.errors import UserError
+from trainer.errors import UserError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,9 +45,10 @@ def render(
     """Token ids that the target is shown before it answers.
 
     With a chat template: the conversation (plain text is one user message) up to the start of the
-    answer; `system_prompt` goes first unless the conversation brings its own. Without one: plain
-    text as the tokenizer encodes it; a conversation and options of a template raise UserError.
-    Token ids stay as they are, and those options raise UserError.
+    answer; `system_prompt` goes first unless the conversation brings its own. Text that the
+    template has rendered already is not rendered again (`data/rendered.py`). Without a template:
+    plain text as the tokenizer encodes it; a conversation and options of a template raise
+    UserError. Token ids stay as they are, and those options raise UserError.
     """
     options = chat_template_kwargs or {}
     if isinstance(turn, Rendered):
@@ -57,8 +59,12 @@ def render(
         return list(turn)
     if not tokenizer.chat_template:
         return _render_plain(turn, tokenizer, system_prompt, options)
+    if isinstance(turn, str) and is_rendered(turn, tokenizer):
+        rule = "be empty for prompts that are rendered already"
+        require(not system_prompt, "data.system_prompt", rule, system_prompt)
+        return _encoded(up_to_answer(turn, tokenizer, options), tokenizer)
     messages = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
-    system = system_prompt if messages[0]["role"] != "system" else None
+    system = system_prompt if messages[0]["role"] not in ("system", "developer") else None
     return _render_chat(messages, tokenizer, system, options)
 
 
@@ -100,7 +106,11 @@ def _render_plain(
         if value:
             rule = "must be empty for a target without a chat template"
             raise UserError(f"data.{key} {rule}, got {value!r}; remedy: remove it, or {remedy}")
-    ids = tokenizer(turn).input_ids
+    return _encoded(turn, tokenizer)
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: list[int] = tokenizer(text).input_ids
     # a text that spells its BOS out, from a tokenizer that adds one
     bos = tokenizer.bos_token_id
     return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -117,6 +127,9 @@ def _render_chat(
     _check_template_options(tokenizer, options)
     if system_prompt:
         messages = [{"role": "system", "content": system_prompt}, *messages]
+    if "developer" not in str(tokenizer.chat_template):  # OpenAI's later name for the same message
+        known = {"developer": "system"}
+        messages = [{**m, "role": known.get(m["role"], m["role"])} for m in messages]
     options = {**options, "add_generation_prompt": True}
     try:
         if system_prompt:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from data.config import column_list, single_column
 from drafters.training_free.table import is_training_free, parse_training_free
 from drafters.trees.spec import TreeSpec
 from drafters.trees.table import parse_tree
@@ -38,7 +39,7 @@ class EvalConfig(Section):
     prompts: str | None = None
     prompts_config: str | None = None  # configuration of the Hub data set
     prompts_split: str = "test"  # split of the Hub data set
-    prompts_column: str | None = None  # column that holds the prompts
+    prompts_column: list[str] = field(default_factory=list)  # as data.prompts_column
     num_prompts: int = 96  # prompts of the report
     max_new_tokens: int = 96  # longest answer in the report
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # each gets its own rows
@@ -83,10 +84,11 @@ class EvalConfig(Section):
             new["verifier"] = spelled(parse_verifier(",".join(["typical", *limits])))
         if "tree" in new and not isinstance(new["tree"], list):
             new["tree"] = [] if new["tree"] is None else [new["tree"]]
-        return new
+        return {**new, **column_list(new)}
 
     @classmethod
     def naming(cls, values: dict[str, object]) -> dict[str, object]:
+        values = {**values, **single_column(values)}
         match values:
             case {"tree": [tree]}:  # which was the only one
                 return {**values, "tree": tree}

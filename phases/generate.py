@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.bad_rows import DROP, NONE
 from data.budget import estimate_bytes
 from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
@@ -47,10 +48,13 @@ from trainer.errors import UserError, require
 Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives servers' addresses
 
 
-def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+def choose_prompts(
+    config: Config, unread: dict[str, object] | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
     """Choose the (training, evaluation) prompts, without the training prompts all of whose turns
-    are held out as well. UserError where more than half of the training turns are."""
-    train, held_out = both_prompts(config)
+    are held out as well. `unread` receives what a report says of rows that cannot be read.
+    UserError where more than half of the training turns are held out."""
+    train, held_out = both_prompts(config, unread)
     data = config.data
     key, value = "eval.prompts", config.eval.prompts
     if value is None:
@@ -58,7 +62,9 @@ def choose_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     return drop_held_out(train, held_out, data.system_prompt, key, value), held_out
 
 
-def both_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+def both_prompts(
+    config: Config, unread: dict[str, object] | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
     """Choose the training prompts and those of the report, as they are named."""
     data, evaluation = config.data, config.eval
     common = {
@@ -85,6 +91,8 @@ def both_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
             count=data.num_prompts if own or toy else sys.maxsize,  # both are taken from these
             response_column=data.response_column,
             seed=config.run.seed,
+            bad_rows=data.bad_rows,
+            left_out=unread,
             **common,
         )
     if own or toy:
@@ -92,7 +100,8 @@ def both_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
             evaluation.prompts or data.prompts, count=evaluation.num_prompts,
             config=evaluation.prompts_config,
             split=evaluation.prompts_split, column=evaluation.prompts_column,
-            seed=evaluation.seed, toy_split="eval",
+            seed=evaluation.seed, toy_split="eval", key="eval.prompts",
+            bad_rows=DROP if data.bad_rows == DROP else NONE, left_out=unread,
         )  # fmt: skip
     else:
         train, held_out = split_by_hash(train, data.eval_share, system_prompt=data.system_prompt)
@@ -115,7 +124,7 @@ def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | N
         return
     for name in unread:
         default = getattr(type(config), name, None)
-        given = getattr(config, name, None)
+        given = getattr(config, name, None) or None
         rule = f"be left at {'null' if default is None else default} {why}"
         require(given == default, f"{section}.{name}", rule, given)
 

@@ -294,10 +294,12 @@ def finish(
     prompts: list[Prompt],
     dev: list[Trace],
     about: Mapping[str, object] | None = None,
+    unread: Mapping[str, object] | None = None,
 ) -> None:
     """Measure, save and export the drafter, write the three reports; report.json comes last.
     `base`: the drafter that the run started with; `trained`: the drafters of the stages by row;
-    `about`: the recipe's own facts about the drafter."""
+    `about`: the recipe's own facts about the drafter; `unread`: the rows of prompts that could not
+    be read, by key."""
     after = trained["after"]
     if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
         raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
@@ -327,6 +329,7 @@ def finish(
             "recipe": run.config.recipe,
             "folder": str(run.folder),
             **read_facts(run.folder),
+            **({"unread_rows": unread} if unread else {}),
         },
         target={"name": run.target.name, "fingerprint": run.target.fingerprint},
         drafter={

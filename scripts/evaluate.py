@@ -41,9 +41,10 @@ from trainer.specs import form
 # generated
 READS = ("dry_run", "script.out", "run.seed", "eval", *run.OF_TARGET,
          "data.prompts", "data.prompts_config", "data.prompts_split", "data.prompts_column",
-         "data.response_column", "data.num_prompts", "data.eval_share", "data.system_prompt",
-         "data.chat_template_kwargs", "data.max_prompt_tokens", "data.long_prompts",
-         "data.cache_dir", "data.batch_size", "data.rows_per_shard", "data.traces")  # fmt: skip
+         "data.bad_rows", "data.response_column", "data.num_prompts", "data.eval_share",
+         "data.system_prompt", "data.chat_template_kwargs", "data.max_prompt_tokens",
+         "data.long_prompts", "data.cache_dir", "data.batch_size", "data.rows_per_shard",
+         "data.traces")  # fmt: skip
 # of these only what this command line says: a folder may come from somebody else
 ENGINE = ("data.engine", "data.engine_options", "data.servers")
 NAMED = {"vllm": {"data.engine"}, "openai": {"data.engine", "data.servers"}}  # for data.engine
@@ -112,8 +113,10 @@ def measure(
     prompts: list[Prompt],
     folder: Path,
     arguments: list[str],
+    unread: dict[str, object],
 ) -> None:
-    """Measure the drafter and write the report to `folder`."""
+    """Measure the drafter and write the report to `folder`. `unread`: the rows of prompts that
+    could not be read, by key."""
     name = shown(str(this.config.eval.drafter))
     others = report.baselines(this, drafter)
     if name in ORDER or name in others:  # a folder called like another row
@@ -122,7 +125,11 @@ def measure(
     with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
         measured = report.measure(this, drafters, prompts, name)
     content = build_report(
-        run={"recipe": this.config.recipe, **run.provenance(["scripts.evaluate", *arguments])},
+        run={
+            "recipe": this.config.recipe,
+            **run.provenance(["scripts.evaluate", *arguments]),
+            **({"unread_rows": unread} if unread else {}),
+        },
         target={"name": this.target.name, "fingerprint": this.target.fingerprint},
         drafter={"start": name, **report.facts(drafter, this.target)},
         results=measured.rows,
@@ -162,11 +169,12 @@ def main(arguments: list[str]) -> int:
         exits.stop_softly()
         this = run.Run.open(config)
         drafter = drafter_of(config.eval, this.target, config.model.trust_remote_code)
-        _, prompts = generate.both_prompts(config)
+        unread: dict[str, object] = {}
+        _, prompts = generate.both_prompts(config, unread)
         with generate.shared_engine(this) as engine:  # by all processes
             generate.report_traces(this, prompts, engine)
         if this.accelerator.is_main_process:
-            measure(this, drafter, prompts, folder, arguments)
+            measure(this, drafter, prompts, folder, arguments, unread)
         this.target.sync()
     except Exception as error:
         return exits.fail(error, arguments)

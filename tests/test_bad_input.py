@@ -273,11 +273,11 @@ def test_what_a_head_cannot_do_is_said_before_it_is_trained(
     ("content", "words", "says"),
     [
         ("", [], "own.jsonl is empty"),
-        ('{"prompt": "a"}\n{"prompt": \n', [], ["own.jsonl line 2 is not JSON"]),
-        ('{"prompt": "a"}\n[1]\n', [], ["own.jsonl line 2 must be an object", "list"]),
+        ('{"prompt": \n', [], ["1 x not JSON, first line 1", "data.bad_rows=drop"]),
+        ('"a"\n', [], ["no object with named columns, first row 1", "str"]),
         ('{"prom": "a"}\n', [], ["none of the usual columns", "columns: prom"]),
         ('{"ask": "a"}\n', ["data.prompts_column=as"], ["'as'", "did you mean 'ask'?"]),
-        ('{"prompt": 3}\n', [], ["line 1", "'prompt' must hold text"]),
+        ('{"prompt": 3}\n', [], ["line 1", "no text in the column 'prompt'"]),
         ('{"prompt": "  "}\n', [], "holds no prompt that is not empty"),
         ('{"prompt": "a"}\n', ["data.response_column=b"], "no column 'b'"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["method.data_mix={fixed: 1}"],
@@ -298,7 +298,7 @@ def test_prompts_that_cannot_be_used(refused, tmp_path, content, words, says):
 
 
 def test_long_prompts_are_dropped_where_asked(tmp_path, tiny_folder, capsys):
-    rows = [{"prompt": text} for text in ("short one", "another", "long " * 60)]
+    rows = [{"prompt": text} for text in ("short one", "another", "long " * 60, 7)]
     prompts = write_jsonl(tmp_path / "own.jsonl", rows)
     others = write_jsonl(
         tmp_path / "others.jsonl", [{"prompt": t} for t in ("third", "wide " * 60)]
@@ -311,6 +311,8 @@ def test_long_prompts_are_dropped_where_asked(tmp_path, tiny_folder, capsys):
     left_out = "1 prompts, 1 left out as too long or equal to another"
     assert left_out in out
     assert left_out in (tmp_path / "run" / "report.md").read_text()
+    unread = json.loads((tmp_path / "run" / "report.json").read_text())["run"]["unread_rows"]
+    assert unread["data.prompts"]["left_out"] == 1
 
 
 @pytest.mark.parametrize("side", ["data", "eval"])

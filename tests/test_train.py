@@ -294,6 +294,23 @@ def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):
     assert "data.eval_share=0.5 holds out" in capsys.readouterr().out
 
 
+def test_each_side_reads_the_columns_that_are_named_for_it(tmp_path, capsys):
+    rows = [{"context": f"c{i}", "question": f"q{i}", "answer": f"a{i}"} for i in range(4)]
+    prompts = write_jsonl(tmp_path / "x.jsonl", rows)
+    held_out = write_jsonl(tmp_path / "y.jsonl", [*rows, {"question": 7}])
+    names = ["data.prompts_column=[context,question]", "eval.prompts_column=answer"]
+    words = [f"data.prompts={prompts}", f"eval.prompts={held_out}", *names]
+    with pytest.raises(UserError) as caught:
+        choose_prompts(train.resolve(command(tmp_path, "x", *words))[0])
+    assert caught.value.key == "eval.prompts"  # of which no row is left out
+    config = train.resolve(command(tmp_path, "x", *words, "data.bad_rows=drop"))[0]
+    unread = {}
+    trained, measured = choose_prompts(config, unread)
+    assert trained[0].text == "c0\n\nq0"
+    assert measured[0].text == "a0"
+    assert unread["eval.prompts"]["left_out"] == 1
+
+
 @pytest.mark.slow
 def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, capsys):
     words = command(tmp_path, tiny_folder("llama"))
