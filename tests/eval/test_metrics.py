@@ -301,19 +301,19 @@ def test_tokens_per_round_stand_by_the_range_in_which_rounds_begin():
         11,
     ]
     assert [range_bounds(i) for i in (0, 1, 2, 11)] == [(0, 31), (32, 63), (64, 127), (32768, None)]
-    rounds = [a_round(3, 2, 3, 3)] * 10 + [a_round(3, 3, 4)] + [a_round(3, 0, 1, 1)] * 2
-    one = counters_from_rounds(rounds, "p", "code", 3)  # begin at 1, 4, ..., 28, 31, 35, 36
+    rounds = [a_round(3, 2, 3, 3)] * 10 + [a_round(3, 0, 1, 1)] + [a_round(3, 3, 4)] * 2
+    one = counters_from_rounds(rounds, "p", "code", 3)  # begin at 1, 4, ..., 28, 31, 32, 36
     other = PromptCounters("q", "code", 3, rounds_from=[4.0] * 12, emitted_from=[8.0] * 12)
     first, second = per_position([one])
     assert (first["first"], first["last"], first["num_rounds"]) == (0, 31, 11)
-    assert first["tokens_per_round"] == pytest.approx(34 / 11)
+    assert first["tokens_per_round"] == pytest.approx(31 / 11)
     assert (second["first"], second["last"], second["num_rounds"]) == (32, 63, 2)
-    assert second["tokens_per_round"] == 1.0
+    assert second["tokens_per_round"] == 4.0
     assert second["tokens_per_round_ci95"] is None
     both = per_position([one, other], draws=500)
     assert len(both) == 12
-    assert both[1]["tokens_per_round"] == pytest.approx(10 / 6)
-    assert both[1]["tokens_per_round_ci95"] == [1.0, 2.0]
+    assert both[1]["tokens_per_round"] == pytest.approx(16 / 6)
+    assert both[1]["tokens_per_round_ci95"] == [2.0, 4.0]
     assert both[11]["last"] is None
 
 

@@ -221,6 +221,26 @@ def test_a_head_is_judged_from_the_second_token_of_an_answer(greedy):
         assert (one.overlap_sum, one.overlap_count) == (same, len(drafted))
 
 
+def test_alpha_of_a_depth_is_over_the_tokens_that_it_may_draft(greedy):
+    """The second token of a round is at the earliest the third of an answer."""
+    target, traces = greedy
+    torch.manual_seed(0)
+    head = MedusaDrafter.build(target, MedusaSettings(K))
+    same, count = np.zeros(K), np.zeros(K)
+    for trace in traces:
+        ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+        outputs = target.outputs(ids, layers=head.target_layers)
+        for depth in range(1, K + 1):
+            drafted = trace.response_ids[depth:]
+            with torch.no_grad():
+                logits = head.draft_logits(ids, outputs, depth)
+            best = logits[0, len(trace.prompt_ids) - 1 + depth : -1].argmax(-1)
+            same[depth - 1] += sum(a == b for a, b in zip(best.tolist(), drafted, strict=True))
+            count[depth - 1] += len(drafted)
+    found = OfflineEvaluator(target, traces, GREEDY, Budget(K))(head).alpha_by_depth
+    assert found == pytest.approx(same / count)
+
+
 def test_without_look_ahead_the_cut_counters_are_the_same(greedy):
     target, traces = greedy
     bare = [dataclasses.replace(trace, lookahead_ids=[]) for trace in traces]
@@ -634,3 +654,27 @@ def test_the_cost_of_a_draft_vocabulary_bounds_what_the_whole_one_would_gain(sam
     assert gains[1] <= cost["tokens_per_round_lost"]
     if sampling.temperature == 0:  # the head was trained on this text
         assert min(gains) > 0.1
+        rounds = sum(rounds_of(reduced, trace, lambda token: token % 2 == 1) for trace in traces)
+        emitted = total(one, "emitted")
+        lost = emitted / rounds - emitted / total(one, "rounds")
+        assert cost["tokens_per_round_lost"] == pytest.approx(lost)
+
+
+@torch.no_grad()
+def rounds_of(head, trace, accepted):
+    """Rounds of K tokens at T=0 along the trace, if `accepted` tokens always are."""
+    ids = torch.tensor([trace.prompt_ids + trace.response_ids])
+    outputs = head.shared.target.outputs(ids, layers=head.target_layers)
+    first, text = len(trace.prompt_ids) - 1, trace.response_ids
+    best = [
+        head.draft_logits(ids, outputs, depth)[0, first:].argmax(-1) for depth in range(1, K + 1)
+    ]
+    start, rounds = 1, 0
+    while start < len(text):
+        rounds += 1
+        for depth, token in enumerate(text[start : start + K]):
+            if not accepted(token) and best[depth][start] != token:
+                break
+            start += 1
+        start += 1
+    return rounds

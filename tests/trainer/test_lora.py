@@ -65,6 +65,18 @@ def test_it_adds_a_matrix_of_low_rank_to_every_layer_and_no_more(
     assert adapted >= 2
 
 
+def test_an_adapter_adds_alpha_over_rank_times_its_product():
+    torch.manual_seed(0)
+    drafter = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+    before = drafter[0].weight.detach().clone()
+    merge = attach(drafter, TrainerConfig(lora_rank=2, lora_alpha=6.0))
+    a, b = (dict(drafter.named_parameters())[f"0.lora_{x}.default.weight"] for x in "AB")
+    torch.nn.init.normal_(b)  # it starts at zero
+    expected = before + 6.0 / 2 * b.detach() @ a.detach()
+    merge()
+    torch.testing.assert_close(drafter[0].weight.detach(), expected)
+
+
 def test_merged_it_drafts_what_it_drafted(tiny_target):
     from drafters.causal_lm import CausalLMDrafter
 

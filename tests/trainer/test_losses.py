@@ -242,6 +242,13 @@ def test_options_reach_their_divergence():
     )
 
 
+def test_another_divergence_in_its_place_has_the_same_temperatures():
+    given = parse_divergence("jsd:0.3,draft_temperature=2,teacher_temperature=0.5")
+    assert given.instead("jsd") is given
+    expected = parse_divergence("fkl,draft_temperature=2,teacher_temperature=0.5")
+    assert given.instead("fkl") == expected
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

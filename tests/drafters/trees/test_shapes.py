@@ -122,6 +122,39 @@ def test_a_dynamic_tree_larger_than_its_candidates_is_refused():
         parse_shape("dynamic:7:2:2")
 
 
+class Table(TrainedDrafter):
+    """The next token depends on the last one: table [V, V]."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def start(self, state, budget):
+        return self.table[state.ids[:, 0]].log()
+
+    def extend(self, tokens, parents, depth):
+        return self.table[tokens].log()
+
+
+def test_a_dynamic_tree_holds_the_likeliest_paths():
+    """Of all paths of one and two tokens, and those of three behind the three best of two."""
+    table = torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    found = {(): 1.0}
+    for depth in (1, 2, 3):
+        last = sorted((p for p in found if len(p) == depth - 1), key=lambda p: -found[p])[:3]
+        for path, token in itertools.product(last, range(3)):
+            found[(*path, token)] = found[path] * float(table[(0, *path)[-1], token])
+    del found[()]
+    for size in (4, 7, 12):
+        ids, shape = torch.zeros(1, 4, dtype=torch.long), DynamicTree(size, 3, 3)
+        state = DraftState(ids, torch.tensor([1]), 1, Sampling(0.0), KeyedRandom(torch.tensor([0])))
+        tree = Table(table).propose(state, Budget(3, tree=shape))
+        paths = [()]
+        for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+            paths.append((*paths[parent + 1], token))
+        assert set(paths[1:]) == set(sorted(found, key=lambda p: -found[p])[:size])
+
+
 def test_a_calibrated_tree_is_the_best_of_all_trees():
     """Against every prefix-closed tree of the same size."""
     accuracy = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05]]

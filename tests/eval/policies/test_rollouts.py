@@ -15,7 +15,7 @@ from eval.policies import rollouts
 from eval.policies.drafted import Drafted
 from eval.policies.head import HeadPolicy
 from eval.policies.rollouts import Rollouts
-from eval.policies.table import make_budget
+from eval.policies.table import POLICIES, make_budget
 from eval.speed_model import modelled_speedup
 from phases.policies import best, matching
 from tests.drafters.test_acceptance_head import judged
@@ -302,6 +302,21 @@ def test_text_of_another_sampling_says_nothing_about_where_rounds_start(target, 
         assert other.tolist() == [0.0] + [1.0] * (len(traces[1].response_ids) - 1)
         assert same[:2].tolist() == [0.0, 1.0]
         assert 1 < same.sum() < other.sum()
+
+
+@pytest.mark.parametrize("cost_ratio", [0.02, 0.3])
+def test_a_familys_best_policy_has_the_highest_modelled_speedup(cost_ratio):
+    bank = simulated()
+    for family in ("fixed", "head"):
+        chosen = best(bank, family, 1, cost_ratio)
+        speeds = {
+            budget.policy + str(budget.max_tokens): rollouts.speed(
+                bank.counters(budget), cost_ratio
+            )
+            for budget in POLICIES[family].grid(bank.K)
+        }
+        assert speeds[chosen.policy + str(chosen.max_tokens)] == max(speeds.values())
+        assert min(speeds.values()) < max(speeds.values())
 
 
 def test_a_step_that_only_judges_costs_what_a_drafting_step_costs():
