@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.prompts import Prompt, Rendered, shown_hash
-from data.request_log import LoggedRequest, RequestLog
+from data.request_log import FOREIGN, LoggedRequest, RequestLog
 from data.tables import shorten
 from data.trace_rows import Traces, chosen, column
 from data.traces import ImportedIdentity, Trace, TraceStore
@@ -74,7 +74,7 @@ def traces_of(log: RequestLog, domains: Sequence[str]) -> Iterator[Trace]:
         try:
             reason = finish_reason(row, target.eos_ids)
         except ValueError as error:
-            log.skip(str(error), row.line)
+            log.skip(FOREIGN, str(error), row.line)
             continue
         sampling, identity = row.sampling, shown_hash(Rendered(row.prompt_ids))
         draw = (identity, sampling, row.seed)
@@ -111,8 +111,6 @@ def finish_reason(row: LoggedRequest, eos_ids: Sequence[int]) -> str:
     """Why the answer ended: eos, length or stop. ValueError where the log says something else than
     the last token: the target has another set of EOS ids."""
     ended, said = row.response_ids[-1] in eos_ids, row.finish_reason
-    if early := [token for token in row.response_ids[:-1] if token in eos_ids]:
-        raise ValueError(f"the answer goes on after its EOS, id {early[0]}")
     if ended and said == "length":
         raise ValueError("finish_reason is length, but the last token is an EOS")
     if not ended and said == "eos":

@@ -10,8 +10,9 @@ One JSON object a line, in one of three forms:
 
 A sampling setting that an exchange leaves out is that of the target's generation_config.json, as
 vLLM reads it, else OpenAI's default. `domain` is optional. Tokenising text again may give other
-tokens than the server drew, so such rows are marked. What cannot be used is skipped, counted and
-named; too much of it stops the run.
+tokens than the server drew, so such rows are marked. A line that is not learned from is skipped and
+counted by its reason; none stops a run. Text that the target cannot have written does, where it is
+too much: the log is another model's.
 """
 
 from __future__ import annotations
@@ -29,31 +30,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
+from data.exchanges import ENDED, FINISHED, Answer, answer_of, check_messages, check_whole
+from data.prompts import Message
 from data.render import render
+from data.request_keys import Unusable, check_keys
+from data.tables import shorten
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import GREEDY_BELOW, is_file
-from trainer.errors import UserError
+from trainer.errors import UserError, excerpt
 
-MAX_BAD_SHARE = 0.1
+MAX_FOREIGN_SHARE = 0.1
 ENOUGH_LINES = 20  # of which that share may already stop a run that is under way
-NAMED = 5  # lines that are named with their reason
+FOREIGN = "not this target's"  # the kind of a line that another model, or tokenizer, wrote
+NAMED, KINDS = 8, 50  # reasons that are printed, and counted
 POLL_S = 0.2
-# settings of a request that change the server's distribution in a way `target.sampling.warp` does
-# not, with the values that change nothing
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
-    "logit_bias": ({},), "n": (1,), "best_of": (1,), "min_tokens": (0,), "bad_words": ([],),
-    "allowed_token_ids": ([],), "use_beam_search": (False,), "structured_outputs": ({},),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
-}  # fmt: skip
 # keys of a request that a server fills from generation_config.json
 FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-ENDED = ("stop", "eos")
-# what unusual content raises here and in libraries: keys of another type, halves of an emoji, deep
-# nesting
-UNUSABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+TEXT_ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,8 @@ class LogState(TypedDict):
     offset: int  # bytes that were read
     lines: int
     num_bad: int
-    named: list[str]
+    kinds: dict[str, tuple[int, str]]
+    model: str | None
     last: tuple[int, str]  # length and hash of the last line; earlier versions did not save it
 
 
@@ -85,8 +80,7 @@ class RequestLog:
     """Reader of a log. `limit`: tokens that prompt and response may have together; `key`: of the
     configuration, which names the file.
 
-    Raises UserError where the file is missing or unreadable, was replaced, or holds too many lines
-    that cannot be used.
+    Raises UserError where the file is missing or unreadable, or another model wrote too much of it.
     """
 
     def __init__(self, path: str | Path, target: Target, limit: int, key: str = "method.log"):
@@ -97,7 +91,10 @@ class RequestLog:
         self.defaults: dict[str, object] = {"temperature": 1.0}
         self.defaults |= {name: value for name, value in values.items() if value is not None}
         self.last = 0, ""  # length and hash of the line before `offset`
-        self.named: list[str] = []  # the first few lines that were skipped, and why
+        # why lines were skipped: by kind how many, and the first of them
+        self.kinds: dict[str, tuple[int, str]] = {}
+        self.model: str | None = None  # the name under which the server has the target
+        self._gone = False  # whether it was printed that the file is not there
         if not is_file(f"{key} file", self.path):
             raise UserError(f"{key}={path} does not exist: name the file the server writes")
 
@@ -106,56 +103,69 @@ class RequestLog:
     ) -> list[LoggedRequest]:
         """Read the next `count` usable requests.
 
-        There are fewer where no complete line came for `wait_s` seconds, or `stopped()` is true.
+        There are fewer where no complete line came for `wait_s` seconds, or `stopped()` is true. A
+        file that was replaced, as logs are rotated, is read from its beginning.
         """
         found: list[LoggedRequest] = []
         waited = 0.0
         try:
-            with self.path.open("rb") as file:
-                self._seek(file)
-                while len(found) < count:
-                    line = file.readline()
-                    if not line.endswith(b"\n"):  # the end, or a line that is still being written
-                        file.seek(self.offset)
-                        if waited >= wait_s or stopped():
-                            break
-                        time.sleep(POLL_S)
-                        waited += POLL_S
-                        continue
-                    waited = 0.0
-                    self.offset += len(line)
-                    self.last = len(line), hashlib.sha256(line).hexdigest()
-                    if line.strip():
-                        found += self._take(line)
+            while True:
+                before = self.offset
+                found += self._read_on(count - len(found))
+                waited = waited if self.offset == before else 0.0
+                if len(found) == count or waited >= wait_s or stopped():
+                    return found
+                time.sleep(POLL_S)
+                waited += POLL_S
         except OSError as error:
             raise UserError(
-                f"{self.key}={self.path} cannot be read ({error.strerror}): the same command goes "
-                "on once it is back"
-            ) from error
+                f"cannot be read ({error.strerror})", key=self.key, value=str(self.path),
+                remedy="the same command goes on once it is back",
+            ) from error  # fmt: skip
+
+    def _read_on(self, count: int) -> list[LoggedRequest]:
+        """At most `count` usable requests of the lines that are complete by now."""
+        found: list[LoggedRequest] = []
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:  # it is being rotated
+            if not self._gone:
+                print(f"{self.key}={self.path} is gone: its return is waited for", flush=True)
+            self._gone = True
+            return found
+        with file:
+            self._gone = False
+            self._seek(file)
+            while len(found) < count:
+                line = file.readline()
+                if not line.endswith(b"\n") and not _is_object(line):  # it is still being written
+                    break
+                self.offset += len(line)
+                self.last = len(line), hashlib.sha256(line).hexdigest()
+                if line.strip():
+                    found += self._take(line)
         return found
 
     def read_all(self) -> Iterator[LoggedRequest]:
         """Yield the requests of a finished log, which may be gzipped, from its beginning. UserError
-        where its end is cut off."""
+        where it cannot be unpacked to its end, or no line can be used."""
         try:
             with (gzip.open if self.path.suffix == ".gz" else open)(self.path, "rb") as file:
                 for line in file:
-                    if not line.endswith(b"\n") and not _is_json(line):
-                        raise EOFError(f"line {self.lines + 1} is cut")
                     if line.strip():
                         yield from self._take(line)
         except (OSError, EOFError, zlib.error) as error:
-            reason = " ".join(str(error).split())
             raise UserError(
-                f"{self.key}={self.path} cannot be read to its end ({reason}): copy it again"
-            ) from error
-        self.check()
+                f"cannot be read to its end ({' '.join(str(error).split())})", key=self.key,
+                value=str(self.path), remedy="copy it again",
+            ) from error  # fmt: skip
+        self.check(over=True)
 
     def _seek(self, file: BinaryIO) -> None:
         """Go to where reading stopped.
 
         The line before it must be the one that was read, or blank: an exchange that was deleted
-        (engines.request_file). Raises UserError otherwise.
+        (engines.request_file). Else the file was replaced, and is read from its beginning.
         """
         length, known = self.last
         file.seek(self.offset)
@@ -166,99 +176,150 @@ class RequestLog:
                 return
             if another_look:
                 time.sleep(POLL_S)
-        raise UserError(
-            f"{self.key}={self.path} does not hold what was read of it ({self.offset} bytes): "
-            "it was replaced; begin another run with another run.dir"
+        print(
+            f"{self.key}={self.path} was replaced: the new file is read from its beginning, what "
+            f"the old one held behind byte {self.offset} is not",
+            flush=True,
         )
+        self.offset, self.last = file.seek(0), (0, "")
 
     def _take(self, line: bytes) -> list[LoggedRequest]:
         self.lines += 1
         try:
             return [dataclasses.replace(self.parse(line), line=self.lines)]
-        except UNUSABLE as error:
-            self.skip(str(error), line=self.lines)
-            return []
+        except Unusable as error:
+            self.skip(error.kind, str(error))
+        except Exception as error:  # what libraries raise is as unforeseen as what clients send
+            self.skip("odd content", f"{type(error).__name__}: {error}")
+        return []
 
-    def skip(self, reason: str, line: int | None = None) -> None:
-        """Count a line that cannot be used; UserError where there are too many."""
+    def skip(self, kind: str, reason: str, line: int | None = None) -> None:
+        """Count a line that is not learned from; UserError where another model wrote too much."""
         self.num_bad += 1
-        if len(self.named) < NAMED:
-            self.named.append(f"line {line or self.lines}: {reason}")
+        kind = kind if kind in self.kinds or len(self.kinds) < KINDS else "other reasons"
+        number, first = self.kinds.get(
+            kind, (0, f"line {line or self.lines}: {shorten(reason, 200)}")
+        )
+        self.kinds[kind] = number + 1, first
         if self.lines >= ENOUGH_LINES:
             self.check()
 
-    def check(self) -> None:
-        """Raise UserError where more than MAX_BAD_SHARE of the lines cannot be used."""
-        if self.num_bad > MAX_BAD_SHARE * self.lines:
-            raise UserError(
-                f"{self.key}={self.path}: {self.num_bad} of {self.lines} lines cannot be used, "
-                f"more than {MAX_BAD_SHARE:.0%} ({'; '.join(self.named)})"
-            )
+    def check(self, over: bool = False) -> None:
+        """Raise UserError where another model wrote more than MAX_FOREIGN_SHARE of the answers, and
+        where the log is over and no line could be used."""
+        foreign = self.kinds.get(FOREIGN, (0, ""))[0]
+        answers = self.lines - self.num_bad + foreign
+        remedy = "docs/online.md says which lines are learned from"
+        if foreign > MAX_FOREIGN_SHARE * answers:
+            share = f", more than {MAX_FOREIGN_SHARE:.0%}"
+            said = f"{foreign} of {answers} lines cannot be used{share}"
+            remedy = "name the model that wrote them as model.target"
+        elif over and self.lines and self.num_bad == self.lines:
+            said = f"{self.num_bad} of {self.lines} lines cannot be used"
+        else:
+            return
+        raise UserError(
+            f"{said} ({self._reasons()})", key=self.key, value=str(self.path), remedy=remedy
+        )
+
+    def _reasons(self) -> str:
+        """Each reason with its number of lines and the first of them."""
+        known = sorted(self.kinds.items(), key=lambda one: -one[1][0])
+        parts = [f"{kind} {number}, first {first}" for kind, (number, first) in known[:NAMED]]
+        return "; ".join([*parts, *(["..."] if len(known) > NAMED else [])])
 
     def summary(self) -> str:
-        """How many lines were skipped, and the first of them with the reason."""
-        named = f" ({'; '.join(self.named)})" if self.named else ""
-        return f"{self.path}: {self.num_bad} of {self.lines} lines skipped{named}"
+        """How many lines were skipped, by reason, and the first of each."""
+        reasons = f" ({self._reasons()})" if self.kinds else ""
+        return f"{self.path}: {self.num_bad} of {self.lines} lines skipped{reasons}"
 
     def parse(self, line: bytes) -> LoggedRequest:
-        """The request of a line; ValueError with the reason where it cannot be used."""
+        """The request of a line; Unusable, or what a library raises, where it is not learned
+        from."""
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError("not JSON") from error
+            raise Unusable("not JSON", "not JSON") from error
         if not isinstance(row, dict):
-            raise ValueError("not a JSON object")
+            raise Unusable("not JSON", "not a JSON object")
+        answer = answer_of(row)
+        has_ids = answer.prompt_ids is not None and answer.response_ids is not None
+        given = {key: value for key, value in answer.keys.items() if value is not None}
         if isinstance(row.get("request"), dict):
-            row = _exchange(row["request"], row, self.defaults)
-        retokenised = row.get("response_ids") is None
-        prompt = row.get("prompt_ids")
-        if prompt is None:
-            prompt, retokenised = self._render(row), True
-        response = self._tokenise(row) if row.get("response_ids") is None else row["response_ids"]
+            given = self.defaults | given
+        check_keys(given, has_ids)
+        check_messages(given.get("messages"))
+        if answer.finish_reason not in FINISHED:
+            reason = excerpt(answer.finish_reason, 40)
+            raise Unusable("finish_reason", f"finish_reason is {reason}")
+        sampling = _sampling(given, self.target.vocab_size)
+        prompt = answer.prompt_ids if answer.prompt_ids is not None else self._render(given)
         prompt = self._checked_ids("prompt_ids", prompt)
+        response = answer.response_ids if answer.response_ids is not None else self._text(answer)
         response = self._checked_ids("response_ids", response)
+        check_whole(answer, response, self.target.tokenizer, self.target.eos_ids)
         if len(prompt) + len(response) > self.limit:
-            raise ValueError(f"{len(prompt) + len(response)} tokens, the context is {self.limit}")
-        domain = str(row.get("domain") or "log")
-        reason, seed = row.get("finish_reason"), row.get("seed")
-        return LoggedRequest(
-            prompt, response, _sampling(row), domain, retokenised,
-            finish_reason=None if reason is None else str(reason),
-            seed=seed if type(seed) is int else 0,
+            said = f"{len(prompt) + len(response)} tokens, the context is {self.limit}"
+            raise Unusable("too long", said)
+        domain = str(answer.domain or "log")
+        domain.encode()  # half of an emoji could not be stored
+        seed = given.get("seed")
+        request = LoggedRequest(
+            prompt, response, sampling, domain, not has_ids,
+            finish_reason=str(answer.finish_reason) if answer.finish_reason else None,
+            seed=seed if type(seed) is int and abs(seed) < 2**63 else 0,
         )  # fmt: skip
+        self._check_model(given.get("model"))
+        return request
 
-    def _render(self, row: Mapping[str, object]) -> list[int]:
-        prompt, messages = row.get("prompt"), row.get("messages")
+    def _check_model(self, name: object) -> None:
+        """Take one name for the target's: its own, else that of the first line. Another one is a
+        LoRA's or another model's."""
+        if name is None:
+            return
+        own = name in (self.target.name, Path(self.target.name).name)
+        if not own and self.model is not None and name != self.model:
+            said = f"model {excerpt(name, 40)}, lines before have {excerpt(self.model, 40)}"
+            raise Unusable("model", f"{said}: a LoRA's, or another model's")
+        self.model = str(name)
+
+    def _render(self, keys: Mapping[str, object]) -> list[int]:
+        """The token ids of a prompt or messages. Raises Unusable where a server may have others."""
+        prompt, messages = keys.get("prompt"), keys.get("messages")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
         if isinstance(prompt, str):
             return self.target.tokenizer(prompt).input_ids
         if not isinstance(messages, list) or not messages:
-            raise ValueError("no prompt_ids, messages or prompt")
-        if row.get("tools"):
-            raise ValueError("tools without the prompt's token ids")
-        options: Any = row.get("chat_template_kwargs")  # what is wrong with it, rendering says
+            raise Unusable("prompt", "no prompt_ids, messages or prompt")
+        options: Any = keys.get("chat_template_kwargs")  # what is wrong with it, rendering says
         try:
-            return render(messages, self.target.tokenizer, chat_template_kwargs=options)
+            plain = [_plain(message) for message in messages]
+            return render(plain, self.target.tokenizer, chat_template_kwargs=options)
         except (UserError, TypeError, KeyError) as error:
-            raise ValueError(f"its messages cannot be rendered ({error})") from error
+            raise Unusable("messages", f"its messages cannot be rendered ({error})") from error
 
-    def _tokenise(self, row: Mapping[str, object]) -> list[int]:
-        text = row.get("response")
-        if not isinstance(text, str):
-            raise ValueError("no response_ids and no response text")
-        if row.get("reasoning"):
-            raise ValueError("reasoning apart from the answer, without the response's token ids")
-        ids = self.target.tokenizer(text, add_special_tokens=False).input_ids
-        return [*ids, *self._end(row)]
+    def _text(self, answer: Answer) -> list[int]:
+        """The token ids of an answer that is logged as text alone."""
+        if not isinstance(answer.text, str):
+            raise Unusable("response", "no response_ids and no response text")
+        if answer.thoughts or answer.calls:
+            what = "thoughts apart from" if answer.thoughts else "tool calls beside"
+            raise Unusable("response", f"{what} the answer, without its token ids")
+        ids = self.target.tokenizer(answer.text, add_special_tokens=False).input_ids
+        return [*ids, *self._end(answer)]
 
-    def _end(self, row: Mapping[str, object]) -> list[int]:
+    def _end(self, answer: Answer) -> list[int]:
         """The EOS that ended a text and is not part of it; nothing where there was none."""
-        stop, eos_ids = row.get("stop_reason"), self.target.eos_ids
-        if row.get("finish_reason") not in ENDED or not eos_ids:
+        stop, eos_ids = answer.stop_reason, self.target.eos_ids
+        if answer.finish_reason not in ENDED or not eos_ids:
             return []
         if type(stop) is int and stop in eos_ids:  # vLLM names all but the tokenizer's own
             return [stop]
         # a stop string ends a text too, without an EOS
-        if stop is not None or ("stop_reason" not in row and row.get("stop")):
+        if stop is ... and answer.keys.get("stop"):
+            return []
+        if stop is not ... and stop is not None:
             return []
         # of the set: a chat model's own is not the smallest, which may end documents
         own = self.target.tokenizer.eos_token_id
@@ -266,80 +327,62 @@ class RequestLog:
 
     def _checked_ids(self, name: str, ids: object) -> list[int]:
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            raise ValueError(f"{name} is not a list of ids")
+            raise Unusable(name, f"{name} is not a list of ids")
         outside = [i for i in ids if not 0 <= i < self.target.vocab_size]
         if outside:
-            raise ValueError(
-                f"{name}: {outside[0]} is outside the vocabulary of {self.target.vocab_size}"
-            )
+            said = f"{name}: {excerpt(outside[0], 40)} is outside the vocabulary of"
+            raise Unusable(name, f"{said} {self.target.vocab_size}")
         return ids
 
     # --- its place in a checkpoint ---------------------------------------------------------------
 
     def state_dict(self) -> LogState:
         return {"offset": self.offset, "lines": self.lines, "num_bad": self.num_bad,
-                "named": list(self.named), "last": self.last}  # fmt: skip
+                "kinds": dict(self.kinds), "model": self.model, "last": self.last}  # fmt: skip
 
     def load_state_dict(self, state: LogState) -> None:
-        self.offset, self.lines = state["offset"], state["lines"]
-        self.num_bad, self.named = state["num_bad"], list(state["named"])
+        """Restore what `state_dict` returned; earlier versions did not save all of it."""
+        self.offset, self.lines, self.num_bad = state["offset"], state["lines"], state["num_bad"]
+        self.kinds, self.model = dict(state.get("kinds", {})), state.get("model")
         length, digest = state.get("last", (0, ""))
         self.last = length, digest
 
 
-def _is_json(line: bytes) -> bool:
+def _is_object(line: bytes) -> bool:
+    """Whether a line without its end is complete: nothing can follow the end of a JSON object."""
     try:
-        json.loads(line)
-    except ValueError:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
         return False
-    return True
 
 
-def _sampling(row: Mapping[str, object]) -> Sampling:
-    """The sampling of a row. `temperature` is required: its default differs between servers."""
-    temperature = _number("temperature", row.get("temperature"))
-    top_k = _number("top_k", 0 if row.get("top_k") is None else row["top_k"])
-    top_p = _number("top_p", 1.0 if row.get("top_p") is None else row["top_p"])
-    if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature {temperature}, top_p {top_p} is no sampling")
-    for name, neutral in NEUTRAL.items():
-        if row.get(name) is not None and row[name] not in neutral:
-            raise ValueError(
-                f"{name}={row[name]} changes the server's distribution in an unknown way"
-            )
+def _plain(message: Mapping[str, Any]) -> Message:
+    """A message of a request as chat templates read it. Raises Unusable for what they may render
+    otherwise than the server did."""
+    role, content = message["role"], message["content"]
+    further = [key for key, value in message.items() if value and key not in ("role", "content")]
+    if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
+        content = content[0]["text"]
+    if role not in TEXT_ROLES or further or not isinstance(content, str):
+        what = further[0] if further else "parts" if role in TEXT_ROLES else f"role {role}"
+        raise Unusable("messages", f"{excerpt(what, 40)} in its messages, without the prompt's ids")
+    return {"role": role, "content": content}
+
+
+def _sampling(keys: Mapping[str, object], vocab_size: int) -> Sampling:
+    """The sampling of a request. `temperature` is required: its default differs between servers."""
+    temperature = _number("temperature", keys.get("temperature"))
+    top_k = _number("top_k", 0 if keys.get("top_k") is None else keys["top_k"])
+    top_p = _number("top_p", 1.0 if keys.get("top_p") is None else keys["top_p"])
+    if not temperature >= 0 or not 0 < top_p <= 1 or top_k != int(top_k):
+        said = f"temperature {temperature}, top_k {top_k}, top_p {top_p} is no sampling"
+        raise Unusable("sampling", said)
     greedy = temperature < GREEDY_BELOW
-    return Sampling(0.0 if greedy else float(temperature), max(0, int(top_k)), float(top_p))
+    cuts = 0 < top_k < vocab_size
+    return Sampling(0.0 if greedy else float(temperature), int(top_k) if cuts else 0, float(top_p))
 
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, not a number")
+        raise Unusable("sampling", f"{name} is {excerpt(value, 40)}, not a number")
     return value
-
-
-def _exchange(
-    request: Mapping[str, object], row: Mapping[str, object], defaults: Mapping[str, object]
-) -> dict[str, object]:
-    """An exchange with /v1/completions or /v1/chat/completions in the first or the second form.
-
-    `row`: the exchange, with the answer and the domain; `defaults`: sampling of the server.
-    """
-    response = row.get("response")
-    choices = response.get("choices") if isinstance(response, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise ValueError("an exchange without exactly one choice")
-    choice = choices[0]
-    assert isinstance(response, dict)
-    prompt = request.get("prompt")
-    ids = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
-    message = choice.get("message") or {}
-    return {
-        **defaults,
-        **{name: value for name, value in request.items() if value is not None},
-        "prompt_ids": ids or (prompt if isinstance(prompt, list) else None),
-        "response_ids": choice.get("token_ids"),
-        "response": choice.get("text") or message.get("content"),
-        "reasoning": message.get("reasoning") or message.get("reasoning_content"),
-        **{name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice},
-        "domain": row.get("domain"),
-    }

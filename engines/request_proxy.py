@@ -33,7 +33,7 @@ from yarl import URL
 from engines import request_file
 from engines.web import server_root
 from trainer.checks import require_address
-from trainer.errors import UserError
+from trainer.errors import UserError, excerpt
 
 LOGGED = ("/completions", "/chat/completions")
 INCOMPLETE = ("abort", "error")  # finish_reason of an answer that vLLM ended early
@@ -47,6 +47,7 @@ BODY_S = 60
 LINGER_S = 2  # to read the rest of a request that was refused: else its client sees no answer
 CONNECT_S, SILENT_S = 30, 600  # of the server
 ENDING_S = 2  # for answers under way when the proxy is ended, twice at most
+MOST_NAMED = 20  # endpoints whose answers are not logged
 SWEEP_S, DAY_S = 3600, 86400
 
 # aiohttp quotes a malformed request in what it logs, and there may be a key in it
@@ -82,6 +83,7 @@ class RequestProxy:
         self.allowed_hosts = {name.lower() for name in ("localhost", *allowed_hosts)}
         self.max_body_mb, self.keep_days = max_body_mb, keep_days
         self.lost = 0  # answers in a row that could not be logged
+        self._unlogged: set[str] = set()  # endpoints that were named as not logged
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> RequestProxy:
@@ -148,7 +150,7 @@ class RequestProxy:
         which cancels a task that awaits."""
         try:
             answer = joined(content.split(b"\n")) if asked.get("stream") else _parsed(content)
-            if answer is None or _incomplete(answer):
+            if answer is None or not _is_whole(answer):
                 return
             answer["created"] = int(time.time())  # `keep_days` counts from here
             request_file.append(self.log, {"request": asked, "response": answer})
@@ -165,6 +167,16 @@ class RequestProxy:
         if self.lost:
             _say(f"{self.log} can be written again, {self.lost} answers are missing in it")
             self.lost = 0
+
+    def _name_unlogged(self, path: str) -> None:
+        """Say once that the answers of an endpoint are not logged."""
+        if path in self._unlogged or len(self._unlogged) == MOST_NAMED:
+            return
+        self._unlogged.add(path)
+        _say(
+            f"answers of {excerpt(path, 80)} are passed on and not logged: only those of "
+            "/v1/completions and /v1/chat/completions are"
+        )
 
     # --- an exchange -----------------------------------------------------------------------------
 
@@ -237,6 +249,8 @@ class RequestProxy:
     ) -> web.StreamResponse:
         """Pass the server's answer on as it comes, and log it if it is a completion."""
         logged = asked is not None and answer.status == 200
+        if request.method == "POST" and answer.status == 200 and asked is None:
+            self._name_unlogged(request.path)
         # without a length the client sees the end only after the line is written
         headers = _passed(answer.headers, *(["content-length"] if logged else ()))
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
@@ -296,8 +310,11 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _incomplete(answer: Mapping[str, Any]) -> bool:
-    return any(one.get("finish_reason") in INCOMPLETE for one in answer.get("choices") or ())
+def _is_whole(answer: Mapping[str, Any]) -> bool:
+    """Whether there are choices and none ended early; servers send errors with status 200, too."""
+    choices = answer.get("choices") or ()
+    ended = all(one.get("finish_reason") not in INCOMPLETE for one in choices)
+    return bool(choices) and ended and not answer.get("error")
 
 
 def joined(lines: Iterable[bytes]) -> dict[str, object] | None:
@@ -308,8 +325,11 @@ def joined(lines: Iterable[bytes]) -> dict[str, object] | None:
         chunk = _parsed(line[5:]) if line.startswith(b"data:") else None
         if chunk is None:
             continue
-        for key in ("id", "prompt_token_ids"):
-            found.setdefault(key, chunk.get(key))
+        if chunk.get("error"):
+            return None
+        for key in ("id", "model", "prompt_token_ids", "usage"):
+            if chunk.get(key) is not None:
+                found[key] = chunk[key]
         for part in chunk.get("choices") or []:
             one = choices.setdefault(part.get("index", 0), {"text": ""})
             delta = part.get("delta") or {}
@@ -318,11 +338,16 @@ def joined(lines: Iterable[bytes]) -> dict[str, object] | None:
                 one["token_ids"] = one.get("token_ids", []) + part["token_ids"]
             thought = delta.get("reasoning") or delta.get("reasoning_content")
             if thought:
-                message = one.setdefault("message", {"reasoning": ""})
-                message["reasoning"] += thought
-            for key in ("finish_reason", "stop_reason", "prompt_token_ids"):
+                message = one.setdefault("message", {})
+                message["reasoning"] = message.get("reasoning", "") + thought
+            calls = delta.get("tool_calls") or delta.get("function_call")
+            if calls:
+                one.setdefault("message", {})["tool_calls"] = calls
+            for key in ("finish_reason", "prompt_token_ids"):
                 if part.get(key) is not None:
                     one[key] = part[key]
+            if part.get("finish_reason"):  # null is said too: an EOS ended it, not a stop string
+                one |= {k: part[k] for k in ("stop_reason", "matched_stop") if k in part}
     if not choices or not all(one.get("finish_reason") for one in choices.values()):
         return None
     return {**found, "choices": [choices[i] for i in sorted(choices)]}

@@ -31,7 +31,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from data.batches import Batch
-from data.request_log import RequestLog
+from data.request_log import FOREIGN, RequestLog
 from data.trace_rows import chosen, column
 from data.traces import Trace
 from drafters.bank import DrafterBank, NaiveBayes
@@ -137,8 +137,9 @@ class Recipe(base.Recipe):
             # a bad log is refused before anything is generated
             look = RequestLog(config.log, target, target.context)
             found = look.read(100)
-            look.check()
-            if not found and not config.log_wait_s:
+            nothing = not found and not config.log_wait_s
+            look.check(over=nothing)
+            if nothing:
                 raise UserError(
                     f"method.log={config.log} holds no request yet: name a log with whole lines, "
                     "or set method.log_wait_s to the seconds to wait for them"
@@ -254,7 +255,7 @@ class OnlineObjective(Objective):
                 self.updated = self.updated or any(row.weights)
             for line in foreign:
                 assert log is not None
-                log.skip("the response cannot be this target's under its sampling", line)
+                log.skip(FOREIGN, "not written by this target under its sampling", line)
         self.stream.close_log(step, last=step == self.max_steps - 1)
         self.clock.start()
         return batch

@@ -15,13 +15,13 @@ from typing import Any
 from engines.request_proxy import RequestProxy
 from tests.tiny import EOS
 
-ANSWER = {"choices": [{"text": "ab", "token_ids": [40, EOS], "prompt_token_ids": [20, 21],
+ANSWER = {"choices": [{"text": "C", "token_ids": [40, EOS], "prompt_token_ids": [20, 21],
                        "finish_reason": "stop"}]}  # fmt: skip
 CHUNKS = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
      "id": "chat-7", "prompt_token_ids": [30, 31]},
-    {"choices": [{"index": 0, "delta": {"content": "x"}, "token_ids": [50]}]},
-    {"choices": [{"index": 0, "delta": {"content": "y"}, "token_ids": [51, EOS],
+    {"choices": [{"index": 0, "delta": {"content": "M"}, "token_ids": [50]}]},
+    {"choices": [{"index": 0, "delta": {"content": "N"}, "token_ids": [51, EOS],
                   "finish_reason": "stop"}]},
 ]  # fmt: skip
 EVENTS = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in CHUNKS] + [b"data: [DONE]\n\n"]
@@ -83,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"choices": [choice]}).encode())
         elif prompt == "odd":
             self._answer(200, b'{"choices": [3]}')
+        elif prompt == "failed":
+            self._answer(200, b'{"error": {"message": "no"}, "choices": []}')
         elif content.startswith(b"{") and self.server.asked[-1].get("stream"):
             self._stream(broken_off=prompt == "broken")
         else:

@@ -152,10 +152,10 @@ class Stream:
 
     def close_log(self, step: int, last: bool) -> None:
         """Check the log at its end or the end of the run, and print what became of it: however
-        short it is, too many bad lines are refused."""
+        short it is, too much of another model is refused, and one without a line of use."""
         if self.log is None or not (self.over or last):
             return
-        self.log.check()
+        self.log.check(over=True)
         if self.processes.is_main_process and (last or not self._end_printed):
             over = f"method.log={self.log.path} is over at step {step + 1}"
             print(self.log.summary() if last else over)

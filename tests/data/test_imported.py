@@ -143,8 +143,8 @@ def test_drawn_rows_of_another_distribution_are_refused(tmp_path, target, rows):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"response_ids": [7, 100]}, "line 1: response_ids: 100 is outside the vocabulary of 100"),
-        ({"response_ids": [7, EOS, 8]}, "line 1: the answer goes on after its EOS, id 0"),
+        ({"response_ids": [7, 100]}, "first line 1: response_ids: 100 is outside the vocabulary"),
+        ({"response_ids": [7, EOS, 8]}, "first line 1: the answer goes on after its EOS, id 0"),
         ({"response_ids": [7, EOS], "finish_reason": "length"}, "but the last token is an EOS"),
         ({"response_ids": [7, 8], "finish_reason": "eos"}, "eos, but the last token is 8"),
         ({"prompt_ids": [5] * 255, "response_ids": [6, 7]}, "257 tokens, the context is 256"),
@@ -157,13 +157,24 @@ def test_rows_that_contradict_the_target_are_refused(tmp_path, target, rows, val
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
-def test_a_log_that_is_cut_is_refused(tmp_path, target, rows, name):
+@pytest.mark.parametrize(("end", "count"), [(-40, NUM - 1), (-1, NUM)])
+def test_a_last_line_that_is_cut_is_left_out_and_counted(
+    tmp_path, target, rows, capsys, end, count
+):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows)[:end])
+    assert len(import_log(target, path, tmp_path / "store", ())) == count
+    said = f"1 of {NUM} lines skipped (not JSON 1, first line {NUM}: not JSON)"
+    assert (said in capsys.readouterr().out) == (count < NUM)
+
+
+def test_an_archive_that_is_cut_is_refused(tmp_path, target, rows):
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path = tmp_path / name
-    path.write_bytes((gzip.compress(content) if name.endswith("gz") else content)[:-40])
-    with pytest.raises(UserError, match=r"cannot be read to its end \(.*\): copy it again"):
+    path = tmp_path / "log.jsonl.gz"
+    path.write_bytes(gzip.compress(content)[:-40])
+    with pytest.raises(UserError) as caught:
         import_log(target, path, tmp_path / "store", ())
+    assert (caught.value.key, caught.value.remedy) == ("script.log", "copy it again")
     assert not (tmp_path / "store").exists()
 
 

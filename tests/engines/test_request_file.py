@@ -21,7 +21,7 @@ NOW = 1_000_000.0
 
 
 def row(prompt, created=NOW, **request):
-    choice = {"text": "x", "token_ids": [50], "prompt_token_ids": [prompt], "finish_reason": "stop"}
+    choice = {"text": "M", "token_ids": [50], "prompt_token_ids": [prompt], "finish_reason": "stop"}
     response = (
         {"choices": [choice]} if created is None else {"choices": [choice], "created": created}
     )
@@ -176,15 +176,17 @@ def test_who_follows_the_log_goes_on_when_lines_are_deleted(tmp_path, tiny_targe
     assert [one.prompt_ids for one in resumed.read(9)] == [[19]]
 
 
-def test_a_log_that_was_emptied_is_no_log_with_deleted_lines(tmp_path, tiny_target):
+def test_a_log_that_was_emptied_is_no_log_with_deleted_lines(tmp_path, tiny_target, capsys):
     target = tiny_target("llama")
     path = write_jsonl(tmp_path / "log.jsonl", [row(10), row(11)])
     follower = RequestLog(path, target, 256)
     follower.read(2)
     for content in ("", "\n", " " * 20 + "\n"):
         path.write_text(content)
-        with pytest.raises(UserError, match="it was replaced"):
-            follower.read(1)
+        assert follower.read(1) == []
+        assert "was replaced" in capsys.readouterr().out
+        request_file.append(path, row(12))
+        assert [one.prompt_ids for one in follower.read(9)] == [[12]]
 
 
 def test_a_line_that_is_being_deleted_is_looked_at_again(tmp_path, tiny_target, monkeypatch):

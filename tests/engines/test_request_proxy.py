@@ -93,13 +93,58 @@ def test_a_stream_that_broke_off_is_no_answer():
     lines = [f"data: {json.dumps(chunk)}\n".encode() for chunk in CHUNKS]
     assert joined(lines[:2]) is None
     assert joined([b": ping\n", b"data: [DONE]\n"]) is None
-    assert joined(lines)["choices"][0]["text"] == "xy"
+    assert joined(lines)["choices"][0]["text"] == "MN"
 
 
-@pytest.mark.parametrize("prompt", ["aborted", "odd"])
+@pytest.mark.parametrize("prompt", ["aborted", "odd", "failed"])
 def test_what_is_no_whole_answer_is_passed_on_and_not_written_down(proxy, prompt):
     assert b"choices" in ask(proxy, prompt=prompt)
     assert proxy.log.read_text() == ""
+
+
+def lines_of(*chunks):
+    return [f"data: {json.dumps(chunk)}\r\n".encode() for chunk in (*CHUNKS, *chunks)]
+
+
+def test_a_stream_with_an_error_is_no_answer():
+    assert joined(lines_of({"error": {"message": "the engine died"}})) is None
+    assert joined(lines_of({"error": None})) is not None
+
+
+def test_a_stream_keeps_the_servers_count_and_that_tools_were_called():
+    last = CHUNKS[-1]["choices"][0]
+    call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"id": "1"}]}}]}
+    thought = {"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]}
+    ended = {"choices": [{**last, "delta": {}, "token_ids": [], "stop_reason": None}]}
+    usage = {"model": "m", "choices": [], "usage": {"completion_tokens": 3}}
+    found = joined(lines_of(call, thought, thought, ended, usage))
+    assert (found["usage"], found["model"]) == ({"completion_tokens": 3}, "m")
+    (choice,) = found["choices"]
+    assert choice["message"] == {"tool_calls": [{"id": "1"}], "reasoning": "hmhm"}
+    assert choice["stop_reason"] is None  # an EOS ended it
+    assert "stop_reason" not in joined(lines_of())["choices"][0]
+
+
+def test_an_endpoint_that_is_not_logged_is_named_once(proxy, capsys):
+    for path in ("/v1/responses", "/generate", "/v1/responses?x=1", "/v1/completions"):
+        ask(proxy, path, prompt="Hi")
+    with pytest.raises(urllib.error.HTTPError):
+        ask(proxy, "/v1/messages", prompt="bad")
+    ask(proxy, "/v1/models")
+    said = capsys.readouterr().err
+    named = [line.partition("answers of ")[2].split()[0] for line in said.splitlines()]
+    assert named == ["'/v1/responses'", "'/generate'"]
+    assert "not logged: only those of /v1/completions and /v1/chat/completions" in said
+    assert len(read_jsonl(proxy.log)) == 1
+    for i in range(99):
+        ask(proxy, f"/v1/{i}", prompt="Hi")
+    assert len(capsys.readouterr().err.splitlines()) == request_proxy.MOST_NAMED - 2
+
+
+def test_the_server_may_be_named_as_clients_name_it(upstream, tmp_path):
+    with running(RequestProxy(f"{upstream.address}/v1/", 0, tmp_path / "log")) as proxy:
+        ask(proxy, prompt="Hi")
+    assert [target for _, target, _ in upstream.seen] == ["/v1/completions"]
 
 
 def test_a_client_sees_that_an_answer_broke_off(proxy, capsys):

@@ -626,8 +626,10 @@ def test_text_that_another_model_wrote_is_left_out_and_counted(target, traces, t
     follower = make(target, traces, log=str(log))
     interval(follower, 0, 12)
     assert len(follower.last) == 11
-    assert "1 of 12 lines skipped (line 5: " in follower.stream.log.summary()
-    assert "cannot be this target's" in follower.stream.log.summary()
+    assert follower.stream.log.summary().endswith(
+        "1 of 12 lines skipped (not this target's 1, first line 5: not written by this target "
+        "under its sampling)"
+    )
 
 
 def test_sampled_text_of_another_model_is_told_by_what_it_costs():
@@ -892,7 +894,7 @@ def test_two_processes_follow_one_log(finished, tiny_folder, tmp_path):
                         f"trainer.batch_size={size}")  # fmt: skip
         code, out, err = finish(start(*(TWO if size == 2 else ()), "train.py", *words))
         assert code == 0, err
-        assert "1 of 24 lines skipped (line 6: " in out
+        assert "1 of 24 lines skipped (not this target's 1, first line 6: " in out
     one, two = (
         [row for row in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in row]
         for name in ("one", "two")
@@ -955,7 +957,7 @@ def test_a_log_of_rubbish_is_refused_before_anything_is_generated(tiny_folder, t
     assert train.main(words) == 2
     err = capsys.readouterr().err
     assert "3 of 3 lines cannot be used" in err
-    assert "line 1: not JSON" in err
+    assert "not JSON 3, first line 1: not JSON" in err
     assert not (tmp_path / "cache").exists()
 
 
