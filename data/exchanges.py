@@ -67,11 +67,13 @@ def _exchange(request: dict[str, Any], row: Mapping[str, Any]) -> Answer:
     (choice,) = choices
     message = choice.get("message") or {}
     prompt = request.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt  # a batch of one
     given = prompt if isinstance(prompt, list) else None
     reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
     called = bool(message.get("tool_calls") or message.get("function_call"))
     return Answer(
-        keys=request,
+        keys={**request, "prompt": prompt},
         prompt_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids") or given,
         response_ids=choice.get("token_ids"),
         text=choice.get("text") or message.get("content") or "",

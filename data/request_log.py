@@ -286,8 +286,6 @@ class RequestLog:
     def _render(self, keys: Mapping[str, object]) -> list[int]:
         """The token ids of a prompt or messages. Raises Unusable where a server may have others."""
         prompt, messages = keys.get("prompt"), keys.get("messages")
-        if isinstance(prompt, list) and len(prompt) == 1:
-            (prompt,) = prompt
         if isinstance(prompt, str):
             return self.target.tokenizer(prompt).input_ids
         if not isinstance(messages, list) or not messages:

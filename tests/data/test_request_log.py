@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from data import request_keys, request_log
@@ -502,6 +503,13 @@ def test_messages_are_rendered_as_the_server_did_or_not_at_all(tmp_path, chat, m
     assert kinds(log) == ({kind: 1} if kind else {})
     if found:
         assert found[0].prompt_ids == ids(chat, "<|turn|>user\nHi\n<|turn|>assistant\n")
+
+
+@pytest.mark.parametrize("prompt", ["Hi", ["Hi"], [[51, 52]], [51, 52]])
+def test_a_prompt_may_be_a_batch_of_one(tmp_path, target, prompt):
+    row = answered(target, {"prompt": prompt}, prompt_token_ids=None)
+    (one,) = opened(tmp_path, target, [row]).read(9)
+    assert one.prompt_ids == ([51, 52] if 51 in np.ravel(prompt) else ids(target, "Hi"))
 
 
 def test_an_image_is_not_read_from_token_ids_either(tmp_path, target):
