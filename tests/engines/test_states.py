@@ -32,6 +32,7 @@ from tests.commands import ROOT, command, read_jsonl
 from tests.engines.states_server import LAYERS, Handler, Server, written
 from tests.tiny import ARCHITECTURES
 from trainer.errors import RunFault, UserError
+from trainer.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +311,7 @@ def test_states_are_asked_for_while_a_step_before_is_trained(tiny_folder, server
 
 @pytest.mark.parametrize("end", ["", "/v1/"])
 def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
-    end, server, monkeypatch
+    end, server, monkeypatch, tmp_path
 ):
     check_address(DataConfig(features_engine=f"{server.url}{end}"))
     with socket.socket() as free:  # bound and not listening: connections are refused
@@ -320,7 +321,15 @@ def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
             check_address(DataConfig(features_engine=gone))
     assert (caught.value.key, caught.value.value) == ("data.features_engine", gone)
     assert "Connection refused" in caught.value.rule
-    check_address(DataConfig(features="cached", features_engine=gone))  # the store may be whole
+    cached = DataConfig(features="cached", features_engine=gone, cache_dir=str(tmp_path))
+    for stored in ({"engine": "vllm"}, {}):  # of a server, of transformers
+        (tmp_path / "features" / "a").mkdir(parents=True, exist_ok=True)
+        write_json(tmp_path / "features/a/manifest.json", {"identity": stored, "complete": True})
+        if stored:
+            check_address(cached)  # they may be those of this run
+        else:
+            with pytest.raises(UserError, match="no server answers there"):
+                check_address(cached)
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply({"detail": "Not Found"}, 404))
     with pytest.raises(UserError, match="no server answers there"):
         check_address(DataConfig(features_engine=server.url))
