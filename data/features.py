@@ -52,7 +52,7 @@ from data.features_layout import (
 from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.served_states import ServedStates
-from data.traces import REMEDY, Trace, differences
+from data.traces import REMEDY, Trace, differences, only_grown_eos
 from target.model import Target, check_layers
 from target.outputs import LayerId, TargetOutputs
 from target.padding import by_length
@@ -396,5 +396,8 @@ def _publish(
 
 def _require_same(folder: Folder, stored: object, wanted: Identity) -> None:
     if stored != wanted:
+        remedy = "delete it or use another data.cache_dir"
+        if isinstance(stored, dict) and (grown := only_grown_eos(stored, wanted)):
+            raise UserError(grown, key="features store", value=str(folder), remedy=remedy)
         what = f"the store {folder} was made with {'; '.join(differences(stored, wanted))}"
-        raise UserError(f"data.features: {what}; delete it or use another data.cache_dir")
+        raise UserError(f"data.features: {what}; {remedy}")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 
+from data.answers import AnswerFormat
 from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
-from data.prompts import Prompt, Turn, user_turns
+from data.prompts import Message, Prompt, Turn, user_turns
 from data.render import fixed_response_ids, render, with_answers
 from data.rendered import describe_rendered
 from data.trace_rows import Traces, trace_key
@@ -38,6 +40,9 @@ from trainer.losses import CompressedTeacher, compress
 from trainer.progress import TokenProgress
 
 TEACHER_GROUP = 16
+# why later turns of a conversation are left out
+BEHIND_CUT = "behind an answer that was cut"
+NOT_PUT_BACK = "behind an answer with special tokens that the chat template cannot write back"
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,13 @@ class GenerationPlan:
         """Identity of the store that holds these traces of this target."""
         # all that a trace takes over from its prompt, and which prompts are left out
         rows = [[p.hash, p.response, p.domain, p.conversation_id] for p in self.prompts]
+        ends = AnswerFormat(target.tokenizer, target.eos_ids, self.chat_template_kwargs)
+        newer = any(len(list(user_turns(p))) > 1 for p in self.prompts) or (
+            any(p.response for p in self.prompts)
+            and ends.end_ids != [target.tokenizer.eos_token_id]
+        )
         return TraceIdentity(
+            schema=2 if newer else 1,
             prompts=self.source,
             prompts_hash=self._hash(rows, self.max_prompt_tokens, self.long_prompts),
             target=target.fingerprint,
@@ -133,13 +144,13 @@ class _Item:
     index: int
     sample_index: int
     turns: list[Turn]
-    answers: list[str] = field(default_factory=list)
+    turn: int = 0  # the current one
+    answers: list[Message] = field(default_factory=list)  # to the turns before it
 
     @property
     def turn_hash(self) -> str:
         """`prompt_hash` of the row of the current turn."""
-        number = len(self.answers)
-        return f"{self.prompt.hash}-{number}" if number else self.prompt.hash
+        return f"{self.prompt.hash}-{self.turn}" if self.turn else self.prompt.hash
 
 
 class _Work:
@@ -152,6 +163,8 @@ class _Work:
         names = (done.column(name) for name in ("prompt_hash", "sample_index", "temperature"))
         self.rows = {row: i for i, row in enumerate(zip(*names, strict=True))}
         self.num_dropped = self.num_doubled = 0  # too long; rendered like another prompt
+        self.left_out: Counter[str] = Counter()  # later turns, by reason
+        self.format = AnswerFormat(target.tokenizer, target.eos_ids, plan.chat_template_kwargs)
 
     def next_request(self, item: _Item) -> Request | None:
         """The request of the first unfinished turn, None where no turn is left.
@@ -159,20 +172,20 @@ class _Work:
         Raises UserError for a prompt without a token, or too long where such prompts are refused.
         """
         plan, tokenizer = self.plan, self.target.tokenizer
-        while len(item.answers) < len(item.turns):
+        while item.turn < len(item.turns):
             sampling = self.sampling(item)
             place = self.rows.get((item.turn_hash, item.sample_index, sampling.temperature))
             if place is not None:
-                self.advance(item, self.done[place].response_ids)
+                self.advance(item, self.done[place])
                 continue
-            turn = with_answers(item.turns[len(item.answers)], item.answers)
+            turn = with_answers(item.turns[item.turn], item.answers)
             ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
             if not ids:
                 raise UserError(f"{item.prompt.source}: the prompt has no token; remove it")
             fixed = fixed_response_ids(item.prompt, tokenizer) or []
             self.target.check_ids([*ids, *fixed], item.prompt.source)
             if len(ids) > self.limit:
-                if plan.long_prompts == "refuse" and not item.answers:
+                if plan.long_prompts == "refuse" and not item.turn:
                     raise UserError(
                         f"{item.prompt.source}: the prompt has {len(ids)} tokens, the limit is "
                         f"{self.limit} (context {self.target.context} less the new ones, "
@@ -186,13 +199,22 @@ class _Work:
             if key not in self.places:
                 return Request(ids, row_key(plan.seed, ids, item.sample_index), sampling, item)
             self.num_doubled += 1
-            self.advance(item, self.done[self.places[key]].response_ids)
+            self.advance(item, self.done[self.places[key]])
         return None
 
-    def advance(self, item: _Item, response_ids: list[int]) -> None:
-        """Record the answer to the current turn."""
-        text = self.target.tokenizer.decode(response_ids, skip_special_tokens=True)
-        item.answers.append(text)
+    def advance(self, item: _Item, trace: Trace) -> None:
+        """Go on to the next turn, or end the conversation where the answer cannot stand in it."""
+        item.turn += 1
+        if item.turn == len(item.turns):
+            return
+        message, reason = None, BEHIND_CUT
+        if not self.format.is_cut(trace.response_ids, trace.finish_reason):
+            message, reason = self.format.message(trace.response_ids), NOT_PUT_BACK
+        if message is not None:
+            item.answers.append(message)
+            return
+        self.left_out[reason] += len(item.turns) - item.turn
+        del item.turns[item.turn :]
 
     def sampling(self, item: _Item) -> Sampling:
         """Sampling settings of an item: temperatures are cycled."""
@@ -240,7 +262,28 @@ def generate_traces(
     if rank == 0 and store.num_dropped:
         limit = longest_prompt(target, plan)
         print(f"{label}: {store.num_dropped} prompts or later turns over {limit} tokens left out")
+    if rank == 0:
+        for reason, count in store.left_out.items():
+            print(f"{label}: {count} later turns left out, {reason}")
+        _warn_of_foreign_end(target, plan, label, found := store.load())
+        return found
     return store.load()
+
+
+def _warn_of_foreign_end(target: Target, plan: GenerationPlan, label: str, traces: Traces) -> None:
+    """Name the token with which the chat template ends a turn where answers go on behind it."""
+    answers = AnswerFormat(target.tokenizer, target.eos_ids, plan.chat_template_kwargs)
+    if (end := answers.foreign_end) is None:
+        return
+    if count := sum(end in trace.response_ids for trace in traces):
+        name = f"{target.tokenizer.decode([end])!r} ({end})"
+        print(
+            f"warning: {label}: {count} of {len(traces)} answers hold {name}, with which the chat "
+            "template ends a turn, but which is neither the tokenizer's eos_token nor an "
+            "eos_token_id of the generation config: they go on behind it, as on a server; name it "
+            "in one of the two if it ends an answer",
+            flush=True,
+        )
 
 
 def longest_prompt(target: Target, plan: GenerationPlan) -> int:
@@ -277,7 +320,7 @@ def _fill(
     # by place, not by what remains: other ranks may be writing already
     items = items[rank::world]
     pending = [request for item in items if (request := work.next_request(item)) is not None]
-    turns = world * sum(len(item.turns) - len(item.answers) for item in items)
+    turns = world * sum(len(item.turns) - item.turn for item in items)
     if rank == 0:
         mean = sum(len(r.prompt_ids) for r in pending) / max(1, len(pending))
         teacher_size = plan.teacher_top_k, plan.teacher_samples
@@ -285,23 +328,25 @@ def _fill(
     teacher = _Teacher(target, plan) if plan.teacher_top_k or plan.teacher_samples else None
     progress = TokenProgress(label, enabled=rank == 0)
     progress.part(
-        "", rows=sum(len(r.tag.turns) - len(r.tag.answers) for r in pending),
+        "", rows=sum(len(r.tag.turns) - r.tag.turn for r in pending),
         longest=plan.max_new_tokens + plan.lookahead,
     )  # fmt: skip
     with store.writer(rank, rows_per_shard) as writer:
         for done_row in _continuations(target, plan, pending, batch_size, servers, progress):
             item = done_row.request.tag
-            trace = _trace(plan, target, item, done_row)
+            trace = _trace(plan, work, item, done_row)
             for finished in [trace] if teacher is None else teacher.add(trace):
                 writer.add(finished)
-            work.advance(item, trace.response_ids)
+            expected = len(item.turns)
+            work.advance(item, trace)
+            progress.rows -= expected - len(item.turns)
             following = work.next_request(item)
             if following is not None:
                 pending.append(following)  # they are taken from the end of this very list
             progress.finish_row()
         for finished in teacher.rest() if teacher else ():
             writer.add(finished)
-        writer.drop(work.num_dropped)
+        writer.drop(work.num_dropped, work.left_out)
     progress.close()
     if num_doubled := work.num_doubled + writer.num_doubled:
         print(f"{label}: {num_doubled} rows left out, their prompts are others' once rendered")
@@ -332,16 +377,16 @@ def _continuations(
     )  # fmt: skip
 
 
-def _trace(plan: GenerationPlan, target: Target, item: _Item, row: Continuation) -> Trace:
-    sampling = row.request.sampling
-    fixed = fixed_response_ids(item.prompt, target.tokenizer) or []
+def _trace(plan: GenerationPlan, work: _Work, item: _Item, row: Continuation) -> Trace:
+    target, sampling = work.target, row.request.sampling
+    fixed = fixed_response_ids(item.prompt, work.format) or []
     return Trace(
         prompt_ids=row.request.prompt_ids,
         response_ids=row.response_ids,
         source="target",
         domain=item.prompt.domain,
         conversation_id=item.prompt.conversation_id,
-        turn=len(item.answers),
+        turn=item.turn,
         sample_index=item.sample_index,
         temperature=sampling.temperature,
         top_k=sampling.top_k,

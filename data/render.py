@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from data.answers import AnswerFormat
 from data.prompts import Message, Prompt, Rendered, Turn, user_turns
 from data.rendered import is_rendered, up_to_answer
 from data.tables import one_line
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def with_answers(turn: Turn, answers: Sequence[str]) -> Turn:
+def with_answers(turn: Turn, answers: Sequence[Message]) -> Turn:
     """A turn of `user_turns` with the target's answers put after its earlier user messages.
 
-    `answers`: one per user message but the last. Raises ValueError for another number.
+    `answers`: one message per user message but the last. Raises ValueError for another number.
     """
     if not isinstance(turn, list):
         if answers:
@@ -31,7 +32,7 @@ def with_answers(turn: Turn, answers: Sequence[str]) -> Turn:
     woven: list[Message] = []
     for message in turn:
         if woven and woven[-1]["role"] == "user":
-            woven.append({"role": "assistant", "content": next(remaining)})
+            woven.append(dict(next(remaining)))
         woven.append(dict(message))
     return woven
 
@@ -168,19 +169,14 @@ def _check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping
             raise UserError(f"data.chat_template_kwargs: {key!r} {rule}; remove or correct it")
 
 
-def fixed_response_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The source's own answer as token ids, EOS at the end; None where the prompt has none.
+def fixed_response_ids(prompt: Prompt, answers: AnswerFormat) -> list[int] | None:
+    """The source's own answer as token ids, ended as the target's chat template ends a turn; None
+    where the prompt has none.
 
     None also for several turns: there the answer belongs to a context that the target never wrote.
-    Raises UserError where the tokenizer has no EOS token.
+    Raises UserError where no token ends it.
     """
     if prompt.response is None or sum(1 for _ in user_turns(prompt)) > 1:
         return None
-    eos: Any = tokenizer.eos_token_id
-    if eos is None:
-        raise UserError(
-            "the target's tokenizer has no EOS token, in which fixed responses must end;"
-            " remedy: set its eos_token"
-        )
-    ids = tokenizer(prompt.response, add_special_tokens=False).input_ids
-    return [*ids, eos]
+    ids = answers.tokenizer(prompt.response, add_special_tokens=False).input_ids
+    return [*ids, *answers.end_ids]

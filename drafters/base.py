@@ -26,6 +26,7 @@ import torch
 from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.chain import Chain
 from drafters.trees.tree import TokenTree
+from target.fingerprint import grown_eos
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.shared_text import TextGroup
@@ -270,7 +271,8 @@ FINGERPRINT_MUST_AGREE = ("tokenizer", "weights", "vocab_size")
 def check_fingerprint(
     stored: Mapping[str, object], target: Mapping[str, object], name: str
 ) -> None:
-    """Raise UserError where a head was made for another target, whose states mean nothing to it.
+    """Raise UserError where a head was made for another target, whose states mean nothing to it, or
+    for texts of this one that went on behind what is an EOS now.
 
     `name`: of the drafter, for the message.
     """
@@ -280,6 +282,8 @@ def check_fingerprint(
             f"CompatibilityError: drafter {name!r} was made for another target "
             f"({', '.join(differing)} differ): name its own target as model.target"
         )
+    if grown := grown_eos(stored, target):
+        raise UserError(grown, key="drafter", value=name, remedy="train it again")
 
 
 def weights_hash(drafter: torch.nn.Module) -> str:

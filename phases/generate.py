@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data.bad_rows import DROP, NONE
+from data.answers import AnswerFormat
 from data.budget import estimate_bytes
 from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
@@ -35,7 +36,7 @@ from data.split import (
     split_by_hash,
 )
 from data.trace_rows import Traces
-from data.traces import Trace, TraceStore, differences
+from data.traces import Trace, TraceStore, differences, only_grown_eos
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from eval.config import EvalConfig, tree_depth
@@ -109,6 +110,11 @@ def both_prompts(
         train = take(train, data.num_prompts, config.run.seed)
         held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
     return train, held_out
+
+
+def answer_format(target: Target, data: DataConfig) -> AnswerFormat:
+    """How the target's answers end and stand in its conversations."""
+    return AnswerFormat(target.tokenizer, target.eos_ids, data.chat_template_kwargs)
 
 
 def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
@@ -273,6 +279,9 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Trace
     target."""
     wanted = json.loads(json.dumps(run.target.fingerprint))
     if store.identity["target"] != wanted:
+        if grown := only_grown_eos(store.identity, {**store.identity, "target": wanted}):
+            remedy = "import the log again"
+            raise UserError(grown, key="data.traces", value=str(store.folder), remedy=remedy)
         found = "; ".join(differences(store.identity["target"], wanted))
         raise UserError(
             f"data.traces={store.folder} was imported for another target ({found}): import the log "

@@ -24,6 +24,7 @@ from data.features_remote import check_storage
 from data.traces import check_store
 from engines.vllm_server import engine_python
 from recipes.common.config import Config
+from target.fingerprint import added_eos
 from target.gguf import is_gguf
 from target.model import Target
 from trainer.checks import require_folder
@@ -72,7 +73,11 @@ class Run:
         accelerator = make_accelerator(config.trainer)
         placement(accelerator, config.trainer)  # refuses what the launch cannot train
         check_shared_folders(config, accelerator)
-        return cls(config, accelerator, load_target(config, accelerator.device), config.run_dir)
+        target = load_target(config, accelerator.device)
+        line = added_eos(target.model.generation_config, target.tokenizer)
+        if line and accelerator.is_main_process:
+            print(f"model.target={target.name}: {line}", flush=True)
+        return cls(config, accelerator, target, config.run_dir)
 
     def barrier(self) -> None:
         """Wait for the other processes. Until all have come, a target that is sharded over them

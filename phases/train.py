@@ -23,6 +23,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from eval.config import trees_of
 from phases.dev import split_dev
+from phases.generate import answer_format
 from phases.help import composed
 from phases.run import Run
 from phases.stage import StageRun, settings_of
@@ -137,7 +138,8 @@ def _check_text(run: Run, stage: Stage, prompts: list[Prompt]) -> None:
     """Refuse a stage that needs text which the prompts and the traces do not hold."""
     data = run.config.data
     if stage.data.mix.get("fixed") and stage.row != "control":
-        missing = sum(fixed_response_ids(p, run.target.tokenizer) is None for p in prompts)
+        answers = answer_format(run.target, data)
+        missing = sum(fixed_response_ids(p, answers) is None for p in prompts)
         if missing:
             raise UserError(
                 f"method.data_mix asks for fixed responses, {missing} of {len(prompts)} prompts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ FULL_HASH_BYTES = 64 << 20
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end an answer, ascending: of the generation config, else of the tokenizer."""
+    """The ids that end an answer, ascending: those of the generation config and the tokenizer's
+    `eos_token`, at which vLLM and SGLang stop. A token that only the chat template writes does not
+    end an answer."""
     return eos_ids_of(model.generation_config, tokenizer)
 
 
@@ -23,12 +26,45 @@ def eos_ids_of(
     generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """The same of a model that is not loaded."""
-    found: int | list[int] | None = getattr(generation, "eos_token_id", None)
+    own: Any = tokenizer.eos_token_id
+    return tuple(sorted({*_generation_eos(generation), *([] if own is None else [own])}))
+
+
+def _generation_eos(generation: GenerationConfig | None) -> set[int]:
+    found: int | list[int] | None = None if generation is None else generation.eos_token_id
     if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(sorted({found} if isinstance(found, int) else set(found)))
+        return set()
+    return {found} if isinstance(found, int) else set(found)
+
+
+def added_eos(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line where the tokenizer's `eos_token` is not among the ids of the generation config,
+    which alone ended an answer in earlier versions; else ""."""
+    own: Any = tokenizer.eos_token_id
+    named = sorted(_generation_eos(generation))
+    if own is None or not named or own in named:
+        return ""
+    return (
+        f"an answer ends at {_named([own], tokenizer)}, the tokenizer's eos_token, as well as at "
+        f"{_named(named, tokenizer)} of the generation config, as vLLM and SGLang stop; what was "
+        "made while only the latter ended it is refused"
+    )
+
+
+def _named(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return ", ".join(f"{tokenizer.decode([i])!r} ({i})" for i in ids)
+
+
+def grown_eos(stored: Mapping[str, object], target: Mapping[str, object]) -> str:
+    """Why nothing is used that was made with the fingerprint `stored` of a target whose EOS set has
+    grown since; "" where it has not grown."""
+    before, now = stored.get("eos_ids"), target.get("eos_ids")
+    if not (isinstance(before, list) and isinstance(now, list) and set(before) < set(now)):
+        return ""
+    return (
+        f"was made while the target's answers ended at the token ids {before} alone; they end at "
+        f"{now}, the tokenizer's eos_token and the ids of the generation config, as servers stop"
+    )
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from data.config import DataConfig
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import NOT_PUT_BACK, GenerationPlan, _Item, _Work, generate_traces, traces_folder
 from data.prompts import Prompt, load_prompts
 from data.traces import TraceStore
 from scripts import generate
 from target.model import Target
 from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
+from tests.data.test_traces import make
 from tests.tiny import EOS, tiny_tokenizer
 from trainer import progress
 from trainer.errors import UserError
@@ -174,8 +175,11 @@ def test_a_stop_string_ends_even_where_it_spans_tokens(tiny_target, tmp_path, us
 # conversations
 
 
-def chat(tiny_target):
-    return tiny_target("llama", chat_template=True)
+def chat(tiny_target, ends=range(30, 100)):
+    """`ends`: further ids at which an answer ends, besides those of special tokens, so that few
+    are cut."""
+    ids = (EOS, 1, 2, 3, *ends)
+    return dataclasses.replace(tiny_target("llama", chat_template=True), eos_ids=ids)
 
 
 def test_each_turn_is_a_row_after_the_targets_own_answers(tiny_target, tmp_path):
@@ -188,7 +192,7 @@ def test_each_turn_is_a_row_after_the_targets_own_answers(tiny_target, tmp_path)
     assert [(t.conversation_id, t.turn) for t in (first, second, other)] == [
         ("c1", 0), ("c1", 1), ("c2", 0)
     ]  # fmt: skip
-    answer = target.tokenizer.decode(first.response_ids, skip_special_tokens=True)
+    answer = target.tokenizer.decode(first.response_ids[:-1], skip_special_tokens=True)
     rendered = f"<|turn|>user\none?\n<|turn|>assistant\n{answer}<|endoftext|>\n<|turn|>user\ntwo?\n"
     assert target.tokenizer.decode(second.prompt_ids) == f"{rendered}<|turn|>assistant\n"
     assert target.tokenizer.decode(first.prompt_ids) == "<|turn|>user\none?\n<|turn|>assistant\n"
@@ -209,6 +213,75 @@ def test_conversations_resume_in_the_middle(tiny_target, tmp_path):
             path.unlink()
     assert fill(target, tmp_path / "part", wanted, batch_size=2) == whole
     assert len(whole) == 12
+
+
+LINE = "traces: {} later turns left out, behind an answer that was cut"
+
+
+def test_nothing_stands_behind_an_answer_that_was_cut(tiny_target, tmp_path, capsys):
+    """Also in a run that was killed: what is left out has no row, and is counted as in one run."""
+    target = chat(tiny_target, ends=range(60, 100))
+    prompts = [dataclasses.replace(conversation(f"{i}?", "two?", "3?"), conversation_id=f"c{i}")
+               for i in range(8)]  # fmt: skip
+    wanted = plan(prompts, max_new_tokens=2)
+    whole = fill(target, tmp_path / "whole", wanted, rows_per_shard=1)
+    turns = {i: [t for t in whole if t.index == i] for i in range(8)}
+    for rows in turns.values():
+        assert all(trace.finish_reason == "eos" for trace in rows[:-1])
+        assert len(rows) == 3 or rows[-1].finish_reason == "length"
+    count = 24 - len(whole)
+    assert 0 < count < 16  # some end a conversation, and some do not
+    assert {len(rows) for rows in turns.values()} == {1, 2, 3}
+    assert LINE.format(count) in capsys.readouterr().out
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for path in sorted((tmp_path / "part").glob("*.parquet"))[3:]:
+        path.unlink()
+    assert fill(target, tmp_path / "part", wanted, batch_size=2) == whole
+    assert LINE.format(count) in capsys.readouterr().out
+    store = TraceStore.open(tmp_path / "part", wanted.identity(target))
+    assert store.is_complete({trace.key for trace in whole})
+    assert fill(target, tmp_path / "part", wanted) == whole
+    assert LINE.format(count) in capsys.readouterr().out
+    for rank in (1, 0):
+        assert fill(target, tmp_path / "two", wanted, rank=rank, world=2)
+    assert TraceStore.open(tmp_path / "two", None).load() == whole
+    assert LINE.format(count) in capsys.readouterr().out
+
+
+def test_nothing_stands_behind_an_answer_that_cannot_be_put_back(tiny_target, tmp_path, capsys):
+    """Here one that holds the token with which the template begins a turn."""
+    target = tiny_target("llama", chat_template=True)
+    response = [40, 41, EOS]
+    fill(target, tmp_path / "a", plan())
+    work = _Work(plan(), target, TraceStore.open(tmp_path / "a", None).load(), 99)
+    for found, count in ((response, 0), ([3, *response], 2)):
+        item = _Item(conversation("hi"), 0, 0, ["1", "2", "3"])
+        work.advance(item, make(0, response_ids=found, finish_reason="eos"))
+        assert (len(item.turns), work.left_out[NOT_PUT_BACK]) == (3 - count, count)
+
+
+def test_a_store_of_conversations_from_before_is_not_used(tiny_target, tmp_path):
+    target, several = chat(tiny_target), plan([conversation("hi", "two?")])
+    now = several.identity(target)
+    assert (plan().identity(target).schema, now.schema) == (1, 2)
+    TraceStore.open(tmp_path, dataclasses.replace(now, schema=1))
+    with pytest.raises(UserError) as caught:
+        TraceStore.open(tmp_path, now)
+    assert caught.value.rule.startswith("was made by an earlier version, with other contexts")
+
+
+def test_an_end_of_turn_that_ends_no_answer_is_named(tiny_target, tiny_folder, tmp_path, capsys):
+    target = tiny_target("llama", chat_template=True)
+    tokenizer = target.tokenizer.__class__.from_pretrained(tiny_folder("llama", chat_template=True))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|endoftext|>", "<|turn|>")
+    foreign = dataclasses.replace(target, tokenizer=tokenizer)
+    found = fill(foreign, tmp_path, plan(samples_per_prompt=8))
+    held = sum(3 in trace.response_ids for trace in found)
+    assert held
+    line = f"warning: traces: {held} of {len(found)} answers hold '<|turn|>' (3), with which"
+    assert line in capsys.readouterr().out
+    fill(target, tmp_path / "usual", plan())
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_rows_of_an_earlier_day_are_not_generated_again(tiny_target, tiny_folder, tmp_path):

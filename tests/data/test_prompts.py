@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.bad_rows import NONE
+from data.answers import AnswerFormat
 from data.prompts import (
     Prompt,
     load_prompts,
@@ -608,11 +609,11 @@ def test_user_turns_leave_the_source_answers_out_and_grow_in_order():
 
 
 def test_the_targets_answers_stand_between_the_user_turns(chat):
-    answers: list[str] = []
+    answers: list[dict[str, str]] = []
     contexts = []
     for turn in user_turns(LONG):
         contexts.append(chat.decode(render(with_answers(turn, answers), chat)))
-        answers.append(f"own {len(answers) + 1}")
+        answers.append({"role": "assistant", "content": f"own {len(answers) + 1}"})
     head = "<s><|system|>Be brief.</s><|user|>u1</s>"
     second = f"{head}<|assistant|>own 1</s><|user|>u2</s>"
     third = f"{second}<|assistant|>own 2</s><|user|>u3</s>"
@@ -622,9 +623,9 @@ def test_the_targets_answers_stand_between_the_user_turns(chat):
 def test_answers_must_match_the_turns():
     last = list(user_turns(LONG))[-1]
     with pytest.raises(ValueError, match="one answer per user message but the last, got 1"):
-        with_answers(last, ["own 1"])
+        with_answers(last, [{"role": "assistant", "content": "own 1"}])
     with pytest.raises(ValueError, match="plain text has no earlier turn"):
-        with_answers("text", ["own"])
+        with_answers("text", [{"role": "assistant", "content": "own"}])
     assert with_answers("text", []) == "text"
 
 
@@ -697,17 +698,20 @@ def test_a_template_that_refuses_or_drops_the_system_message_is_named():
 
 
 def test_fixed_response_ends_in_eos_and_has_no_bos(base):
-    ids = fixed_response_ids(plain("Q:", response=" yes"), base)
+    answers = AnswerFormat(base, (base.eos_token_id,))
+    ids = fixed_response_ids(plain("Q:", response=" yes"), answers)
     assert base.decode(ids) == " yes</s>"
     assert ids[-1] == base.eos_token_id
     assert ids.count(base.bos_token_id) == 0
-    assert fixed_response_ids(plain("Q:"), base) is None
+    assert fixed_response_ids(plain("Q:"), answers) is None
     single = conversation(("user", "u1"), ("assistant", "a1"), response="a1")
-    assert base.decode(fixed_response_ids(single, base)) == "a1</s>"
+    assert base.decode(fixed_response_ids(single, answers)) == "a1</s>"
     several = conversation(("user", "u1"), ("assistant", "a1"), ("user", "u2"), response="a2")
-    assert fixed_response_ids(several, base) is None
+    assert fixed_response_ids(several, answers) is None
 
 
 def test_fixed_response_needs_an_eos():
-    message = refused(fixed_response_ids, plain("Q:", response="A"), make_tokenizer(eos=None))
-    assert message.startswith("the target's tokenizer has no EOS token, in which fixed responses")
+    with pytest.raises(UserError) as caught:
+        fixed_response_ids(plain("Q:", response="A"), AnswerFormat(make_tokenizer(eos=None), ()))
+    assert caught.value.rule.startswith("the target's tokenizer has no EOS token, in which fixed")
+    assert caught.value.remedy == "set its eos_token"

@@ -409,6 +409,18 @@ def test_a_finished_store_goes_on(tmp_path):
 # identity
 
 
+def test_a_store_from_before_the_eos_set_grew_is_refused_with_that_reason(tmp_path):
+    before = dataclasses.replace(IDENTITY, target={**IDENTITY.target, "eos_ids": [0]})
+    now = dataclasses.replace(IDENTITY, target={**IDENTITY.target, "eos_ids": [0, 5]})
+    TraceStore.open(tmp_path, before)
+    with pytest.raises(UserError) as caught:
+        TraceStore.open(tmp_path, now)
+    assert (caught.value.key, caught.value.value) == ("trace store", str(tmp_path))
+    assert "ended at the token ids [0] alone; they end at [0, 5]" in caught.value.rule
+    with pytest.raises(UserError, match="made with seed 3"):
+        TraceStore.open(tmp_path, dataclasses.replace(now, seed=5))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

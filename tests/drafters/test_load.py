@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafters.base import check_fingerprint
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Settings
 from drafters.eagle3 import Eagle3Settings
@@ -28,6 +29,17 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 @pytest.fixture
 def target(tiny_target):
     return tiny_target("llama", layers=LAYERS)
+
+
+def test_a_head_from_before_the_eos_set_grew_is_refused_with_that_reason(target):
+    stored = target.fingerprint | {"eos_ids": [7]}
+    check_fingerprint(stored, target.fingerprint, "head")  # another set is none that grew
+    now = stored | {"eos_ids": [0, 7]}
+    with pytest.raises(UserError) as caught:
+        check_fingerprint(stored, now, "head")
+    assert (caught.value.key, caught.value.value) == ("drafter", "head")
+    assert "ended at the token ids [7] alone; they end at [0, 7]" in caught.value.rule
+    assert caught.value.remedy == "train it again"
 
 
 def noisy(drafter, seed=0):

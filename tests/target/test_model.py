@@ -11,7 +11,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from target.causal_lm import load_causal_lm
-from target.fingerprint import eos_ids, tokenizer_hash, vocabulary_size, weights_hash
+from target.fingerprint import (
+    added_eos,
+    eos_ids,
+    grown_eos,
+    tokenizer_hash,
+    vocabulary_size,
+    weights_hash,
+)
 from target.model import Target, decoder_layers
 from target.rotary import context_of
 from target.vocabulary import check_same_vocabulary
@@ -162,12 +169,22 @@ def test_a_folder_that_is_no_model_is_one_readable_error(tmp_path, tiny_folder):
         Target.load(str(folder))
 
 
-def test_eos_comes_from_the_generation_config_first():
-    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    for value, expected in (([7, 3, 7], (3, 7)), (5, (5,)), (None, (EOS,))):
+def test_the_tokenizer_and_the_generation_config_name_the_eos_together():
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer(chat_template=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|endoftext|>", "<|turn|>")
+    cases = [([7, 3, 7], (EOS, 3, 7)), (5, (EOS, 5)), ([EOS, 5], (EOS, 5)), (None, (EOS,))]
+    for value, expected in cases:
         model.generation_config.eos_token_id = value
         assert eos_ids(model, tokenizer) == expected
+    assert added_eos(model.generation_config, tokenizer) == ""
+    model.generation_config.eos_token_id = 7
+    line = added_eos(model.generation_config, tokenizer)
+    assert line.startswith("an answer ends at '<|endoftext|>' (0), the tokenizer's eos_token, as")
+    assert "well as at '\"' (7) of the generation config" in line
     tokenizer.eos_token = None
+    assert eos_ids(model, tokenizer) == (7,)
+    assert added_eos(model.generation_config, tokenizer) == ""
+    model.generation_config.eos_token_id = None
     assert eos_ids(model, tokenizer) == ()
 
 
@@ -189,6 +206,13 @@ def test_fingerprint_is_the_same_for_the_same_files(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     assert Target.load(str(copy)).fingerprint == first
     assert json.loads(json.dumps(first)) == first
+
+
+def test_an_eos_set_that_grew_is_the_reason():
+    before, now = {"weights": "a", "eos_ids": [0]}, {"weights": "a", "eos_ids": [0, 5]}
+    assert "ended at the token ids [0] alone; they end at [0, 5]" in grown_eos(before, now)
+    for one, other in ((now, before), (now, now), ({"eos_ids": [7]}, now), ({}, now)):
+        assert grown_eos(one, other) == ""
 
 
 def test_fingerprint_tells_what_changed(folder, tmp_path):
