@@ -173,7 +173,10 @@ def asked_again(
     for prompt in held_out:
         before, ids, begins = list[Ids](), list[int](), 0
         for number, turn in enumerate(user_turns(prompt)):
-            earlier, asked = ids, with_answers(turn, ["?"] * number)
+            earlier, asked = (
+                ids,
+                with_answers(turn, [{"role": "assistant", "content": "?"}] * number),
+            )
             ids, end = render(asked, tokenizer, *options), question(asked, tokenizer, *options)
             if number:  # the message as it stands where its answer follows
                 alike = itertools.takewhile(
