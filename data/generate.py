@@ -182,7 +182,7 @@ class _Work:
             ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
             if not ids:
                 raise UserError(f"{item.prompt.source}: the prompt has no token; remove it")
-            fixed = fixed_response_ids(item.prompt, tokenizer) or []
+            fixed = fixed_response_ids(item.prompt, self.format) or []
             self.target.check_ids([*ids, *fixed], item.prompt.source)
             if len(ids) > self.limit:
                 if plan.long_prompts == "refuse" and not item.turn:
