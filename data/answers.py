@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data.prompts import Message
+from data.prompts import Message, Prompt, user_turns
 from data.trace_rows import Trace, column
 from trainer.errors import UserError
 
@@ -234,11 +234,33 @@ class AnswerFormat:
         return text
 
 
-def num_cut(traces: Sequence[Trace], answers: AnswerFormat) -> int:
-    """How many answers end at the limit of their length, or inside a thought."""
-    if not answers.thoughts:
-        return column(traces, "finish_reason").count("length")
-    return sum(answers.is_cut(trace.response_ids, trace.finish_reason) for trace in traces)
+class Cut(NamedTuple):
+    """What of the answers in a text is cut: whose end is the limit of their length, or a thought.
+    `turns`: later turns of their conversations, which are left out."""
+
+    answers: int
+    cut: int
+    in_thoughts: int
+    turns: int
+
+    @classmethod
+    def of(cls, traces: Sequence[Trace], answers: AnswerFormat, prompts: Sequence[Prompt]) -> Cut:
+        """`prompts`: those that the traces' `index` counts, [] where no turn is left out."""
+        at_limit = [reason == "length" for reason in column(traces, "finish_reason")]
+        open_ones = [False] * len(traces)
+        if answers.thoughts:
+            open_ones = [answers.thought_is_open(trace.response_ids) for trace in traces]
+        turns = 0
+        if any(len(prompt.messages or ()) > 1 for prompt in prompts):
+            places = column(traces, "index"), column(traces, "turn")
+            for index, turn, *ends in zip(*places, at_limit, open_ones, strict=True):
+                turns += any(ends) * (len(list(user_turns(prompts[index]))) - turn - 1)
+        cut = sum(map(any, zip(at_limit, open_ones, strict=True)))
+        return cls(len(traces), cut, sum(open_ones), turns)
+
+    def __str__(self) -> str:
+        share = self.cut / max(1, self.answers)
+        return f"{self.cut} of {self.answers} answers ({share:.0%}) are cut"
 
 
 def _thought_marks(names: set[str]) -> list[tuple[str, str]]:

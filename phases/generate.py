@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from data.bad_rows import DROP, NONE
-from data.answers import AnswerFormat
 from data.budget import estimate_bytes
 from data.config import DataConfig
 from data.generate import GenerationPlan, generate_traces, traces_folder
@@ -40,6 +39,7 @@ from data.traces import Trace, TraceStore, differences, only_grown_eos
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from eval.config import EvalConfig, tree_depth
+from phases.cut_answers import show_cut, show_unmeasured
 from phases.run import Run, check_model_pair, check_places
 from phases.servers import own_server
 from recipes.common.config import Config
@@ -110,11 +110,6 @@ def both_prompts(
         train = take(train, data.num_prompts, config.run.seed)
         held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
     return train, held_out
-
-
-def answer_format(target: Target, data: DataConfig) -> AnswerFormat:
-    """How the target's answers end and stand in its conversations."""
-    return AnswerFormat(target.tokenizer, target.eos_ids, data.chat_template_kwargs)
 
 
 def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
@@ -241,9 +236,15 @@ def without_held_out(
 
 
 def report_traces(run: Run, held_out: list[Prompt], engine: Servers) -> None:
-    """Generate the traces of the report at all of its temperatures."""
-    for temperature in run.config.eval.temperatures:
-        evaluation_traces(run, held_out, temperature, engine=engine)
+    """Generate the traces of the report at all of its temperatures. Print how many answers are cut,
+    and which defaults of servers are not measured."""
+    config = run.config.eval
+    own = not is_made_here(config.prompts or run.config.data.prompts)
+    for temperature in config.temperatures:
+        traces, plan = evaluation_traces(run, held_out, temperature, engine=engine)
+        label, key = f"evaluation T={temperature:g}", f"eval.max_new_tokens={plan.max_new_tokens}"
+        show_cut(run, label, key, traces, plan.prompts, own)
+    show_unmeasured(run)
 
 
 def contents(
@@ -271,7 +272,10 @@ def training_traces(run: Run, prompts: list[Prompt], engine: Servers | None = No
     if (imported := open_imported(run.config.data.traces)) is not None:
         return imported_traces(run, imported, prompts)
     plan = GenerationPlan.from_config(run.config.data, prompts, run.config.run.seed)
-    return _generate(run, plan, training_folder(run, prompts), "training traces", engine)
+    traces = _generate(run, plan, training_folder(run, prompts), "training traces", engine)
+    key, own = f"data.max_new_tokens={plan.max_new_tokens}", not is_made_here(plan.source)
+    show_cut(run, "training text", key, traces, prompts, own)
+    return traces
 
 
 def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Traces:
@@ -296,15 +300,8 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Trace
             f"training traces: {len(traces)} of {store.folder}, imported from "
             f"{store.identity['log']}, {', '.join(drawn)}; nothing is generated for training"
         )
+    show_cut(run, "training text", "", traces, [], own=True)
     return traces
-
-
-def measured_on(plan: GenerationPlan, traces: Sequence[Trace]) -> dict[str, object]:
-    """`prompts` of the rows of a report: name, hash and, where there are any, how many of the plan
-    have no answer of their own, as too long or rendered like another one."""
-    named: dict[str, object] = {"name": plan.source, "hash": plan.prompts_hash}
-    left_out = len(plan.prompts) - len({trace.index for trace in traces})
-    return named | {"left_out": left_out} if left_out else named
 
 
 def evaluation_traces(

@@ -21,7 +21,8 @@ from eval.policies.rollouts import FAMILIES, Rollouts
 from eval.policies.table import POLICIES
 from eval.report.rows import TRAINED, Row
 from eval.speed_model import COST_RATIOS
-from phases.generate import evaluation_traces, measured_on
+from phases.cut_answers import answer_format, measured_on
+from phases.generate import evaluation_traces
 from phases.run import Run
 from target.sampling import Sampling
 from trainer.progress import TokenProgress
@@ -68,7 +69,7 @@ def measure_policies(
             "matching_confidence": matching(banks[0], chosen["head"]),
         }
         by = {"text_by": plan.served or "hf"}
-        on = measured_on(plan, traces)
+        on = measured_on(plan, traces, answer_format(run.target, run.config.data))
         bench = Bench(run.target, traces, sampling, config, on, by, progress)
         decoded = {}
         for family, budget in chosen.items():

@@ -41,8 +41,10 @@ from eval.report.schema import (
     write_report,
 )
 from eval.report.terminal import summary
+from eval.serving_defaults import unmeasured_defaults
+from phases.cut_answers import answer_format, measured_on
 from phases.export import complete_card, export_run, save_drafter
-from phases.generate import check_context, evaluation_traces, measured_on
+from phases.generate import check_context, evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
@@ -205,7 +207,7 @@ def measure(
         check_context(subject, traces, config)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         by = {"text_by": plan.served or "hf"}
-        on = measured_on(plan, traces)
+        on = measured_on(plan, traces, answer_format(run.target, run.config.data))
         frozen = Bench(run.target, traces, sampling, config, on, by, progress)
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
@@ -263,6 +265,14 @@ def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prom
     return Bench(
         served, traces, frozen.sampling, frozen.config, frozen.prompts, about, frozen.progress
     )
+
+
+def target_facts(run: Run) -> dict[str, object]:
+    """Name, fingerprint and, where there are some, the defaults of servers that the report does not
+    measure."""
+    facts: dict[str, object] = {"name": run.target.name, "fingerprint": run.target.fingerprint}
+    left_out = unmeasured_defaults(run.target.model.generation_config, run.config.eval)
+    return facts | {"serving_defaults_not_measured": left_out} if left_out else facts
 
 
 def written(folder: Path) -> dict[str, Any] | None:
@@ -331,7 +341,7 @@ def finish(
             **read_facts(run.folder),
             **({"unread_rows": unread} if unread else {}),
         },
-        target={"name": run.target.name, "fingerprint": run.target.fingerprint},
+        target=target_facts(run),
         drafter={
             "start": run.config.model.drafter or "built from the target's configuration",
             **facts(after, run.target),

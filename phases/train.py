@@ -22,8 +22,8 @@ from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from eval.config import trees_of
+from phases.cut_answers import answer_format
 from phases.dev import split_dev
-from phases.generate import answer_format
 from phases.help import composed
 from phases.run import Run
 from phases.stage import StageRun, settings_of

@@ -130,7 +130,7 @@ def measure(
             **run.provenance(["scripts.evaluate", *arguments]),
             **({"unread_rows": unread} if unread else {}),
         },
-        target={"name": this.target.name, "fingerprint": this.target.fingerprint},
+        target=report.target_facts(this),
         drafter={"start": name, **report.facts(drafter, this.target)},
         results=measured.rows,
         comparisons=measured.comparisons,

@@ -62,6 +62,7 @@ on two quiet cores; what is finished is skipped, and every phase says how far it
     states, $((prompts * row)) tokens that the target reads again: $(minutes $((prompts * row / read)))
     training, $steps steps of $rows rows: $(minutes $((steps * rows * row / trained)))
     report, $held_out held-out prompts decoded at two temperatures: $(minutes $report)
+Answers are cut at $answer and $held_out_answer tokens on purpose, to save time: most of them have no end.
 END
 start=$SECONDS
 if [[ ! -e $target/config.json ]]; then

@@ -49,6 +49,7 @@ from eval.report.tables import (
     row_goodput,
 )
 from eval.report.tiles import COMPARED, tile_blocks
+from eval.serving_defaults import unmeasured_words
 
 WRITERS = {"hf": "transformers", "vllm": "vLLM", "openai": "OpenAI-compatible servers"}
 DEFINITIONS = [
@@ -308,7 +309,9 @@ def report_blocks(report: Report) -> list[Block]:
     if report.get("policies"):
         blocks += policy_blocks(report["policies"])
     if rows:
-        blocks += [Heading("How it was measured"), Bullets(_measured(rows))]
+        defaults = unmeasured_words(report["target"].get("serving_defaults_not_measured", {}))
+        said = [f"The target: {defaults}."] if defaults else []
+        blocks += [Heading("How it was measured"), Bullets(_measured(rows) + said)]
     for name in ("run", "target", "drafter"):
         if report[name]:
             facts = (drafter_facts if name == "drafter" else flatten)(report[name])

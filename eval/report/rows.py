@@ -60,9 +60,15 @@ def num_nodes(row: Row) -> int | None:
 
 
 def prompts_of(row: Row) -> str:
-    """How many prompts were measured, and how many have no answer."""
-    count, left_out = f"{row['num_prompts']} prompts", row["prompts"].get("left_out")
-    return f"{count}, {left_out} left out as too long or equal to another" if left_out else count
+    """How many prompts were measured, how many have no answer, and the share of cut answers."""
+    prompts, parts = row["prompts"], [f"{row['num_prompts']} prompts"]
+    if left_out := prompts.get("left_out"):
+        parts.append(f"{left_out} left out as too long or equal to another")
+    if prompts.get("answers"):  # earlier versions did not count them
+        parts.append(f"{prompts['cut'] / prompts['answers']:.0%} of the answers cut")
+    if turns := prompts.get("later_turns_left_out"):
+        parts.append(f"{turns} later turns left out behind those")
+    return ", ".join(parts)
 
 
 def label(row: Row) -> str:

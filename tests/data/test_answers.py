@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.answers import AnswerFormat, num_cut
+from data.answers import AnswerFormat, Cut
 from tests.data.test_traces import make
 from tests.tiny import tiny_tokenizer
 
@@ -157,7 +157,7 @@ def test_an_answer_that_ends_inside_a_thought_is_cut(answers, text, cut):
     assert answers.is_cut(found, "eos") == cut
     assert answers.is_cut(found, "length")
     traces = [make(0, response_ids=found), make(1, response_ids=found, finish_reason="length")]
-    assert num_cut(traces, answers) == 1 + cut
+    assert Cut.of(traces, answers, []) == Cut(2, 1 + cut, 2 * cut, 0)
 
 
 @pytest.mark.parametrize(
