@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from data.bad_rows import NONE
 from data.answers import AnswerFormat
+from data.bad_rows import NONE
 from data.prompts import (
     Prompt,
     load_prompts,
