@@ -169,7 +169,7 @@ def _text(source: str, row: Mapping[str, object], name: str, columns: Columns) -
     for other in columns.doubtful:
         around = other.strip().casefold() == "text"  # as in Alpaca, which holds all of it once more
         for inner in () if other == name else _texts(row.get(other)):
-            if inner not in text and not (around and text.strip() in inner):
+            if inner not in text and not (around and all(p.strip() in inner for p in parts)):
                 raise UserError(
                     f"the columns {name!r} and {other!r} may both belong to the prompt",
                     key=columns.key, value=source,

@@ -151,9 +151,10 @@ def test_the_columns_that_the_user_names_are_joined_in_their_order():
 
 def test_a_column_that_holds_the_prompt_once_more_is_no_other_prompt():
     """The text of Alpaca, the question inside a prompt."""
-    rows = [{"instruction": "Add.", "text": "### Instruction:\nAdd.\n### Response:\n3"},
+    whole = "### Instruction:\nAdd.\n### Input:\n1 and 2\n### Response:\n3"
+    rows = [{"instruction": "Add.", "input": "1 and 2", "text": whole},
             {"prompt": "Answer: Who?", "question": "Who?"}]  # fmt: skip
-    assert load(rows[:1])[0].text == "Add."
+    assert load(rows[:1])[0].text == "Add.\n\n1 and 2"
     assert load(rows[1:])[0].text == "Answer: Who?"
 
 
