@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.bad_rows import BadRow
-from data.messages import CHATS, ROLES, Message, chat_of, read_messages, whole
+from data.messages import CHATS, ROLES, Conversation, Message, chat_of, read_messages, whole
 from data.tables import Table, kind_of, listed
+from data.tools import tools_of
 from trainer.config import suggest
 from trainer.errors import UserError, excerpt
 
 PROMPT_COLUMNS = (*CHATS, "prompt", "instruction", "question", "text", "turns")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "canonical_solution", "code")
 DOMAIN_COLUMNS = ("domain", "category")
+TOOL_COLUMNS = ("tools", "functions")
 ID_COLUMN, ROLE_COLUMN = "conversation_id", "role"
 TURN_COLUMNS = ("turns", "prompt")  # whose lists of texts are what a user says in turn
 SYSTEM_COLUMNS = ("system_prompt", "system")  # of OpenOrca; of conversations in ShareGPT's form
@@ -42,6 +44,7 @@ class Columns:
     prompts: tuple[str, ...]
     joined: tuple[str, ...] = ()
     system: str | None = None
+    tools: str | None = None
     answers: str | None = None
     domains: tuple[str, ...] = ()
     conversation_id: str | None = None
@@ -52,7 +55,7 @@ class Columns:
 
     @property
     def read(self) -> tuple[str, ...]:
-        one = (self.system, self.answers, self.conversation_id, self.role)
+        one = (self.system, self.tools, self.answers, self.conversation_id, self.role)
         found = (*self.prompts, *self.joined, *self.domains, *self.doubtful, *filter(None, one))
         return tuple(dict.fromkeys(found))
 
@@ -66,6 +69,8 @@ class Columns:
         line = f"prompts from {', '.join(found) or 'no column'}"
         if self.system:
             line += f", system message from {self.system}"
+        if self.tools:
+            line += f", tools from {self.tools}"
         if self.answers:
             line += f", answers from {self.answers}"
         unread = [name for name in self.unread if name not in filled]
@@ -87,6 +92,9 @@ def choose_columns(
     def there(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(by_name[name] for name in names if name in by_name)
 
+    def first(names: Sequence[str]) -> str | None:
+        return next(iter(there(names)), None)
+
     joined, doubtful, system = tuple(column[1:]), (), None
     prompts = tuple(column[:1])
     if not column:
@@ -100,16 +108,16 @@ def choose_columns(
             raise UserError(f"{source} has none of the usual columns {known}; set {key}_column")
         joined = there(JOINED.get(prompts[0].strip().casefold(), ()))[:1]
         doubtful = tuple(n for n in there(DOUBTFUL) if n not in (prompts[0], *joined))
-        system = next(iter(there(SYSTEM_COLUMNS)), None)
+        system = first(SYSTEM_COLUMNS)
     answers = response_column or next(
         (n for n in there(RESPONSE_COLUMNS) if n not in (*prompts, *joined)), None
     )
     found = Columns(
-        key, prompts, joined, system, answers, there(DOMAIN_COLUMNS),
-        next(iter(there([ID_COLUMN])), None), doubtful,
-        None if column else next(iter(there([ROLE_COLUMN])), None), bool(column),
+        key, prompts, joined, system, first(TOOL_COLUMNS), answers, there(DOMAIN_COLUMNS),
+        first([ID_COLUMN]), doubtful, None if column else first([ROLE_COLUMN]), bool(column),
     )  # fmt: skip
-    read = {*prompts[:1], *joined, system, answers, *found.domains, found.conversation_id}
+    one = (system, found.tools, answers, found.conversation_id)
+    read = {*prompts[:1], *joined, *found.domains, *one}
     return dataclasses.replace(found, unread=tuple(n for n in table.texts if n not in read))
 
 
@@ -123,7 +131,7 @@ def _one_message_a_row(key: str, source: str, role: str, column: str) -> UserErr
 
 def prompt_in(
     source: str, row: Mapping[str, object], columns: Columns, notes: Counter[str]
-) -> tuple[str, str | list[Message] | None]:
+) -> tuple[str, str | Conversation | None]:
     """(column, prompt) of a row: text, or a conversation; None where it is empty.
 
     Raises BadRow where the row cannot be read, UserError where another column may belong to it.
@@ -143,14 +151,15 @@ def prompt_in(
         text = _text(source, row, name, columns)
         system = _system(row, columns)
         if system and text.strip():
-            return name, [*system, {"role": "user", "content": text}]
+            return name, Conversation([*system, {"role": "user", "content": text}])
         return name, text if text.strip() else None
     if columns.named and columns.joined:
         raise BadRow(f"messages in {name!r}, which no other column can be joined to")
     found = read_messages(messages, notes)
     if found and found[0]["role"] not in ("system", "developer"):
         found = [*_system(row, columns), *found]
-    return name, found or None
+    tools = tools_of(row.get(columns.tools)) if columns.tools else ()
+    return name, Conversation(found, tools) if found else None
 
 
 def _system(row: Mapping[str, object], columns: Columns) -> list[Message]:

@@ -23,7 +23,7 @@ from data.answers import AnswerFormat
 from data.budget import check_budget, estimate_bytes
 from data.config import DataConfig
 from data.prompts import Message, Prompt, Turn, user_turns
-from data.render import fixed_response_ids, render, with_answers
+from data.render import fixed_response_ids, num_answers, reads_tools, render, with_answers
 from data.rendered import describe_rendered
 from data.trace_rows import Traces, trace_key
 from data.traces import Trace, TraceIdentity, TraceStore
@@ -42,6 +42,7 @@ from trainer.progress import TokenProgress
 TEACHER_GROUP = 16
 # why later turns of a conversation are left out
 BEHIND_CUT = "behind an answer that was cut"
+REFUSED = "of a form that the chat template has no place for"
 NOT_PUT_BACK = "behind an answer with special tokens that the chat template cannot write back"
 
 
@@ -179,7 +180,13 @@ class _Work:
                 self.advance(item, self.done[place])
                 continue
             turn = with_answers(item.turns[item.turn], item.answers)
-            ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
+            try:
+                ids = render(turn, tokenizer, plan.system_prompt, plan.chat_template_kwargs)
+            except UserError:
+                if not item.turn:
+                    raise
+                self.leave_out(item, REFUSED)
+                return None
             if not ids:
                 raise UserError(f"{item.prompt.source}: the prompt has no token; remove it")
             fixed = fixed_response_ids(item.prompt, self.format) or []
@@ -205,7 +212,8 @@ class _Work:
     def advance(self, item: _Item, trace: Trace) -> None:
         """Go on to the next turn, or end the conversation where the answer cannot stand in it."""
         item.turn += 1
-        if item.turn == len(item.turns):
+        # from a conversation's first tool call on, the data set's own turns are the context
+        if item.turn == len(item.turns) or num_answers(item.turns[item.turn]) == len(item.answers):
             return
         message, reason = None, BEHIND_CUT
         if not self.format.is_cut(trace.response_ids, trace.finish_reason):
@@ -213,6 +221,10 @@ class _Work:
         if message is not None:
             item.answers.append(message)
             return
+        self.leave_out(item, reason)
+
+    def leave_out(self, item: _Item, reason: str) -> None:
+        """End a conversation before its current turn."""
         self.left_out[reason] += len(item.turns) - item.turn
         del item.turns[item.turn :]
 
@@ -247,6 +259,9 @@ def generate_traces(
     line = describe_rendered([prompt.text for prompt in plan.prompts], target.tokenizer)
     if rank == 0 and line:
         print(f"{label}: {line}")
+    with_tools = sum(bool(prompt.tools) for prompt in plan.prompts)
+    if rank == 0 and with_tools and not reads_tools(target.tokenizer):
+        print(f"{label}: {with_tools} prompts have tools, which the chat template does not read")
     store = TraceStore.open(folder, plan.identity(target))
     with contextlib.ExitStack() as held:
         if rank == 0 and not store.is_complete(()):
@@ -339,8 +354,8 @@ def _fill(
                 writer.add(finished)
             expected = len(item.turns)
             work.advance(item, trace)
-            progress.rows -= expected - len(item.turns)
             following = work.next_request(item)
+            progress.rows -= expected - len(item.turns)
             if following is not None:
                 pending.append(following)  # they are taken from the end of this very list
             progress.finish_row()

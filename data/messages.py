@@ -11,24 +11,40 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from data.bad_rows import BadRow
 from data.tables import kind_of, shorten
+from data.tools import Tools, calls_of, first_call
 
-# {"role": system | developer | user | assistant, "content": text}
+# {"role": system | developer | user | assistant | tool, "content": text}; of the assistant also
+# "tool_calls", and "reasoning_content", its thought; of a tool "tool_call_id" and "name"
 Message: TypeAlias = dict[str, Any]
+
+
+class Conversation(list[Message]):
+    """The messages of a conversation, and the `tools` that its assistant may call."""
+
+    def __init__(self, messages: Iterable[Message], tools: Tools = ()):
+        super().__init__(messages)
+        self.tools = tools
+
 
 ROLES = {
     "system": "system", "developer": "developer",
     "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "bot": "assistant", "model": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool",
+    "tool_response": "tool",
 }  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's two interfaces for chats
 CHATS = ("messages", "conversations", "conversation")  # keys and columns that hold one
-_KNOWN_KEYS = {"role", "from", "content", "value"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of an assistant's message
+_KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS}
+_OF_A_TOOL = {"tool_call_id", "name"}
 # how the text of a list of messages begins, or of an object that holds one
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*(\{\s*["'](messages|conversations?)["']\s*:\s*)?\[\s*\{\s*["'](role|from|content|value)["']\s*:"""
@@ -73,52 +89,80 @@ def read_messages(items: Sequence[Mapping[str, Any]], notes: Counter[str]) -> li
     """The messages of a conversation, from the user's first turn on but for what precedes it of
     the system; empty where the user says nothing.
 
-    The target answers each user message itself, so assistant texts are taken where they are text
-    and are no reason to refuse a conversation. Messages of the user that follow each other are one
-    where the conversation has answers: that is what they answered. An empty user message ends the
+    The target answers each user message itself, so what the assistant says is no reason to refuse
+    a conversation; but from its first tool call on, what it says and what tools return are context
+    of what follows, and are read whole. Messages of the user that follow each other are one where
+    the conversation has answers: that is what they answered. An empty user message ends the
     conversation. Raises BadRow for an unknown role, a content that is no text and a conversation
     without a user message.
     """
-    found: list[Message] = []
-    said = Counter[str]()
+    found, said = list[Message](), Counter[str]()
+    faults: dict[int, BadRow] = {}  # by the number of an assistant's message
     for number, item in enumerate(items, 1):
-        message = _message(number, item, said)
-        if message["role"] in ("system", "developer") and not message["content"].strip():
+        message = _message(number, item, said, faults)
+        is_system = message["role"] in ("system", "developer")
+        if is_system and not message["content"].strip():
             continue
-        if message["role"] == "assistant" and not any(m["role"] == "user" for m in found):
-            said["begin with the assistant; its first message is left out"] = 1
+        if not is_system and message["role"] != "user" and not _asks(found):
+            said["begin with the assistant; what it says first is left out"] = 1
             continue
         found.append(message)
-    if items and not any(message["role"] == "user" for message in found):
+    if items and not _asks(found):
         raise BadRow("a conversation without a user message")
     if any(message["role"] == "assistant" for message in found):
         found = _joined(found, said)
     blank = (i for i, m in enumerate(found) if m["role"] == "user" and not m["content"].strip())
     if (end := next(blank, None)) is not None:
         found = found[:end]
-        if not any(message["role"] == "user" for message in found):
+        if not _asks(found):
             return []
         said["hold an empty user message; it and what follows are left out"] = 1
+    if (calls := first_call(found)) < len(found):
+        said["call tools: from the first call on, the data set's own turns are the context"] = 1
+        for message in found[calls:-1]:
+            if (fault := faults.get(id(message))) is not None:
+                raise fault
     notes.update(said)
     return found
 
 
-def _message(number: int, item: Mapping[str, Any], said: Counter[str]) -> Message:
-    item = present(item)
+def _asks(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "user" for message in messages)
+
+
+def _message(
+    number: int, item: Mapping[str, Any], said: Counter[str], faults: dict[int, BadRow]
+) -> Message:
+    """A message in OpenAI's form. `faults` receives why an assistant's cannot be read, by `id`."""
+    item, where = present(item), f"message {number}"
     name = item.get("role", item.get("from"))
-    role = ROLES.get(name.strip().casefold()) if isinstance(name, str) else None
+    name = name.strip().casefold() if isinstance(name, str) else name
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        known = ", ".join(ROLES)
-        raise BadRow(f"the unknown role {shorten(repr(name))}", f"message {number}; known: {known}")
-    for key in item.keys() - _KNOWN_KEYS:
+        raise BadRow(
+            f"the unknown role {shorten(repr(name))}", f"{where}; known: {', '.join(ROLES)}"
+        )
+    for key in item.keys() - _KNOWN_KEYS - (_OF_A_TOOL if role == "tool" else set()):
         said[f"have messages with the key {key!r}, which is not read"] = 1
     value = item.get("content", item.get("value"))
+    if role != "assistant":
+        message: Message = {"role": role, "content": text_of(value, where)}
+        return message | ({key: item[key] for key in sorted(_OF_A_TOOL & item.keys())}
+                          if role == "tool" else {})  # fmt: skip
+    message = {"role": role, "content": ""}
     try:
-        return {"role": role, "content": text_of(value, f"message {number}")}
-    except BadRow:
-        if role != "assistant":
-            raise
-        return {"role": role, "content": ""}  # the target's own answer takes its place
+        if name in ("function_call", "tool_call"):  # whose text is the call
+            item, value = item | {"function_call": value}, None
+        if calls := calls_of(item):
+            message["tool_calls"] = calls
+        thought = next((item[key] for key in THOUGHTS if key in item), None)
+        if thought is not None:
+            message["reasoning_content"] = text_of(thought, where)
+        if value is not None or not calls:
+            message["content"] = text_of(value, where)
+    except BadRow as error:
+        faults[id(message)] = error
+    return message
 
 
 def text_of(value: object, where: str) -> str:

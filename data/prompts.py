@@ -21,9 +21,11 @@ from typing import TypeAlias
 from data import questions, toy
 from data.bad_rows import FEW, NONE, BadRow, BadRows
 from data.columns import answer_in, prompt_in
+from data.messages import Conversation as Conversation
 from data.messages import Message as Message
 from data.messages import whole
 from data.prompt_tables import PromptTable, open_tables
+from data.tools import Tools, first_call
 from data.trace_rows import Trace
 from trainer.errors import UserError
 
@@ -55,6 +57,7 @@ class Prompt:
     domain: str
     source: str
     conversation_id: str
+    tools: Tools = ()  # that the conversation may call
     stored: tuple[Sequence[Trace], int] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -67,26 +70,41 @@ class Prompt:
     @cached_property
     def hash(self) -> str:
         """SHA-256 of what the target is shown: system and user messages, never an answer."""
-        return shown_hash(self.ids or self.messages or self.text or "")
+        return shown_hash(self.content)
+
+    @property
+    def content(self) -> Turn:
+        """What the row holds, whole."""
+        if self.messages is not None:
+            return Conversation(self.messages, self.tools)
+        return self.ids or self.text or ""
 
 
-def shown_hash(content: str | Sequence[Message] | Rendered) -> str:
+def shown_hash(content: Turn) -> str:
     """`Prompt.hash` of a text, a conversation or token ids."""
     if isinstance(content, Rendered):
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
     # plain text hashes as one user message, so that both forms of a prompt have the same hash
     if isinstance(content, str):
         content = [{"role": "user", "content": content}]
-    shown = [[m["role"], m["content"]] for m in content if m["role"] != "assistant"]
+    calls = first_call(content)
+    shown: list[object] = [
+        [m["role"], m["content"]] for m in content[:calls] if m["role"] != "assistant"
+    ]
+    shown += [sorted(m.items()) for m in content[calls:]]
+    if isinstance(content, Conversation) and content.tools:
+        shown.append(content.tools)
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
-def trimmed_hash(content: str | Sequence[Message] | Rendered) -> str:
+def trimmed_hash(content: Turn) -> str:
     """`shown_hash` without the white space around each text, which most chat templates drop."""
     if isinstance(content, str):
         content = content.strip()
-    elif not isinstance(content, Rendered):
-        content = [{**m, "content": m["content"].strip()} for m in content]
+    elif isinstance(content, list):
+        tools = content.tools if isinstance(content, Conversation) else ()
+        trimmed = [{**m, "content": m["content"].strip()} for m in content]
+        content = Conversation(trimmed, tools)
     return shown_hash(content)
 
 
@@ -132,7 +150,7 @@ def load_prompts(
             left_out[key] = bad.facts()
     distinct: dict[str, Prompt] = {}
     for prompt in prompts:
-        distinct.setdefault(trimmed_hash(prompt.messages or prompt.text or ""), prompt)
+        distinct.setdefault(trimmed_hash(prompt.content), prompt)
     if not distinct:
         raise UserError(f"{source} holds no prompt that is not empty; name another file or column")
     chosen = take(list(distinct.values()), count, seed)
@@ -219,7 +237,7 @@ def _prompt(
     table: PromptTable,
     where: str,
     row: Mapping[str, object],
-    content: str | list[Message],
+    content: str | Conversation,
     required: bool,
 ) -> Prompt:
     columns, response = table.columns, answer_in(row, table.columns, required)
@@ -238,6 +256,7 @@ def _prompt(
         domain=next(filter(None, domains), table.domain),
         source=where,
         conversation_id=conversation_id,
+        tools=content.tools if isinstance(content, Conversation) else (),
     )
 
 
@@ -248,15 +267,27 @@ def user_turns(prompt: Prompt) -> Iterator[Turn]:
     """Yield what the target answers: the text, or the conversation up to each user message.
 
     The source's assistant messages are left out: the target's own answers take their place
-    (`with_answers`), since a drafter must learn the contexts that the target really produces.
+    (`with_answers`), since a drafter must learn the contexts that the target really produces. From
+    the first tool call on they stay, since what a tool returned belongs to the call that was made:
+    there the target answers wherever the assistant did, and where the conversation ends.
     """
     if prompt.messages is None:
         yield prompt.ids or prompt.text or ""
         return
-    so_far: list[Message] = []
-    for message in prompt.messages:
-        if message["role"] == "assistant":
-            continue
-        so_far.append(dict(message))
-        if message["role"] == "user":
-            yield [dict(earlier) for earlier in so_far]
+    calls, so_far = first_call(prompt.messages), Conversation([], prompt.tools)
+    for place, message in enumerate(prompt.messages):
+        if place >= calls:
+            answers = message["role"] == "assistant"
+            if answers and place > calls and so_far[-1]["role"] in ("user", "tool"):
+                yield _copy(so_far)
+            so_far.append(message)
+        elif message["role"] != "assistant":
+            so_far.append(message)
+            if message["role"] == "user":
+                yield _copy(so_far)
+    if calls < len(prompt.messages) and so_far[-1]["role"] in ("user", "tool"):
+        yield _copy(so_far)
+
+
+def _copy(messages: Conversation) -> Conversation:
+    return Conversation([dict(message) for message in messages], messages.tools)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.answers import AnswerFormat
-from data.prompts import Message, Prompt, Rendered, Turn, user_turns
+from data.messages import THOUGHTS
+from data.prompts import Conversation, Message, Prompt, Rendered, Turn, user_turns
 from data.rendered import is_rendered, up_to_answer
 from data.tables import one_line
+from data.tools import Tools, first_call, prints_objects, with_text_arguments
 from trainer.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -20,21 +23,27 @@ if TYPE_CHECKING:
 def with_answers(turn: Turn, answers: Sequence[Message]) -> Turn:
     """A turn of `user_turns` with the target's answers put after its earlier user messages.
 
-    `answers`: one message per user message but the last. Raises ValueError for another number.
+    `answers`: as many messages as `num_answers` says. Raises ValueError for another number.
     """
+    needed = num_answers(turn)
+    if needed != len(answers):
+        raise ValueError(f"need {needed} answers to earlier user messages, got {len(answers)}")
     if not isinstance(turn, list):
-        if answers:
-            raise ValueError(f"plain text has no earlier turn, got {len(answers)} answers")
         return turn
-    if sum(message["role"] == "user" for message in turn) != len(answers) + 1:
-        raise ValueError(f"need one answer per user message but the last, got {len(answers)}")
     remaining = iter(answers)
-    woven: list[Message] = []
-    for message in turn:
-        if woven and woven[-1]["role"] == "user":
+    woven = Conversation([], turn.tools if isinstance(turn, Conversation) else ())
+    for place, message in enumerate(turn):
+        if place < first_call(turn) and woven and woven[-1]["role"] == "user":
             woven.append(dict(next(remaining)))
         woven.append(dict(message))
     return woven
+
+
+def num_answers(turn: Turn) -> int:
+    """How many of the target's answers stand in a turn of `user_turns`: one per user message but
+    the last before the first tool call, whose answer is that call."""
+    own = turn[: first_call(turn)] if isinstance(turn, list) else []
+    return max(0, sum(message["role"] == "user" for message in own) - 1)
 
 
 def render(
@@ -66,7 +75,11 @@ def render(
         return _encoded(up_to_answer(turn, tokenizer, options), tokenizer)
     messages = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
     system = system_prompt if messages[0]["role"] not in ("system", "developer") else None
-    return _render_chat(messages, tokenizer, system, options)
+    return _render_chat(messages, tokenizer, system, options, _tools(turn))
+
+
+def _tools(turn: Turn) -> Tools:
+    return turn.tools if isinstance(turn, Conversation) else ()
 
 
 def question(
@@ -83,7 +96,7 @@ def question(
     *before, last = [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
     begins = len(ids)
     for text in ("?", "0"):  # the message may begin like one of them
-        other = [*before, {**last, "content": text}]
+        other = Conversation([*before, {**last, "content": text}], _tools(turn))
         alike = zip(
             ids, render(other, tokenizer, system_prompt, chat_template_kwargs), strict=False
         )
@@ -122,17 +135,20 @@ def _render_chat(
     tokenizer: PreTrainedTokenizerBase,
     system_prompt: str | None,
     options: Mapping[str, Any],
+    tools: Tools,
 ) -> list[int]:
     import jinja2
 
     _check_template_options(tokenizer, options)
     if system_prompt:
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    if "developer" not in str(tokenizer.chat_template):  # OpenAI's later name for the same message
-        known = {"developer": "system"}
-        messages = [{**m, "role": known.get(m["role"], m["role"])} for m in messages]
+    template = str(tokenizer.get_chat_template(tools=list(tools) or None))
+    messages = [_as_named(template, message) for message in messages]
     options = {**options, "add_generation_prompt": True}
+    if tools:
+        options["tools"] = list(tools)
     try:
+        messages = _with_arguments(messages, tokenizer, options)
         if system_prompt:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
             if system_prompt.strip() not in text:
@@ -150,6 +166,52 @@ def _render_chat(
             f"the target's chat template refuses the conversation [{roles}] ({one_line(error)});"
             " remedy: prompts or data.system_prompt that it accepts"
         ) from error
+
+
+def reads_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the target's chat template writes the tools that a conversation may call."""
+    return re.search(r"\btools\b", str(tokenizer.chat_template or "")) is not None
+
+
+def _as_named(template: str, message: Message) -> Message:
+    """A message with the names that a chat template reads: `developer` is OpenAI's later name of
+    the system, and thoughts have several."""
+    message = dict(message)
+    if message["role"] == "developer" and "developer" not in template:
+        message["role"] = "system"
+    if "reasoning_content" in message and "reasoning_content" not in template:
+        field = next((name for name in THOUGHTS if name in template), "reasoning_content")
+        message[field] = message.pop("reasoning_content")
+    return message
+
+
+def _with_arguments(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> list[Message]:
+    """The messages with the arguments of tool calls as the template takes them, as objects or as
+    JSON text. UserError where it leaves out what a tool returned."""
+    if first_call(messages) == len(messages):
+        return messages
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TypeError:  # an object in the place of text
+        text = None
+    if text is None or prints_objects(text, messages):
+        messages = with_text_arguments(messages)
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    for message in messages:
+        if message["role"] == "tool" and not _stands_in(message["content"], text):
+            rule = "the target's chat template leaves out what a tool returned"
+            raise UserError(rule, remedy="name a target whose template has tools")
+    return messages
+
+
+def _stands_in(content: str, text: str) -> bool:
+    """Whether a text stands in a rendered one, as it is or as JSON spells it."""
+    spelled = content.strip()
+    return spelled in text or json.dumps(spelled)[1:-1] in text or (
+        json.dumps(spelled, ensure_ascii=False)[1:-1] in text
+    )  # fmt: skip
 
 
 def _check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:

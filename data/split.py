@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.prompts import Prompt, Rendered, Turn, keyed_hash, trimmed_hash, user_turns
-from data.render import question, render, with_answers
+from data.render import num_answers, question, render, with_answers
 from data.tables import shorten
 from data.traces import Trace
 from trainer.errors import UserError
@@ -21,6 +21,7 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ANSWER = {"role": "assistant", "content": "?"}
 NAMED = 3  # texts that a line names
 
 
@@ -173,10 +174,7 @@ def asked_again(
     for prompt in held_out:
         before, ids, begins = list[Ids](), list[int](), 0
         for number, turn in enumerate(user_turns(prompt)):
-            earlier, asked = (
-                ids,
-                with_answers(turn, [{"role": "assistant", "content": "?"}] * number),
-            )
+            earlier, asked = ids, with_answers(turn, [_ANSWER] * num_answers(turn))
             ids, end = render(asked, tokenizer, *options), question(asked, tokenizer, *options)
             if number:  # the message as it stands where its answer follows
                 alike = itertools.takewhile(

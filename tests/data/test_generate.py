@@ -13,7 +13,7 @@ import torch
 
 from data.config import DataConfig
 from data.generate import NOT_PUT_BACK, GenerationPlan, _Item, _Work, generate_traces, traces_folder
-from data.prompts import Prompt, load_prompts
+from data.prompts import Prompt, load_prompts, user_turns
 from data.traces import TraceStore
 from scripts import generate
 from target.model import Target
@@ -255,9 +255,38 @@ def test_nothing_stands_behind_an_answer_that_cannot_be_put_back(tiny_target, tm
     fill(target, tmp_path / "a", plan())
     work = _Work(plan(), target, TraceStore.open(tmp_path / "a", None).load(), 99)
     for found, count in ((response, 0), ([3, *response], 2)):
-        item = _Item(conversation("hi"), 0, 0, ["1", "2", "3"])
+        prompt = conversation("1", "2", "3")
+        item = _Item(prompt, 0, 0, list(user_turns(prompt)))
         work.advance(item, make(0, response_ids=found, finish_reason="eos"))
         assert (len(item.turns), work.left_out[NOT_PUT_BACK]) == (3 - count, count)
+
+
+def test_turns_behind_a_tool_call_need_no_answer_of_the_target(tiny_target, tmp_path, capsys):
+    """Their context is the data set's; a template that cannot write it ends the conversation."""
+    target = tiny_target("llama", chat_template=True)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = (
+        {"role": "user", "content": "Find."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "found"},
+        {"role": "assistant", "content": "Here."},
+        {"role": "user", "content": "Thanks."},
+    )
+    wanted = plan([dataclasses.replace(conversation("x"), messages=messages)], max_new_tokens=1)
+    found = fill(target, tmp_path / "whole", wanted)
+    asked = [target.tokenizer.decode(trace.prompt_ids).split("<|turn|>") for trace in found]
+    assert [turns[1:-1] for turns in asked] == [
+        ["user\nFind.\n"],
+        ["user\nFind.\n", "assistant\n<|endoftext|>\n", "tool\nfound\n"],
+        ["user\nFind.\n", "assistant\n<|endoftext|>\n", "tool\nfound\n",
+         "assistant\nHere.<|endoftext|>\n", "user\nThanks.\n"],
+    ]  # fmt: skip
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "in messages", "in messages if message.role != 'tool'"
+    )
+    assert len(fill(dataclasses.replace(target, tokenizer=tokenizer), tmp_path / "a", wanted)) == 1
+    assert "traces: 2 later turns left out, of a form that the chat" in capsys.readouterr().out
 
 
 def test_a_store_of_conversations_from_before_is_not_used(tiny_target, tmp_path):

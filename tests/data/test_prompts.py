@@ -622,9 +622,9 @@ def test_the_targets_answers_stand_between_the_user_turns(chat):
 
 def test_answers_must_match_the_turns():
     last = list(user_turns(LONG))[-1]
-    with pytest.raises(ValueError, match="one answer per user message but the last, got 1"):
+    with pytest.raises(ValueError, match="need 2 answers to earlier user messages, got 1"):
         with_answers(last, [{"role": "assistant", "content": "own 1"}])
-    with pytest.raises(ValueError, match="plain text has no earlier turn"):
+    with pytest.raises(ValueError, match="need 0 answers to earlier"):
         with_answers("text", [{"role": "assistant", "content": "own"}])
     assert with_answers("text", []) == "text"
 
