@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from data import toy
-from trainer.checks import is_file
+from trainer.checks import is_file, is_path
 from trainer.config import suggest
 from trainer.errors import RunFault, UserError
 
@@ -66,7 +66,8 @@ class Source:
         for key in options:
             if key not in allowed:
                 raise UserError(f"corpus {text!r}: {key} does not apply to {name}; remove it")
-        if allowed == OPTIONS and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not is_path(name)
+        if allowed == OPTIONS and not on_hub:
             raise UserError(
                 f"corpus {name} does not exist: it is neither a file, a folder nor a Hub data set"
             )

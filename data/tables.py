@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from data.bad_rows import BadRow
-from trainer.checks import is_file
+from trainer.checks import is_file, is_path
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,13 +61,14 @@ def read_table(source: str, config: str | None, split: str) -> Table:
     path = Path(os.path.expanduser(source))
     kind = file_kind(path)
     if kind not in FILE_KINDS and os.path.isdir(path):
-        return _hub_table(source, config, split)
+        return _hub_table(str(path), config, split)
     there = is_file("prompts file", path)
     if kind not in FILE_KINDS and there:
         known = " ".join(FILE_KINDS)
         rule = f"must end in one of {known}, or in one and .gz or .zst"
         raise UserError(f"prompts file {source} {rule}")
-    if not there and (kind in FILE_KINDS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
+    on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not is_path(source)
+    if not there and (kind in FILE_KINDS or not on_hub):
         raise UserError(f"prompts file {source} does not exist")
     if not there:
         return _hub_table(source, config, split)

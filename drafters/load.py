@@ -34,19 +34,34 @@ def load_drafter(
     trust_remote_code: bool = False,
     key: str = "model.drafter",
 ) -> TrainedDrafter:
-    """Load a drafter by the name of a folder or of a repository on the Hub.
+    """Load a drafter by the name of a folder, of a run's folder or of a repository on the Hub.
 
     A head of this project must be made for this target. A published head, in a layout that
     `drafters.formats.reader` knows, becomes a drafter of this target. An acceptance head beside the
     drafter is loaded too. `key`: the setting that holds `name`, for messages. Raises UserError
     where the drafter is missing, damaged or does not fit the target.
     """
+    name = drafter_folder(key, name)
     require_files(key, name)
     folder = _fetched(name, revision)
     drafter = _load(name, folder, target, revision, trust_remote_code, key)
     if folder is not None:
         attach(drafter, folder, key)
     return drafter
+
+
+def drafter_folder(key: str, name: str) -> str:
+    """`name`, or the folder of the trained drafter where `name` is the folder of a run. UserError
+    where the run has not trained it yet; `key`: the setting that holds `name`."""
+    run = Path(name)
+    if os.path.exists(run / "drafter.json") or not os.path.exists(run / "run.json"):
+        return name
+    if not os.path.exists(run / "drafter" / "drafter.json"):
+        raise UserError(
+            "the run in this folder has no trained drafter yet", key=key, value=name,
+            remedy="rerun its command, which run.json holds, until it is finished",
+        )  # fmt: skip
+    return str(run / "drafter")
 
 
 def _load(

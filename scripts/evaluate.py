@@ -19,7 +19,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.prompts import Prompt
 from drafters.base import TrainedDrafter
-from drafters.load import load_acceptance_head, load_drafter
+from drafters.load import drafter_folder, load_acceptance_head, load_drafter
 from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_training_free
@@ -58,7 +58,7 @@ def resolve(arguments: list[str]) -> Config:
             "eval.drafter must name a drafter: a folder, a Hub id or "
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
         )
-    drafter = Path(given[0]).resolve()
+    drafter = Path(drafter_folder("eval.drafter", given[0])).resolve()
     beside = None  # a target that was trained with the drafter
     if drafter.parent.name == "export":  # <run>/export/<engine>
         drafter = drafter.parents[1] / "drafter"

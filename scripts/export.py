@@ -29,7 +29,7 @@ from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export, model_card
 from drafters.kinds import Kind, served_by, stored_kind
-from drafters.load import load_drafter, stored
+from drafters.load import drafter_folder, load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
 from phases import exits
@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> int:
         trust = given.get("model.trust_remote_code", False)
         require(isinstance(trust, bool), "model.trust_remote_code", "be true or false", trust)
         out = export_drafter(
-            Path(str(given["script.drafter"])),
+            Path(drafter_folder("script.drafter", str(given["script.drafter"]))),
             str(given["script.engine"]),
             Path(str(given["script.out"])),
             given.get("model.target"),

@@ -156,8 +156,29 @@ def is_file(what: str, path: str | Path) -> bool:
     return True
 
 
+def is_path(name: str) -> bool:
+    """Whether `name`, of a model or a data set, is a path here and no name on the Hub: it starts
+    with . / or ~, has more than one slash, or exists at least up to its first slash."""
+    first = name.partition("/")[0]
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.lexists(first)
+
+
+def require_there(key: str, name: str) -> None:
+    """UserError where `name` is a path at which nothing is: the Hub is not asked for it."""
+    if is_path(name) and not os.path.exists(name):
+        remedy = "check the path"
+        if name.startswith("~"):
+            remedy = "a shell has not replaced the ~, write the path out"
+        elif not name.startswith((".", "/")) and name.count("/") == 1:
+            here = name.partition("/")[0]
+            remedy += f"; {here} is here, so this is no name on the Hub"
+        raise UserError("there is no such file or folder", key=key, value=name, remedy=remedy)
+
+
 def require_files(key: str, name: str | Path) -> None:
-    """UserError where `name` is a folder with a pipe or a device in it: reading would not end."""
+    """UserError where `name` is a path at which nothing is, or a folder with a pipe or a device in
+    it: reading would not end."""
+    require_there(key, str(name))
     for path in Path(name).iterdir() if os.path.isdir(name) else ():
         if not path.is_dir():
             is_file(f"{key}: the file", path)

@@ -15,7 +15,7 @@ from drafters.eagle3 import Eagle3Settings
 from drafters.export.card import Export
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import kind_of
-from drafters.load import load_drafter
+from drafters.load import drafter_folder, load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from tests.eagle import build_eagle
 from tests.tiny import VOCAB_SIZE
@@ -67,6 +67,29 @@ def written(engine, drafter, folder):
 
 def medusa(target, **settings):
     return noisy(MedusaDrafter.build(target, MedusaSettings(**settings)))
+
+
+def test_the_folder_of_a_run_stands_for_its_drafter(target, tmp_path):
+    """Until the run has trained one, the name of its folder is refused."""
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        load_drafter(str(tmp_path), target, key="eval.drafter")
+    assert (caught.value.key, caught.value.value) == ("eval.drafter", str(tmp_path))
+    assert caught.value.rule == "the run in this folder has no trained drafter yet"
+    trained = medusa(target)
+    trained.save_pretrained(tmp_path / "drafter")
+    loaded = load_drafter(str(tmp_path), target)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert drafter_folder("model.drafter", str(tmp_path / "drafter")) == str(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("name", ["./gone", "no/such/folder", "/gone"])
+def test_a_missing_folder_is_not_asked_of_the_hub(name, target, monkeypatch):
+    monkeypatch.setattr("drafters.load.snapshot_download", None)
+    with pytest.raises(UserError) as caught:
+        load_drafter(name, target)
+    assert caught.value.rule == "there is no such file or folder"
 
 
 def inputs(target, layers, length=9):
@@ -185,7 +208,7 @@ def test_a_language_model_that_is_not_whole_is_no_drafter(target, tmp_path, own)
 
 
 def test_what_is_nowhere_is_refused_with_one_line(target):
-    for name in ("org/absent", "no/such/folder", "nowhere"):
+    for name in ("org/absent", "nowhere"):
         with pytest.raises(UserError, match=f"eval.drafter: cannot load '{name}'") as caught:
             load_drafter(name, target, key="eval.drafter")
         assert "\n" not in str(caught.value)

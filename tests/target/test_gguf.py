@@ -137,7 +137,7 @@ def test_what_cannot_be_a_target_is_refused_in_one_line(tmp_path, model):
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "nowhere.gguf does not exist" in says("nowhere.gguf")
+    assert "nowhere.gguf: there is no such file or folder" in says("nowhere.gguf")
     (tmp_path / "text.gguf").write_text("no model")
     assert "is damaged, or no GGUF file" in says("text.gguf")
     write(tmp_path / "no_eos.gguf", model, False, leave_out=("eos",))
