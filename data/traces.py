@@ -129,9 +129,14 @@ class TraceStore:
                 rule = "was made by an earlier version, with other contexts of later turns or other"
                 rule += " ends of fixed responses"
                 raise UserError(rule, key="trace store", value=str(folder), remedy=remedy)
+            changed = differences(stored, wanted)
+            if any(one.startswith("prompts_hash ") for one in changed):
+                remedy = (
+                    "other prompts were chosen then: set data.num_prompts, data.prompts and the "
+                    f"keys that choose and render them as they were, {remedy}"
+                )
             raise UserError(
-                f"trace store {folder} was made with {'; '.join(differences(stored, wanted))};"
-                f" {remedy}"
+                f"trace store {folder} was made with {'; '.join(changed)}", remedy=remedy
             )
         store = cls(folder, stored)
         store.shards()  # reports at once what is missing or foreign

@@ -36,6 +36,7 @@ from trainer.loop import make_accelerator, placement
 from trainer.redaction import redacted, shown_command
 from trainer.tracking import check_login
 
+LAPTOP_TARGET = "runs/smollm2"  # of every recipe's preset laptop, as scripts.get_smollm2 writes it
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
 # keys of the configuration that say how the target is loaded
 OF_TARGET = tuple(
@@ -89,6 +90,11 @@ class Run:
 def load_target(config: Config, device: torch.device | str) -> Target:
     """Load the target as `model.*` says."""
     model = config.model
+    if model.target == LAPTOP_TARGET and not os.path.exists(model.target):
+        raise UserError(
+            "is not there yet", key="model.target", value=model.target,
+            remedy="python -m scripts.get_smollm2 downloads it",
+        )  # fmt: skip
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
         trust_remote_code=model.trust_remote_code, device_map=model.device_map,

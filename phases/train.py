@@ -30,7 +30,7 @@ from phases.stage import StageRun, settings_of
 from recipes.base import Recipe, Stage, Start, presets
 from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
-from trainer.errors import UserError
+from trainer.errors import UserError, excerpt
 from trainer.lock import lock
 from trainer.loop import FitResult, checkpointing_of
 
@@ -277,6 +277,11 @@ def train_stages(
         for stage in chosen_stages(run, recipe):
             check_context(base, stage, traces, run.config.data.max_new_tokens)
     train, dev = split_dev(traces, run.config.run.seed)
+    if not dev and run.accelerator.is_main_process:
+        print(
+            f"warning: all training text has the conversation_id {excerpt(traces[0].conversation_id)}, "
+            "so none is held out: the last checkpoint is taken, and nothing is calibrated"
+        )
     rows: dict[str, TrainedDrafter] = {}
     results: dict[str, FitResult] = {}
     current = base

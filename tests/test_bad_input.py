@@ -442,7 +442,7 @@ def test_a_trace_store_of_another_target_or_sampling(refused, tmp_path, tiny_fol
     refused(*words, says=[*says, "target.weights"], target=tiny_folder("llama", seed=1))
     refused(*words, "data.temperature=0.7", says=[*says, "temperatures [1.0] (wanted: [0.7])"])
     refused(*words, "data.top_k=5", says=[*says, "top_k 0 (wanted: 5)"])
-    refused(*words, "data.num_prompts=7", says=[*says, "prompts_hash"])
+    refused(*words, "data.num_prompts=7", says=[*says, "prompts_hash", "set data.num_prompts"])
     refused(*words, "run.seed=1", says=[*says, "seed 0 (wanted: 1)"])
 
 

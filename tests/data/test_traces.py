@@ -443,6 +443,13 @@ def test_another_identity_is_refused_by_key_and_values(tmp_path, change, words):
     assert stored(tmp_path) == [0, 1, 2]
 
 
+def test_other_prompts_name_the_keys_that_choose_them(tmp_path):
+    write(tmp_path, range(3))
+    with pytest.raises(UserError) as caught:
+        TraceStore.open(tmp_path, dataclasses.replace(IDENTITY, prompts_hash="other"))
+    assert "set data.num_prompts, data.prompts and the keys" in caught.value.remedy
+
+
 def test_tuples_and_lists_are_the_same_identity(tmp_path):
     write(tmp_path, range(3))
     TraceStore.open(tmp_path, dataclasses.replace(IDENTITY, temperatures=(0.0, 1.0)))

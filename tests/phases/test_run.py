@@ -12,7 +12,8 @@ import pytest
 from accelerate.utils import DistributedType
 
 from phases.exits import stop_softly
-from phases.run import Run, provenance
+from phases.run import Run, load_target, provenance
+from recipes.base import names
 from tests.commands import command, start
 from train import main, resolve
 from trainer.errors import UserError
@@ -87,6 +88,16 @@ def test_a_missing_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypat
     config = resolve(command(tmp_path, tmp_path / "no target", "trainer.wandb=online"))[0]
     with pytest.raises(UserError, match=r"trainer\.wandb=online needs a login"):
         Run.open(config)
+
+
+def test_the_laptop_presets_model_names_the_command_that_gets_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for recipe in names():
+        config = resolve([f"recipe={recipe}", "preset=laptop"])[0]
+        with pytest.raises(UserError) as caught:
+            load_target(config, "cpu")
+        assert (caught.value.key, caught.value.value) == ("model.target", "runs/smollm2")
+        assert caught.value.remedy == "python -m scripts.get_smollm2 downloads it"
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--module")

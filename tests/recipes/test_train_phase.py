@@ -91,6 +91,12 @@ def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
     assert list(results) == ["first", "second", "third"]
 
 
+def test_text_of_one_conversation_id_holds_nothing_out_and_says_so(target, tmp_path, capsys):
+    recipe, base = staged(target)
+    train_stages(run_of(tmp_path, target, "run.stage=first"), recipe, base, TRACES)
+    assert "warning: all training text has the conversation_id 'c'" in capsys.readouterr().out
+
+
 def test_what_a_stage_draws_does_not_depend_on_whether_those_before_are_done(target, tmp_path):
     drawn = []
     for _ in range(2):
