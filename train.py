@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
                 report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
             generate.check_texts(this, start, eval_prompts)
             made_of = generate.contents(this, start, traces, texts)
-            run.claim(this, ["train.py", *arguments], made_of)
+            run.claim(this, run.command_of(["train.py"], arguments), made_of)
             recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add
             trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:

@@ -48,7 +48,7 @@ from phases.generate import check_context, evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
-from phases.run import Run, read_facts
+from phases.run import Run, published, read_facts
 from phases.serve import check_engine, served_rows
 from target.layout import laid_out
 from target.model import Target
@@ -338,7 +338,7 @@ def finish(
         run={
             "recipe": run.config.recipe,
             "folder": str(run.folder),
-            **read_facts(run.folder),
+            **published(read_facts(run.folder)),
             **({"unread_rows": unread} if unread else {}),
         },
         target=target_facts(run),

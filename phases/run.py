@@ -8,14 +8,16 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypedDict
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -33,7 +35,7 @@ from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
-from trainer.redaction import redacted, shown_command
+from trainer.redaction import redacted, shell_command, shown_command
 from trainer.tracking import check_login
 
 LAPTOP_TARGET = "runs/smollm2"  # of every recipe's preset laptop, as scripts.get_smollm2 writes it
@@ -294,6 +296,39 @@ def _note_versions(folder: Path, facts: RunFacts, command: list[str]) -> None:
 _locks: list[IO[str]] = []  # of the run folder, held as long as this process works on it
 
 
+def command_of(script: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The words of this command as a shell was given them. `script`: what stands behind `python`;
+    the words of a launcher are those of the process that started this one."""
+    own, words = [script[-1], *arguments], list[str]()
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process().parent()
+        words = started.cmdline() if started else []
+    names = [Path(word).name for word in words]
+    if {"accelerate", "accelerate.commands.launch", "torchrun"} & {*names[:3]}:
+        at = len(words) - len(own)
+        if at > 1 and names[at] == own[0] and words[at + 1 :] == own[1:]:
+            begin = ["python", *words[1:at]] if names[1] == "-m" else [names[1], *words[2:at]]
+            return [*begin, *own]
+    return ["python", *script, *arguments]
+
+
+def published(facts: Mapping[str, object]) -> dict[str, object]:
+    """The facts of a run or a command as its report has them: without the places of this
+    machine."""
+    found = {**facts, "command": _published(str(facts["command"]))}
+    resumed = facts.get("resumed")
+    if isinstance(resumed, list):
+        found["resumed"] = [row | {"command": _published(str(row["command"]))} for row in resumed]
+    return found
+
+
+def _published(command: str) -> str:
+    try:
+        return shown_command(shlex.split(command))
+    except ValueError:  # of an earlier version, which did not quote it
+        return shown_command(command.split())
+
+
 def provenance(command: list[str]) -> dict[str, object]:
     """Describe what makes the numbers of this command: versions, machine, date."""
     import accelerate
@@ -308,7 +343,7 @@ def provenance(command: list[str]) -> dict[str, object]:
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name(0))
     return {
-        "command": shown_command(command),
+        "command": shell_command(command),
         "date": datetime.date.today().isoformat(),
         "draftsmith": version,
         "commit": _commit(),

@@ -278,9 +278,10 @@ def train_stages(
             check_context(base, stage, traces, run.config.data.max_new_tokens)
     train, dev = split_dev(traces, run.config.run.seed)
     if not dev and run.accelerator.is_main_process:
+        name = excerpt(traces[0].conversation_id)
         print(
-            f"warning: all training text has the conversation_id {excerpt(traces[0].conversation_id)}, "
-            "so none is held out: the last checkpoint is taken, and nothing is calibrated"
+            f"warning: all training text has the conversation_id {name}, so none is held out: the "
+            "last checkpoint is taken, and nothing is calibrated"
         )
     rows: dict[str, TrainedDrafter] = {}
     results: dict[str, FitResult] = {}

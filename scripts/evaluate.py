@@ -124,10 +124,11 @@ def measure(
     drafters = {name: drafter, **others}
     with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
         measured = report.measure(this, drafters, prompts, name)
+    words = run.command_of(["-m", "scripts.evaluate"], arguments)
     content = build_report(
         run={
             "recipe": this.config.recipe,
-            **run.provenance(["scripts.evaluate", *arguments]),
+            **run.published(run.provenance(words)),
             **({"unread_rows": unread} if unread else {}),
         },
         target=report.target_facts(this),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, overload
@@ -155,40 +156,60 @@ def shown(value: object, folder: Path | None = None) -> object:
         return {shown(k, folder): shown(v, folder) for k, v in redacted(value).items()}
     if isinstance(value, list | tuple):
         return type(value)(shown(one, folder) for one in value)
-    return _without_paths(redacted(value), folder) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    home = Path.home()
+    bases = [(REPOSITORY, ""), (folder, ""), (home if home != Path("/") else None, "~/")]
+    return _without_paths(redacted(value), bases)
+
+
+def shell_command(words: Sequence[str]) -> str:
+    """A command, given as its words, as a shell runs it again. Its secrets alone are left out."""
+    return shlex.join(map(_without_secrets, words))
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """A command, given as its words, as it may leave this machine."""
-    return " ".join(map(_shown_word, words))
+    """A command, given as its words, as it may leave this machine: as `shell_command`, with paths
+    relative to the working folder or the repository; of any other path the last part remains."""
+    return shlex.join(_without_places(_without_secrets(word)) for word in words)
 
 
-def _shown_word(word: str) -> str:
+def _without_secrets(word: str) -> str:
     key, equals, value = word.partition("=")
     tree = _parsed(value)
     if isinstance(tree, dict | list):
         clean = redacted(tree, is_secret_key(key))
         if clean != tree:
-            value = yaml.safe_dump(clean, default_flow_style=True, sort_keys=False, width=1 << 20)
+            flow = yaml.safe_dump(clean, default_flow_style=True, sort_keys=False, width=1 << 20)
+            value = flow.strip()
     elif value and is_secret_key(key):
         value = MARK
     elif value.startswith(("{", "[")):  # no YAML
         value = hide(value)
-    return f"{shown(key)}{equals}{shown(value.strip())}"
+    return f"{redacted(key)}{equals}{redacted(value)}"
+
+
+def _without_places(word: str) -> str:
+    key, equals, value = word.partition("=")
+    bases = [(Path.cwd(), ""), (REPOSITORY, "")]
+    return f"{_without_paths(key, bases)}{equals}{_without_paths(value, bases)}"
 
 
 _PATH = re.compile(r"""(?<![\w./~<-])(?:file://)?(/[\w.@+-][^\s"'`,;:|(){}\[\]<>=&]*)""")
 
 
-def _without_paths(text: str, folder: Path | None) -> str:
+Bases = Sequence[tuple[Path | None, str]]  # folders, and what stands for each of them
+
+
+def _without_paths(text: str, bases: Bases) -> str:
     if text.startswith("/") and os.path.lexists(text):  # it may hold spaces
-        return _short(text, folder)
-    return _PATH.sub(lambda found: _short(found[1], folder), text)
+        return _short(text, bases)
+    return _PATH.sub(lambda found: _short(found[1], bases), text)
 
 
-def _short(path: str, folder: Path | None) -> str:
-    home = Path.home()
-    bases = [(REPOSITORY, ""), (folder, ""), (home if home != Path("/") else None, "~/")]
+def _short(path: str, bases: Bases) -> str:
+    if Path(path) == Path.home() != Path("/"):
+        return "~"
     for base, before in bases:
         for known in {base and base.absolute(), base and base.resolve()}:
             if known and Path(path).is_relative_to(known):

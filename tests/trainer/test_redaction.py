@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trainer.redaction import (
     is_secret_key,
     leaks,
     redacted,
+    shell_command,
     shown,
     shown_command,
 )
@@ -146,22 +148,32 @@ def test_a_path_is_relative_to_the_repository_the_folder_or_home(tmp_path, monke
     assert shown("/data/x") == "x"
 
 
-def test_a_command_is_shown_without_secrets_and_places(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_a_command_is_shown_without_secrets_and_places(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = tmp_path / "project"
+    (here / "my runs").mkdir(parents=True)
+    monkeypatch.chdir(here)
     words = [
-        "train.py", "recipe=distillspec", "run.dir=/home/me/runs/x", "trainer.lr=5e-5",
+        "python", "train.py", "recipe=distillspec", f"run.dir={here}/my runs", "trainer.lr=5e-5",
         "data.engine_options={hf_token: opaque two, port: 1}", "data.cache_dir=/scratch/me",
+        f"model.target={tmp_path}/models/x", f"eval.prompts={tmp_path}",
         "eval.engine=http://me:pw@host", "method.api_key=opaque", "data.temperature=[0, 1.0]",
-        "method.corpus={/data/a.txt: 1}", "model.quantization={api_key: opaque",
-        "data.system_prompt=One token: yes",
+        f"method.corpus={{{tmp_path}/a.txt: 1}}", "model.quantization={api_key: opaque",
+        "data.system_prompt=One token:\n'yes'",
     ]  # fmt: skip
-    assert shown_command(words) == (
-        "train.py recipe=distillspec run.dir=~/runs/x trainer.lr=5e-5 "
-        f"data.engine_options={{hf_token: '{MARK}', port: 1}} data.cache_dir=me "
-        f"eval.engine=http://{MARK}@host method.api_key={MARK} data.temperature=[0, 1.0] "
-        f"method.corpus={{a.txt: 1}} model.quantization={{api_key: {MARK} "
-        "data.system_prompt=One token: yes"
-    )
+    expected = [
+        "python", "train.py", "recipe=distillspec", "run.dir=my runs", "trainer.lr=5e-5",
+        f"data.engine_options={{hf_token: '{MARK}', port: 1}}", "data.cache_dir=me",
+        "model.target=x", "eval.prompts=~",
+        f"eval.engine=http://{MARK}@host", f"method.api_key={MARK}", "data.temperature=[0, 1.0]",
+        "method.corpus={a.txt: 1}", f"model.quantization={{api_key: {MARK}",
+        "data.system_prompt=One token:\n'yes'",
+    ]  # fmt: skip
+    shown_words = shlex.split(shown_command(words))
+    assert shown_words == expected
+    whole = [*words[:5], expected[5], *words[6:9], *expected[9:11], *words[11:13], expected[13],
+             words[14]]  # fmt: skip
+    assert shlex.split(shell_command(words)) == whole
 
 
 def test_leaks_are_tokens_values_of_the_environment_and_the_home_folder(monkeypatch):
