@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
         print(base.listing())
         return 0
     from phases import exits, export, generate, report, run, states, train
+    from phases.commands import command_of
     from phases.dev import split_dev
     from phases.help import recipe_help
 
@@ -57,7 +58,8 @@ def main(arguments: list[str]) -> int:
         rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
         require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
         module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
-        run.check_folder(config)
+        command = command_of(["train.py"], arguments)
+        run.check_folder(config, command)
         if config.dry_run:
             print(yaml.safe_dump(config.to_dict(), sort_keys=False))
             generate.describe(config)
@@ -84,7 +86,7 @@ def main(arguments: list[str]) -> int:
                 report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
             generate.check_texts(this, start, eval_prompts)
             made_of = generate.contents(this, start, traces, texts)
-            run.claim(this, run.command_of(["train.py"], arguments), made_of)
+            run.claim(this, command, made_of)
             recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add
             trained, results = train.train_stages(this, recipe, start, traces, texts)
             if config.run.stage is None and this.accelerator.is_main_process:

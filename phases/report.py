@@ -42,13 +42,14 @@ from eval.report.schema import (
 )
 from eval.report.terminal import summary
 from eval.serving_defaults import unmeasured_defaults
+from phases.commands import published
 from phases.cut_answers import answer_format, measured_on
 from phases.export import complete_card, export_run, save_drafter
 from phases.generate import check_context, evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
 from phases.readings import ReadingCollector
-from phases.run import Run, published, read_facts
+from phases.run import Run, read_facts
 from phases.serve import check_engine, served_rows
 from target.layout import laid_out
 from target.model import Target

@@ -8,7 +8,6 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import shlex
 import subprocess
 import time
 import uuid
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypedDict
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -25,6 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from data.features_remote import check_storage
 from data.traces import check_store
 from engines.vllm_server import engine_python
+from phases.commands import trained_further
 from recipes.common.config import Config
 from target.fingerprint import added_eos
 from target.gguf import is_gguf
@@ -35,7 +34,7 @@ from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
-from trainer.redaction import redacted, shell_command, shown_command
+from trainer.redaction import redacted, shell_command
 from trainer.tracking import check_login
 
 LAPTOP_TARGET = "runs/smollm2"  # of every recipe's preset laptop, as scripts.get_smollm2 writes it
@@ -207,9 +206,9 @@ def check_shared_folders(config: Config, accelerator: Accelerator) -> None:
 SHARED_FOLDER_WAIT_S = 65.0  # a network disk may remember for a minute that a folder was not there
 
 
-def check_folder(config: Config) -> None:
+def check_folder(config: Config, command: Sequence[str]) -> None:
     """Refuse a run folder that holds another configuration. A key that is missing there, since it
-    is newer than the run, had what is its default now."""
+    is newer than the run, had what is its default now. `command`: the words of this command."""
     require_folder("run.dir", config.run_dir)
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
@@ -225,12 +224,24 @@ def check_folder(config: Config) -> None:
         former = defaults | (former if isinstance(former, dict) else {})
         changed += [f"{section}.{key}" for key in now if now[key] != former.get(key)]
     if changed:
+        named = f"{', '.join(changed[:3])}{', ...' * (len(changed) > 3)} differ"
+        same = {"recipe", "model.target", "model.target_revision"}.isdisjoint(changed)
         raise UserError(
-            f"run.dir={config.run_dir} holds a run of another configuration "
-            f"({', '.join(changed[:3])} differ): choose another run.dir or delete it"
-        )
+            f"holds a run of another configuration ({named})",
+            key="run.dir", value=str(config.run_dir),
+            remedy=_remedy(config.run_dir, command, same),
+        )  # fmt: skip
     if not (config.run_dir / "report.json").exists():
         read_facts(config.run_dir)
+
+
+def _remedy(folder: Path, command: Sequence[str], continues: bool) -> str:
+    """What to do instead of training in a folder that holds another run. `continues`: whether its
+    drafter is one that this command could start from."""
+    if continues and (folder / "drafter" / "drafter.json").exists():
+        further = trained_further(command, folder)
+        return f"choose another run.dir, or train its drafter further in a new run: {further}"
+    return "choose another run.dir"
 
 
 def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
@@ -249,9 +260,10 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
         changed = [name for name in contents if facts["contents"].get(name) != contents[name]]
         if changed:
             raise UserError(
-                f"run.dir={run.folder} was begun with another {', '.join(changed)} under the same "
-                "name: choose another run.dir or delete it"
-            )
+                f"was begun with another {', '.join(changed)} under the same name",
+                key="run.dir", value=str(run.folder),
+                remedy=_remedy(run.folder, command, "target" not in changed),
+            )  # fmt: skip
         if run.accelerator.is_main_process:
             _note_versions(run.folder, facts, command)
     elif run.accelerator.is_main_process:
@@ -294,39 +306,6 @@ def _note_versions(folder: Path, facts: RunFacts, command: list[str]) -> None:
 
 
 _locks: list[IO[str]] = []  # of the run folder, held as long as this process works on it
-
-
-def command_of(script: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """The words of this command as a shell was given them. `script`: what stands behind `python`;
-    the words of a launcher are those of the process that started this one."""
-    own, words = [script[-1], *arguments], list[str]()
-    with contextlib.suppress(psutil.Error):
-        started = psutil.Process().parent()
-        words = started.cmdline() if started else []
-    names = [Path(word).name for word in words]
-    if {"accelerate", "accelerate.commands.launch", "torchrun"} & {*names[:3]}:
-        at = len(words) - len(own)
-        if at > 1 and names[at] == own[0] and words[at + 1 :] == own[1:]:
-            begin = ["python", *words[1:at]] if names[1] == "-m" else [names[1], *words[2:at]]
-            return [*begin, *own]
-    return ["python", *script, *arguments]
-
-
-def published(facts: Mapping[str, object]) -> dict[str, object]:
-    """The facts of a run or a command as its report has them: without the places of this
-    machine."""
-    found = {**facts, "command": _published(str(facts["command"]))}
-    resumed = facts.get("resumed")
-    if isinstance(resumed, list):
-        found["resumed"] = [row | {"command": _published(str(row["command"]))} for row in resumed]
-    return found
-
-
-def _published(command: str) -> str:
-    try:
-        return shown_command(shlex.split(command))
-    except ValueError:  # of an earlier version, which did not quote it
-        return shown_command(command.split())
 
 
 def provenance(command: list[str]) -> dict[str, object]:

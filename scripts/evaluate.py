@@ -27,6 +27,7 @@ from eval.config import EvalConfig
 from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
 from phases import exits, generate, report, run
+from phases.commands import command_of, published
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -124,11 +125,11 @@ def measure(
     drafters = {name: drafter, **others}
     with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
         measured = report.measure(this, drafters, prompts, name)
-    words = run.command_of(["-m", "scripts.evaluate"], arguments)
+    words = command_of(["-m", "scripts.evaluate"], arguments)
     content = build_report(
         run={
             "recipe": this.config.recipe,
-            **run.published(run.provenance(words)),
+            **published(run.provenance(words)),
             **({"unread_rows": unread} if unread else {}),
         },
         target=report.target_facts(this),

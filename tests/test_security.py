@@ -255,7 +255,7 @@ def test_a_run_that_was_stored_with_its_secret_is_found_again(tmp_path):
     assert "first" not in stored
     (tmp_path / "config.yaml").write_text(stored.replace(MARK, "first"))
     (tmp_path / "run.json").write_text('{"contents": {}}')
-    run.check_folder(second)
+    run.check_folder(second, ["python", "train.py"])
 
 
 def test_a_stored_configuration_asks_for_its_secrets_again(hidden):

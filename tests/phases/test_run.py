@@ -12,7 +12,7 @@ import pytest
 from accelerate.utils import DistributedType
 
 from phases.exits import stop_softly
-from phases.run import Run, command_of, load_target, provenance, published
+from phases.run import Run, load_target, provenance
 from recipes.base import names
 from tests.commands import command, start
 from train import main, resolve
@@ -98,44 +98,6 @@ def test_the_laptop_presets_model_names_the_command_that_gets_it(tmp_path, monke
             load_target(config, "cpu")
         assert (caught.value.key, caught.value.value) == ("model.target", "runs/smollm2")
         assert caught.value.remedy == "python -m scripts.get_smollm2 downloads it"
-
-
-WORDS = ["recipe=medusa", "eval.temperatures=[0, 1]"]
-
-
-@pytest.mark.parametrize(
-    ("started", "script", "expected"),
-    [(["/bin/python", "/bin/accelerate", "launch", "--cpu", "./train.py", *WORDS], ["train.py"],
-      ["accelerate", "launch", "--cpu", "train.py", *WORDS]),
-     (["/bin/python", "-m", "accelerate.commands.launch", "-m", "scripts.evaluate", *WORDS],
-      ["-m", "scripts.evaluate"],
-      ["python", "-m", "accelerate.commands.launch", "-m", "scripts.evaluate", *WORDS]),
-     (["/bin/python", "/bin/torchrun", "--nproc-per-node=2", "train.py", *WORDS], ["train.py"],
-      ["torchrun", "--nproc-per-node=2", "train.py", *WORDS]),
-     (["bash", "-c", "python train.py"], ["train.py"], ["python", "train.py", *WORDS]),
-     (["/bin/python", "/bin/accelerate", "launch", "other.py"], ["train.py"],
-      ["python", "train.py", *WORDS]),
-     (["accelerate"], ["train.py"], ["python", "train.py", *WORDS]), ([], ["train.py"],
-      ["python", "train.py", *WORDS])],
-)  # fmt: skip
-def test_the_command_of_a_run_is_the_one_that_a_shell_was_given(
-    started, script, expected, monkeypatch
-):
-    parent = SimpleNamespace(cmdline=lambda: started)
-    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: parent))
-    assert command_of(script, WORDS) == expected
-
-
-def test_published_facts_hold_no_place_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    command = f"python train.py 'run.dir={tmp_path}/my runs'"
-    facts = {
-        "command": command,
-        "resumed": [{"command": f"train.py data.system_prompt=it's {tmp_path}/x"}],
-    }
-    found = published(facts)
-    assert found["command"] == "python train.py 'run.dir=my runs'"
-    assert str(tmp_path) not in str(found)
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--module")
