@@ -4,10 +4,13 @@
     accelerate launch train.py recipe=distillspec model.target=Qwen/Qwen3-8B \\
         model.drafter=Qwen/Qwen3-0.6B data.prompts=HuggingFaceH4/ultrachat_200k \\
         data.prompts_split=train_sft
+    python train.py config=runs/x/config.yaml trainer.max_steps=600
 
 `python train.py` alone lists the recipes. Phases: generate, train, export, report; what is finished
 is skipped. If a run is killed, rerun the same command to resume it. `help=true` prints the keys of
-a recipe, `dry_run=true` what a run would do; both stop there.
+a recipe, `dry_run=true` what a run would do; both stop there. `config=` takes the recipe and its
+settings from the config.yaml of a run, and prints what it does not take: paths, addresses, and
+permission to run code.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ def resolve(arguments: list[str]) -> tuple[Config, ModuleType]:
     """Compose the configuration; return it with the recipe's module."""
     from recipes import base
 
+    if any(word.startswith("config=") for word in arguments):
+        from phases import received
+
+        return received.resolve(arguments)
     names = [word.partition("=")[2] for word in arguments if word.startswith("recipe=")]
     if len(names) != 1:
         raise UserError(f"name one recipe as recipe=<name>; available: {', '.join(base.names())}")

@@ -14,6 +14,11 @@ from trainer.errors import UserError, require
 
 @dataclass
 class DataConfig(Section):
+    HERE: ClassVar[tuple[str, ...]] = (
+        "engine_options", "servers", "features_url", "features_cache_dir", "traces", "cache_dir",
+    )  # fmt: skip
+    NAMES: ClassVar[tuple[str, ...]] = ("prompts", "features_engine")
+    NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "traces", "servers")
     # the same model may answer elsewhere tomorrow
     FREE: ClassVar[tuple[str, ...]] = (
         "servers", "features_engine", "features_url", "features_cache_dir", "features_cache_gb",

@@ -25,6 +25,8 @@ from trainer.specs import spelled
 class EvalConfig(Section):
     """`eval.*`: what is measured, on which prompts, and how."""
 
+    NAMES: ClassVar[tuple[str, ...]] = ("drafter", "acceptance_head", "prompts", "tree", "engine")
+    NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "tree")
     MOVED: ClassVar[Mapping[str, str]] = {
         "tree_children": "eval.tree=<tree>,siblings=without_replacement or siblings=top",
         "typical_epsilon": "eval.verifier=typical:<epsilon>:<delta>",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from data.batches import Batch, collate
 from data.packing import RawText, check_separation
@@ -37,6 +38,8 @@ STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}
 
 @dataclass
 class Config(DivergenceConfig):
+    NAMES: ClassVar[tuple[str, ...]] = ("corpus", "continue_corpus")
+    NEEDED: ClassVar[tuple[str, ...]] = NAMES
     stages: list[str] = field(default_factory=lambda: list(STAGES))  # stages that are trained
     from_scratch: bool = False  # continue or align a drafter that was not pre-trained
     # raw text of stage pretrain by source, with its share: toy:<domain>, a file or folder, or

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_read
-from trainer.config import make_settings
+from trainer.config import Section, make_settings
 from trainer.errors import UserError, require
 from trainer.losses import LossOutput
 
@@ -81,7 +81,10 @@ BASES: dict[str, ModuleType] = {"eagle3": eagle3, "eagle": eagle}  # by kind of 
 
 
 @dataclass
-class Config:
+class Config(Section):
+    HERE: ClassVar[tuple[str, ...]] = ("reference_rewards",)
+    NAMES: ClassVar[tuple[str, ...]] = ("reference", "tree")
+    NEEDED: ClassVar[tuple[str, ...]] = NAMES
     # recipe of the head's token loss; null: the one that made model.drafter, else eagle3
     base: str | None = None
     base_options: dict[str, Any] = field(default_factory=dict)  # method.* of that recipe

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ POSITIONS = ("rejected", "published_code", "all")
 
 @dataclass
 class Config(DivergenceConfig):
+    HERE: ClassVar[tuple[str, ...]] = ("log",)
+    NEEDED: ClassVar[tuple[str, ...]] = HERE
     K: int = 5  # tokens drafted per round while serving
     # which tokens of a served answer are trained: those that corrected a draft, those that the
     # published code trains, or all

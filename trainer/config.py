@@ -23,16 +23,18 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import check_values
+from trainer.checks import check_values, is_file
 from trainer.errors import UserError, excerpt, require
 from trainer.redaction import MARK, redacted
 from trainer.sections import DEVICE_MAPS as DEVICE_MAPS
 from trainer.sections import FREE_SETTINGS as FREE_SETTINGS
 from trainer.sections import ModelConfig, RunConfig, Section, TrainerConfig
+from trainer.yaml_text import parse
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+MOST_BYTES = 1 << 20  # of a configuration file
 SCHEMA = 3  # of the configuration; raised when a key or a default gets another meaning
 
 
@@ -172,8 +174,8 @@ def parse_overrides(
 def _yaml_value(said: str, text: str) -> object:
     """`text` as YAML. UserError, which begins with `said`, where it cannot be read."""
     try:
-        value = yaml.safe_load(text)
-        json.dumps(value, default=str)  # a value that contains itself has no end
+        value = parse(text)
+        json.dumps(value, default=str)  # keys that JSON has not
         return value
     except yaml.YAMLError as error:
         reason: object = error
@@ -193,11 +195,12 @@ def compose(
     arguments: list[str],
     script_keys: tuple[str, ...] = (),
     reads: Collection[str] | None = None,
+    stored: Mapping[str, object] | None = None,
 ) -> C:
-    """The configuration of defaults, the YAML `files` in turn and `arguments`, after every check
-    that needs no model. UserError for a wrong key or value, and for a secret that a stored
-    configuration leaves out; `reads`: the keys and sections whose secrets are needed, None for
-    all."""
+    """The configuration of defaults, the YAML `files` in turn, the values of keys in `stored` and
+    `arguments`, after every check that needs no model. UserError for a wrong key or value, and for
+    a secret that a stored configuration leaves out; `reads`: the keys and sections whose secrets
+    are needed, None for all."""
     schema: dict[str, type] = {**sections(kind), "method": method}
     known = known_keys(schema, script_keys)
     empty = {name: OmegaConf.structured(section) for name, section in schema.items()}
@@ -205,7 +208,8 @@ def compose(
         {"recipe": recipe, "dry_run": False, "script": dict.fromkeys(script_keys), **empty}
     )
     OmegaConf.set_struct(tree, True)
-    layers = [(str(path), _flatten(translated(load_yaml(path), schema), known)) for path in files]
+    layers = [(str(path), flattened(translated(load_yaml(path), schema), known)) for path in files]
+    layers.append(("the stored configuration", dict(stored or {})))
     layers.append(
         (
             "command line",
@@ -301,15 +305,20 @@ def _literal(value: object, old: str, new: str) -> object:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The table in a YAML file. UserError where the file is missing or holds anything else."""
+    if not is_file("configuration file", path):
+        raise UserError(f"configuration file {path} does not exist")
     try:
-        text = path.read_text()
-    except FileNotFoundError as error:
-        raise UserError(f"configuration file {path} does not exist") from error
-    except (OSError, ValueError) as error:  # a folder, or not UTF-8
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        require(len(content) <= MOST_BYTES, str(path), f"have at most {MOST_BYTES} bytes", "more")
+        text = content.decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
     loaded = _yaml_value(f"{path} is not YAML", text)
     if not isinstance(loaded, dict):
-        raise UserError(f"{path} is damaged: it must hold a table of settings, got {loaded!r}")
+        raise UserError(
+            f"{path} is damaged: it must hold a table of settings, got {excerpt(loaded)}"
+        )
     return loaded
 
 
@@ -331,13 +340,15 @@ def moved_keys(schema: Mapping[str, type]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _flatten(nested: Mapping[str, object], known: list[str], prefix: str = "") -> dict[str, object]:
+def flattened(
+    nested: Mapping[str, object], known: list[str], prefix: str = ""
+) -> dict[str, object]:
     """Nested tables as one, with dotted keys; a known key whose value is a table stays whole."""
     flat: dict[str, object] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in known:
-            flat |= _flatten(value, known, f"{name}.")
+            flat |= flattened(value, known, f"{name}.")
         else:
             flat[name] = value
     return flat

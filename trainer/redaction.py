@@ -17,6 +17,8 @@ from typing import TypeVar, overload
 
 import yaml
 
+from trainer.yaml_text import parse
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -130,8 +132,8 @@ def _secrets(value: object, secret: bool) -> Iterator[str]:
 def _parsed(value: str) -> object:
     """`value` as YAML, or as it is where it is not YAML."""
     try:
-        tree = yaml.safe_load(value)
-        json.dumps(tree, default=str)  # one that holds itself would be walked for ever
+        tree = parse(value)
+        json.dumps(tree, default=str)  # keys that JSON has not
         return tree
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return value

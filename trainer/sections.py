@@ -22,10 +22,18 @@ FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb
 class Section:
     """A section of the configuration. `FREE`: keys that change no number of a run, so that they may
     change when it is resumed; `MOVED`: keys of earlier versions, which the command line refuses,
-    and what to write in their place."""
+    and what to write in their place.
+
+    Of a stored configuration, which somebody else may have written (`phases.received`): `HERE`,
+    keys of the machine or the command that it was written on, whose values are never taken (paths,
+    addresses, permission to run code); `NAMES`, keys whose values are taken where they are no path
+    and no address; `NEEDED`, those of both without which a command would do something else."""
 
     FREE: ClassVar[tuple[str, ...]] = ()
     MOVED: ClassVar[Mapping[str, str]] = {}
+    HERE: ClassVar[tuple[str, ...]] = ()
+    NAMES: ClassVar[tuple[str, ...]] = ()
+    NEEDED: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +50,7 @@ class Section:
 @dataclass
 class RunConfig(Section):
     FREE: ClassVar[tuple[str, ...]] = ("dir", "stage")
+    HERE: ClassVar[tuple[str, ...]] = ("dir",)
     # folder of the run; null: runs/<recipe>-<hash of what the configuration says>
     dir: str | None = None
     # of the training: which prompts, what is drawn as their responses, fresh weights, the order of
@@ -58,6 +67,9 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
 
 @dataclass
 class ModelConfig(Section):
+    HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code",)
+    NAMES: ClassVar[tuple[str, ...]] = ("target", "drafter")
+    NEEDED: ClassVar[tuple[str, ...]] = NAMES
     target: str = "assets/toy/target"  # folder or Hub id of the model that is to be served faster
     target_revision: str | None = None  # commit, branch or tag of the target on the Hub
     # folder or Hub id of the drafter that training starts from; null: the recipe builds a fresh one
@@ -113,6 +125,7 @@ class ModelConfig(Section):
 @dataclass
 class TrainerConfig(Section):
     FREE: ClassVar[tuple[str, ...]] = FREE_SETTINGS
+    HERE: ClassVar[tuple[str, ...]] = ("resume", "wandb")
     max_steps: int = 300  # optimiser steps of a stage
     batch_size: int = 32  # sequences per process per micro-step
     # length of a row that holds several whole texts, which do not see each other; 0: one text a row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def compose(
     arguments: list[str],
     script_keys: tuple[str, ...] = (),
     reads: Collection[str] | None = None,
+    stored: Mapping[str, object] | None = None,
 ) -> Config:
     """See `trainer.config.compose`."""
-    return config.compose(Config, recipe, method, files, arguments, script_keys, reads)
+    return config.compose(Config, recipe, method, files, arguments, script_keys, reads, stored)
