@@ -236,10 +236,10 @@ refused with the closest known one, and so is a key that the command does not re
 recipe=eagle3 help=true` prints the keys of one recipe with the values that the recipe gives them.
 
 A value is written as in YAML: `trainer.lr=5e-5`, `eval.temperatures=[0,1]`, `model.drafter=null`,
-`'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Four keys stand
+`'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Five keys stand
 outside of the sections: `recipe` names the method, `preset=published` takes the setting of its
 paper, for targets of several billion parameters (name your own target and prompts beside it),
-`dry_run=true` prints the resolved configuration with the size of the text that the run would write
+`config=runs/x/config.yaml` takes both from a run ([reports.md](reports.md)), `dry_run=true` prints the resolved configuration with the size of the text that the run would write
 and stops, `help=true` prints the keys of the recipe. The keys of a script, `script.*`, are
 explained by the script itself: run it without arguments or see the top of its file.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -126,6 +127,25 @@ def test_a_run_that_begins_again_has_no_report_until_it_ends(begun, monkeypatch)
     monkeypatch.setattr("phases.train.train_stages", stop)
     with pytest.raises(SystemExit):
         train.main([*words, "trainer.resume=never"])
+
+
+def test_a_longer_training_is_a_new_run_by_the_command_that_is_printed(
+    begun, tmp_path, capsys, monkeypatch
+):
+    run, words = begun
+    longer = [word for word in words if not word.startswith("trainer.max_steps=")]
+    longer.append("trainer.max_steps=3")
+    before = times(run)
+    assert train.main(longer) == 2
+    err = capsys.readouterr().err
+    assert "holds a run of another configuration (trainer.max_steps differ)" in err
+    further = shlex.split(err.partition("in a new run: ")[2])
+    assert further[:2] == ["python", "train.py"]
+    monkeypatch.chdir(tmp_path)
+    assert train.main(further[2:]) == 0
+    (report,) = tmp_path.glob("runs/*/report.json")
+    assert json.loads(report.read_text())["drafter"]["start"].endswith("run")
+    assert times(run) == before
 
 
 # versions
