@@ -239,9 +239,10 @@ A value is written as in YAML: `trainer.lr=5e-5`, `eval.temperatures=[0,1]`, `mo
 `'method.data_mix={target: 0.5, draft: 0.5}'`. Numbers must fit into float32. Five keys stand
 outside of the sections: `recipe` names the method, `preset=published` takes the setting of its
 paper, for targets of several billion parameters (name your own target and prompts beside it),
-`config=runs/x/config.yaml` takes both from a run ([reports.md](reports.md)), `dry_run=true` prints the resolved configuration with the size of the text that the run would write
-and stops, `help=true` prints the keys of the recipe. The keys of a script, `script.*`, are
-explained by the script itself: run it without arguments or see the top of its file.
+`config=runs/x/config.yaml` takes both from a run ([reports.md](reports.md)), `dry_run=true` prints
+the resolved configuration with the size of the text that the run would write and stops, `help=true`
+prints the keys of the recipe. The keys of a script, `script.*`, are explained by the script itself:
+run it without arguments or see the top of its file.
 
 A batch is `trainer.batch_size` rows times `trainer.gradient_accumulation_steps` times the number of
 processes. Most published settings are for 4 or 8 GPUs, which `recipes/<name>.published.yaml` says
