@@ -543,11 +543,22 @@ def test_evaluate_needs_a_drafter_that_loads(refused):
 # faults while running
 
 
-def test_weights_that_are_not_numbers_stop_the_run(refused, tmp_path):
-    broken = save_tiny(tmp_path / "broken", "llama", layers=1, width=16)
-    weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"][0] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+def spoilt(folder, value):
+    """A drafter whose final norm holds nothing but this value."""
+    save_tiny(folder, "llama", layers=1, width=16)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(value)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_weights_that_are_not_numbers_are_refused(refused, tmp_path):
+    broken = spoilt(tmp_path / "broken", torch.nan)
+    refused(f"model.drafter={broken}", says="NaN or Inf in tensor 'model.norm.weight'")
+
+
+def test_weights_that_overflow_stop_the_run(refused, tmp_path):
+    broken = spoilt(tmp_path / "broken", 3e38)
     refused(f"model.drafter={broken}", says="nan", code=3, written=True)
     assert not (tmp_path / "run" / "report.json").exists()
 
@@ -560,10 +571,7 @@ def test_a_step_that_gives_nan_saves_its_batch(refused, tmp_path, monkeypatch, a
     look costs a wait, it is found when the second step is logged, and the first one named."""
     for module in ("chunked", "divergence", "loop"):
         monkeypatch.setattr(f"trainer.{module}.shows_numbers_at_once", lambda device: at_once)
-    broken = save_tiny(tmp_path / "broken", "llama", layers=1, width=16)
-    weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"][0] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    broken = spoilt(tmp_path / "broken", 3e38)
     words = (f"model.drafter={broken}", "data.num_prompts=1", "trainer.batch_size=1")
     refused(*words, "trainer.log_every=2", says=says, code=3, written=True)
     saved = load_file(next((tmp_path / "run").rglob("nan_batch.safetensors")))
