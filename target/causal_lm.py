@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ if not sys.stderr.isatty():
 
 # what transformers raises for a folder that is no model: a broken file, a key that cannot be
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
-              StrictDataclassError)  # fmt: skip
+              StrictDataclassError, UnpicklingError)  # fmt: skip
 
 
 def load_causal_lm(

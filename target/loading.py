@@ -140,6 +140,7 @@ def check_whole(
         names = tensor, prefix + tensor, tensor.removeprefix(prefix)
         return next((one for one in names if one in own), None)
 
+    _check_dtypes(key, name, stored, {t: own[p] for t in stored if (p := place(t))}, quantised)
     placed = {place(tensor) for tensor in stored}
     # a class may also list what it need not find: right for buffers alone
     listed = _any_of(model._keys_to_ignore_on_load_missing or ("(?!)",))
@@ -171,8 +172,9 @@ def check_whole(
         faults.append(f"{kind} has no place for {_named(unread)}")
     if faults:
         remedy = _remedy(missing, unread, bool(shapes))
+        if name.endswith(".gguf"):
+            remedy = "name the folder of the model that it was converted from"
         raise UserError("; ".join(faults), key=key, value=name, remedy=remedy)
-    _check_dtypes(key, name, stored, {t: own[p] for t in stored if (p := place(t))}, quantised)
     skipped = _any_of([COMPUTED.pattern, *(model._keys_to_ignore_on_load_unexpected or ())])
     aside = {tensor for tensor in stored if place(tensor) is None and skipped.search(tensor)}
     if aside := aside | set(info["unexpected_keys"]):

@@ -180,6 +180,7 @@ def test_a_file_that_is_not_the_whole_model_is_refused(tmp_path, model, leave_ou
         Target.load(str(file))
     assert (caught.value.key, caught.value.value) == ("model.target", str(file))
     assert rule in caught.value.rule
+    assert "convert" in caught.value.remedy  # it has no config.json to correct
 
 
 def test_rotary_factors_of_one_change_nothing(tmp_path, model):

@@ -236,7 +236,7 @@ def test_a_known_quantisation_is_read_with_its_scales(changed, tiny_folder):
     ("scale", "quantised", "rule"),
     [
         ("weight_scale", {"quant_method": "tomorrow"}, "quant_method='tomorrow', which"),
-        ("weight_scale", None, "no place for 14 tensors, such as 'model.layers.0.mlp.down_proj.we"),
+        ("weight_scale", None, "stores F8_E4M3 numbers without a quantization_config"),
         (None, None, "stores F8_E4M3 numbers without a quantization_config"),
         ("weight_scale", FP8, "no place for 14 tensors"),
         (None, FP8, "stores F8_E4M3 numbers without their scales: 14 tensors"),
@@ -255,12 +255,25 @@ def test_whole_numbers_are_no_weights(changed, dtype):
     assert UP in refused(changed("llama", change)).rule
 
 
+def test_packed_numbers_are_not_taken_for_another_shape(changed):
+    change = lambda tensors: tensors | {UP: torch.zeros(64, 16, dtype=torch.uint8)}  # noqa: E731
+    assert "stores U8 numbers without" in refused(changed("llama", change)).rule
+
+
 def test_so_in_files_that_torch_wrote(changed):
     folder = changed("llama", float8(None))
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
     file.unlink()
     assert "stores torch.float8_e4m3fn numbers without" in refused(folder).rule
+
+
+def test_a_file_with_more_than_tensors_is_one_readable_error(changed):
+    folder = changed()
+    (folder / "model.safetensors").unlink()
+    torch.save({"model": torch.nn.Linear(2, 2)}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"cannot load .*Weights only load failed"):
+        load_causal_lm(str(folder), "model.target")
 
 
 # --- finite --------------------------------------------------------------------------------------
