@@ -111,7 +111,7 @@ def drop_held_out(
 ) -> list[Prompt]:  # fmt: skip
     """The training prompts that have a turn whose context is not held out.
 
-    Counts and names the turns that are (`check_left_out`); held-out prompts all stay.
+    Counts and names the turns that are (`count_left_out`); held-out prompts all stay.
     """
     flags = held_out_turns(train, held_out, system_prompt)
     shared = [
@@ -119,7 +119,8 @@ def drop_held_out(
         for prompt, turns in zip(train, flags, strict=True) if any(turns)
         for turn, is_shared in zip(user_turns(prompt), turns, strict=True) if is_shared
     ]  # fmt: skip
-    check_left_out(shared, sum(map(len, flags)), key, value)
+    if said := count_left_out(shared, sum(map(len, flags)), key, value):
+        print(said)
     return [prompt for prompt, turns in zip(train, flags, strict=True) if not all(turns)]
 
 
@@ -130,15 +131,15 @@ def question_of(turn: Turn) -> str:
     return turn if isinstance(turn, str) else turn[-1]["content"]
 
 
-def check_left_out(shared: Sequence[tuple[str, str]], total: int, key: str, value: object) -> None:
-    """Print how many of `total` training turns are left out because their contexts are held out as
-    well, and name the commonest.
+def count_left_out(shared: Sequence[tuple[str, str]], total: int, key: str, value: object) -> str:
+    """The line that says how many of `total` training turns are left out because their contexts
+    are held out as well, and names the commonest; "" where there are none.
 
     `shared`: the text of each such turn, and where it stands. Raises UserError, which names `key`
     and its `value`, where they are more than half.
     """
     if not shared:
-        return
+        return ""
     common = Counter(shorten(text) for text, _ in shared).most_common()
     rule = f"{len(shared)} of {total} training turns have a context that is held out as well: "
     rule += ", ".join(f"{text!r} ({count})" for text, count in common[:NAMED])
@@ -148,7 +149,7 @@ def check_left_out(shared: Sequence[tuple[str, str]], total: int, key: str, valu
     if 2 * len(shared) > total:
         remedy = "remove them from one side, or name other prompts for training or evaluation"
         raise UserError(rule, key=key, value=value, remedy=remedy)
-    print(f"{rule}; these are not trained on")
+    return f"{rule}; these are not trained on"
 
 
 # --- prompts that are token ids ------------------------------------------------------------------

@@ -29,7 +29,7 @@ from data.prompts import (
 )
 from data.split import (
     asked_again,
-    check_left_out,
+    count_left_out,
     drop_held_out,
     held_out_turns,
     split_by_hash,
@@ -219,20 +219,22 @@ def without_held_out(
     if train[0].ids is None:
         flags = held_out_turns(train, held_out, data.system_prompt)
         places = zip(traces.column("index"), traces.column("turn"), strict=True)
-        left_out = [flags[index][turn] for index, turn in places]
+        is_left_out = [flags[index][turn] for index, turn in places]
     else:
         options = run.target.tokenizer, data.system_prompt, data.chat_template_kwargs
         texts = asked_again(traces, held_out, *options)
-        left_out = [text is not None for text in texts]
+        is_left_out = [text is not None for text in texts]
         places = traces.column("index")
         shared = [(t, f"row {i + 1}") for t, i in zip(texts, places, strict=True) if t is not None]
-        check_left_out(shared, len(texts), "data.traces", data.traces)
-    if not any(left_out):
+        said = count_left_out(shared, len(texts), "data.traces", data.traces)
+        if said and run.accelerator.is_main_process:
+            print(said)
+    if not any(is_left_out):
         return traces
-    if all(left_out):
+    if all(is_left_out):
         rule = "leaves no training turn that fits and whose context is not held out as well"
         raise UserError(rule, key="eval.prompts", value=run.config.eval.prompts)
-    return traces.chosen(np.flatnonzero(~np.array(left_out)))
+    return traces.chosen(np.flatnonzero(~np.array(is_left_out)))
 
 
 def report_traces(run: Run, held_out: list[Prompt], engine: Servers) -> None:

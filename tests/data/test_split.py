@@ -10,8 +10,8 @@ from data.prompts import Prompt, keyed_hash, load_prompts
 from data.render import render
 from data.split import (
     asked_again,
-    check_left_out,
     contexts,
+    count_left_out,
     drop_held_out,
     held_out_turns,
     split_by_hash,
@@ -190,12 +190,11 @@ def test_only_prompts_all_of_whose_turns_are_held_out_are_dropped(capsys):
     assert not capsys.readouterr().out
 
 
-def test_more_than_half_stops_and_half_does_not(capsys):
+def test_more_than_half_stops_and_half_does_not():
     shared = [(text, f"row {i}") for i, text in enumerate(["a", "a", "b", "c", "d\ne"])]
-    check_left_out(shared, 10, "eval.prompts", "x")
-    assert "5 of 10" in capsys.readouterr().out
+    assert "5 of 10" in count_left_out(shared, 10, "eval.prompts", "x")
     with pytest.raises(UserError) as caught:
-        check_left_out(shared, 9, "eval.prompts", "own.jsonl")
+        count_left_out(shared, 9, "eval.prompts", "own.jsonl")
     assert (caught.value.key, caught.value.value) == ("eval.prompts", "own.jsonl")
     said = "5 of 9 training turns have a context that is held out as well: 'a' (2), 'b' (1), "
     assert caught.value.rule == said + "'c' (1) and 1 more texts, first in row 0"
