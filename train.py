@@ -86,11 +86,11 @@ def main(arguments: list[str]) -> int:
             start = train.prepare(this, recipe, train_prompts)
             texts = train.raw_texts(this, recipe)
             if start is not None:
-                report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
+                report.check_start(this, start, recipe.trains_acceptance)
             traces = generate.all_traces(this, train_prompts, eval_prompts)
             if start is None:
                 start = train.build(this, recipe, traces, texts)
-                report.check_drafter(start, this.target, config.eval, recipe.trains_acceptance)
+                report.check_start(this, start, recipe.trains_acceptance)
             generate.check_texts(this, start, eval_prompts)
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, command, made_of)

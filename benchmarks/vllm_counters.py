@@ -134,8 +134,7 @@ def loaded(folder: str, target: Target) -> TrainedDrafter:
             f"drafter must be one that vLLM serves with target, got {folder!r} of kind "
             f"{kind.name!r}: leave it out"
         )
-    if kind.check is not None:
-        kind.check(drafter)
+    kind.writers["vllm"].check(drafter)
     return drafter
 
 

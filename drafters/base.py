@@ -49,6 +49,7 @@ class DrafterJson(TypedDict):
     vocab_size: int
     target: dict[str, Any]  # the fingerprint of the target it was made for
     rank_accuracy: dict[str, list[list[float]]] | None
+    trained_depth: int  # only of heads that were trained on their own states
     provenance: Mapping[str, object]  # only of drafters that were fine-tuned
     settings: dict[str, Any]  # of the kind's own dataclass; causal LMs have none
     layer: dict[str, Any]  # EAGLE heads: the configuration of their decoder layer
@@ -76,6 +77,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     # temperature, as it is written -> [depth][rank]: how often that token is the target's on
     # held-out text, for calibrated trees; "1, drawn": how often that draw is the accepted one
     rank_accuracy: dict[str, list[list[float]]] | None = None
+    # drafting steps that its training unrolled on its own states; None: not unrolled, or not known
+    trained_depth: int | None = None
     provenance: Mapping[str, object] | None = None  # how it was fine-tuned, for drafter.json
 
     def __init__(self) -> None:
@@ -185,10 +188,27 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """Probability, [B] float32, that the token which `extend` fed last is accepted."""
         return acceptance_of(self).probability(self.hidden)
 
+    @property
+    def context(self) -> int | None:
+        """The most positions that it knows; None: as many as the target."""
+        return None
+
+    def fits(self, lengths: T, K: int) -> T | bool:
+        """Whether rounds of K tokens behind texts of these lengths are drafted.
+
+        vLLM drafts nothing where the text and the drafts are longer than the drafter's own
+        `max_position_embeddings`: such a round emits the target's token alone. `lengths`: a tensor
+        or an array of int64; returns bool of its shape.
+        """
+        return True if self.context is None else lengths + K <= self.context  # type: ignore[operator]
+
     def propose(self, state: DraftState, budget: Budget) -> TokenTree:
-        """Draft a round: a chain, or the tree of `budget`."""
+        """Draft a round: a chain, or the tree of `budget`; rows that do not fit draft nothing."""
         shape = budget.tree or Chain(budget.max_tokens, budget.stop)
-        return shape.grow(self, state)
+        tree, K = shape.grow(self, state), budget.max_tokens
+        if not self.fits(state.max_length, K):
+            tree.lengths = tree.lengths * self.fits(state.lengths, K)
+        return tree
 
     # --- what it needs to serve ------------------------------------------------------------------
 
@@ -247,6 +267,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
             "target": self.fingerprint,
         }
         about["rank_accuracy"] = self.rank_accuracy
+        if self.trained_depth is not None:
+            about["trained_depth"] = self.trained_depth
         if self.provenance is not None:
             about["provenance"] = self.provenance
         (folder / "drafter.json").write_text(json.dumps({**about, **self.about()}, indent=1) + "\n")

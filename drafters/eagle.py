@@ -29,6 +29,7 @@ from target.attention import Branches, Visible, branched
 from target.model import Target, check_layers
 from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
+from target.rotary import served_context
 from trainer.errors import UserError
 from trainer.shift import at_index
 
@@ -91,6 +92,10 @@ class EagleDrafter(TrainedDrafter):
 
     def fresh(self) -> EagleDrafter:
         return type(self)(self.settings, self.config, self.shared.target, self.kept).eval()
+
+    @property
+    def context(self) -> int:
+        return served_context(self.config)
 
     # --- the differences of the versions --------------------------------------------------------
 

@@ -18,7 +18,6 @@ from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import hf, sglang, speculators, vllm
 from drafters.export.card import Export
-from drafters.export.heads import capture_order, refuse_biased_head
 from drafters.formats import heads
 from drafters.formats.head import PublishedHead
 from drafters.hydra import HydraDrafter
@@ -27,7 +26,23 @@ from drafters.medusa2 import Medusa2Drafter
 from target.model import Target
 from trainer.errors import UserError
 
-Writer = Callable[[Any, Path, Export], Path]  # the first argument: a drafter of its own kind
+
+@dataclass(frozen=True)
+class Writer:
+    """How a drafter of one kind is written for an engine.
+
+    `write`: writes the folder; `check`: raises UserError for a drafter that the engine cannot
+    serve, which its settings and its target decide before it is trained. The first argument of
+    both is a drafter of the kind.
+    """
+
+    write: Callable[[Any, Path, Export], Path]
+    check: Callable[[Any], None]
+
+    def __call__(self, drafter: TrainedDrafter, folder: Path, asked: Export) -> Path:
+        """Write the drafter; UserError where the engine cannot serve it."""
+        self.check(drafter)
+        return self.write(drafter, folder, asked)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Kind:
     `words`: how the model card names such a drafter; `load`: reads a folder of this project, None
     for causal LMs, which load by any name; `method`: the engines' name for the method; `writers`:
     by engine, a run writes the first of them that serves its drafter; `adopt`: makes a drafter of a
-    published head; `check`: raises UserError for a drafter of the kind that vLLM cannot serve.
+    published head.
     """
 
     drafter: type[TrainedDrafter]
@@ -46,7 +61,6 @@ class Kind:
     method: str | None = None
     writers: Mapping[str, Writer] = field(default_factory=dict)
     adopt: Callable[[PublishedHead, Target], TrainedDrafter] | None = None
-    check: Callable[[Any], object] | None = None
 
     @property
     def name(self) -> str:
@@ -59,37 +73,42 @@ class Kind:
         return self.adopt(head, target)
 
 
-_MEDUSA_WRITERS: Mapping[str, Writer] = {"vllm": vllm.write_medusa}
+_OF_LANGUAGE_MODELS = Writer(hf.write, hf.check)
+_MEDUSA_WRITERS: Mapping[str, Writer] = {"vllm": Writer(vllm.write_medusa, vllm.check_medusa)}
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(
             CausalLMDrafter, "A draft model", None, "draft_model",
-            {"transformers": hf.write, "vllm": hf.write},
+            {"transformers": _OF_LANGUAGE_MODELS, "vllm": _OF_LANGUAGE_MODELS},
         ),
         Kind(DrafterBank, "A bank of draft models", DrafterBank.from_pretrained),
         Kind(
             MedusaDrafter, "A set of Medusa heads", MedusaDrafter.from_pretrained, "medusa",
-            _MEDUSA_WRITERS, heads.medusa, refuse_biased_head,
+            _MEDUSA_WRITERS, heads.medusa,
         ),
         Kind(  # served as Medusa's, on the target that was trained with them
             Medusa2Drafter, "A set of Medusa heads", Medusa2Drafter.from_pretrained, "medusa",
-            _MEDUSA_WRITERS, check=refuse_biased_head,
+            _MEDUSA_WRITERS,
         ),
         Kind(HydraDrafter, "A set of Hydra heads", HydraDrafter.from_pretrained, adopt=heads.hydra),
         Kind(
             Eagle1Drafter, "An EAGLE head", Eagle1Drafter.from_pretrained, "eagle",
-            {"vllm": vllm.write_eagle1, "sglang": sglang.write_eagle1}, heads.eagle1,
-            vllm.check_eagle1,
+            {
+                "vllm": Writer(vllm.write_eagle1, vllm.check_eagle1),
+                "sglang": Writer(sglang.write_eagle1, sglang.check_eagle1),
+            },
+            heads.eagle1,
         ),
         Kind(
             Eagle3Drafter, "An EAGLE-3 head", Eagle3Drafter.from_pretrained, "eagle3",
             {
-                "vllm": vllm.write_eagle3, "speculators": speculators.write_eagle3,
-                "sglang": sglang.write_eagle3,
+                "vllm": Writer(vllm.write_eagle3, vllm.check_eagle3),
+                "speculators": Writer(speculators.write_eagle3, vllm.check_eagle3),
+                "sglang": Writer(sglang.write_eagle3, sglang.check_eagle3),
             },
-            heads.eagle3, capture_order,
+            heads.eagle3,
         ),
     )
 }  # fmt: skip

@@ -47,6 +47,9 @@ def load_drafter(
     drafter = _load(name, folder, target, revision, trust_remote_code, key)
     if folder is not None:
         attach(drafter, folder, key)
+    if drafter.target_layers and drafter.context and drafter.context < target.context:
+        print(f"{name}: this head knows {drafter.context} positions, the target {target.context}; "
+              "behind longer texts it drafts nothing, as in vLLM")  # fmt: skip
     return drafter
 
 
@@ -146,7 +149,9 @@ def _own(kind: Kind, folder: Path, target: Target, key: str) -> TrainedDrafter:
         check_plain(key, str(folder), sorted(folder.rglob("*.safetensors")))
         drafter = kind.load(folder, target)
         check_finite(key, str(folder), drafter.state_dict().items())
-        drafter.rank_accuracy = read_json(folder / "drafter.json", DrafterJson).get("rank_accuracy")
+        about = read_json(folder / "drafter.json", DrafterJson)
+        drafter.rank_accuracy = about.get("rank_accuracy")
+        drafter.trained_depth = about.get("trained_depth")
         return drafter
     except UserError:
         raise

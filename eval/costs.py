@@ -18,6 +18,7 @@ from eval.policies.base import Recorder
 from target.cache import CachedModel
 from target.model import Target
 from target.outputs import TargetOutputs
+from target.rotary import context_of
 from target.sampling import KeyedRandom, Sampling
 
 
@@ -88,16 +89,31 @@ def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float
     return size, count
 
 
-CONTEXT = 64  # tokens before those of the forwards that are timed
+CONTEXT = 64  # tokens before those of the forwards that are timed, where the models see as many
+
+
+def timed_context(drafter: Drafter, target: Target, K: int) -> int:
+    """Tokens to time behind: `CONTEXT`, or what leaves room for a round of K tokens."""
+    longest = target.context
+    if isinstance(drafter, TrainedDrafter) and drafter.context is not None:
+        longest = min(longest, drafter.context)
+    return max(FEWEST, min(CONTEXT, longest - K - 1))
+
+
+FEWEST = 4  # a round needs a prompt, and heads a column of it
 
 
 @torch.inference_mode()
-def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = CONTEXT) -> float:
-    """Median seconds of one cached forward of `tokens` tokens at batch 1."""
+def step_seconds(model: PreTrainedModel, tokens: int, context: int) -> float:
+    """Median seconds of one cached forward of `tokens` tokens behind `context` at batch 1.
+
+    The nodes of a tree may be more than positions are left: the last ones share one.
+    """
     cached = CachedModel(model)
     device = cached.device
     cached.begin(1, context + tokens)
     positions = torch.arange(context + tokens, device=device).unsqueeze(0)
+    positions = positions.clamp(max=context_of(model.config.get_text_config()) - 1)
     first, last = positions[:, :context], positions[:, context:]
     cached.forward(torch.ones_like(first), first, used=context, first=0)
     spent = []
@@ -111,10 +127,8 @@ def step_seconds(model: PreTrainedModel, tokens: int = 1, context: int = CONTEXT
 
 
 @torch.inference_mode()
-def draft_seconds(
-    drafter: TrainedDrafter, target: Target, budget: Budget, context: int = CONTEXT
-) -> float:
-    """Median seconds of drafting one round at batch 1."""
+def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, context: int) -> float:
+    """Median seconds of drafting one round behind `context` tokens at batch 1."""
     device = target.device
     # no token twice, so that a shape that copies drafts
     ids = torch.arange(context, device=device).unsqueeze(0) % target.vocab_size
@@ -142,9 +156,10 @@ def draft_seconds(
 
 def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     """Measure the costs on this machine; a training-free drafter counts as free."""
-    step = step_seconds(target.model)
-    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1) / step)
-    source = timed_on(target)
+    context = timed_context(drafter, target, budget.max_tokens)
+    step = step_seconds(target.model, 1, context)
+    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1, context) / step)
+    source = timed_on(target, context)
     if not isinstance(drafter, TrainedDrafter):
         return Cost(0.0, verify, 0.0, 0.0, source)
     read = read_per_round(drafter, budget.max_tokens)
@@ -155,16 +170,17 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     whole = read_per_step(target.model)
     # of a round of full length: where a stop rule would end it on this text means nothing
     stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
-    ratio = draft_seconds(drafter, target, dataclasses.replace(budget, stop=stop)) / step
+    whole_round = dataclasses.replace(budget, stop=stop)
+    ratio = draft_seconds(drafter, target, whole_round, context) / step
     return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1], source)
 
 
-def timed_on(target: Target) -> str:
-    """What the times of `cost_of` are of."""
+def timed_on(target: Target, context: int) -> str:
+    """What the times of `cost_of` are of, behind `context` tokens."""
     device = target.device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{torch.get_num_threads()} threads of a {device.type.upper()}"
     dtype = str(target.model.dtype).removeprefix("torch.")
-    return f"this project's decoding in {dtype} on {name}, batch 1, context {CONTEXT}"
+    return f"this project's decoding in {dtype} on {name}, batch 1, context {context}"

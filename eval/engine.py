@@ -177,13 +177,14 @@ class SpeculativeDecoder:
         if self.budget.stop is not None:
             self.budget.stop.verified(verdict.accepted, tree.lengths)
         self.lengths += (verdict.accepted + 1) * active
+        depth = tree.lengths if tree.is_chain else tree.depths.amax(1) * (tree.lengths > 0)
         host = torch.cat(
             [
                 verdict.accepted.unsqueeze(1),
                 verdict.emitted.unsqueeze(1),
                 tree.lengths.unsqueeze(1),
                 self._rejected(tree, verdict).unsqueeze(1),
-                (tree.lengths if tree.is_chain else tree.depths.amax(1)).unsqueeze(1),
+                depth.unsqueeze(1),
                 accepted_tokens,
             ],
             1,

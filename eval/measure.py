@@ -103,8 +103,8 @@ class Bench:
             extra["alpha_by_depth"] = result.alpha_by_depth
         if result.draft_vocabulary is not None:
             extra["draft_vocabulary"] = result.draft_vocabulary
-        row = self.row(name, result.counters, cost, "offline", budget)
-        return Measurement(row | extra, result.counters)
+        row = self.row(name, result.counters, cost, "offline", budget) | extra
+        return Measurement(row | beyond_context(drafter, row), result.counters)
 
     def replayed_tree(self, name: str, drafter: Drafter, cost: Cost, budget: Budget) -> Measurement:
         """Acceptance of deterministic trees without decoding."""
@@ -114,7 +114,8 @@ class Bench:
             on_tokens=self.progress.advance,
         )  # fmt: skip
         counters = replay(drafter)
-        return Measurement(self.row(name, counters, cost, "offline", budget), counters)
+        row = self.row(name, counters, cost, "offline", budget)
+        return Measurement(row | beyond_context(drafter, row), counters)
 
     def _replays(self, name: str) -> None:
         total = sum(len(trace.response_ids) for trace in self.traces)
@@ -165,6 +166,7 @@ class Bench:
         for one in counters:  # alpha is a mean over all response positions, not over tested ones
             one.overlap_sum = one.overlap_count = 0.0
         row = self.row(name, counters, cost, "decoding", budget)
+        row |= beyond_context(drafter, row)
         seconds = [
             sum(getattr(r, part) for r in rounds) for part in ("t_draft", "t_verify", "t_other")
         ]
@@ -299,7 +301,9 @@ class Bench:
         K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
-        share = (drafted or K) / K if tree is None else 1.0
+        # a stop rule that is replayed: of a round of full length
+        whole = budget.stop is not None and drafted == 0
+        share = 1.0 if whole else drafted / (K if tree is None else budget.max_nodes)
         copies = tree is not None and tree.siblings == CHAIN
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost; how
         # many rounds copy and draft nothing depends on the text
@@ -348,6 +352,16 @@ class Bench:
             "by_position": per_position(counters, draws=config.bootstrap_draws, seed=config.seed),
             **self.about,
         }
+
+
+def beyond_context(drafter: object, row: Row) -> Row:
+    """What a row says of the rounds that its drafter's context leaves without drafts; nothing where
+    there are none."""
+    context = drafter.context if isinstance(drafter, TrainedDrafter) else None
+    if context is None or row["engine_drafts"] == row["num_rounds"]:
+        return {}
+    share = 1 - row["engine_drafts"] / row["num_rounds"]
+    return {"beyond_context": {"context": context, "share": share}}
 
 
 def spread(domains: Sequence[str], count: int) -> list[int]:

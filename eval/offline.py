@@ -137,15 +137,20 @@ class OfflineEvaluator:
                 if rule is not None and signals is not None:
                     drafted[:] = lengths_by_start(rule, *signals.by_start(width, self.K))
                 overlap = overlaps[0]
+                begins = np.array([len(trace.prompt_ids) for trace in group])[:, None]
+                begins = begins + np.arange(width)  # tokens before a round
+                drafted = drafted * drafter.fits(begins, self.K)
                 inside = np.arange(width) < lengths[:, None]
                 # a head's first draft of an answer is its second token: the first is the prefill's
                 real = inside & (np.arange(width) >= (1 if drafter.target_layers else 0))
+                real &= drafter.fits(begins, self.K)
                 confidence.append(sure[real])
                 agreement.append(overlap[real])
                 for j, common in enumerate(overlaps):
                     visited = (
                         inside & (np.arange(width) >= j + 1) if drafter.target_layers else real
                     )
+                    visited &= drafter.fits(begins - j, self.K)
                     depth_sums[:, j] += common[visited].sum(), visited.sum()
             sums = replay(accept, drafted, lengths, self.K)
             if outside is not None and real is not None:

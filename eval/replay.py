@@ -108,8 +108,11 @@ class TreeReplay:
                 KeyedRandom(torch.zeros_like(lengths)), TargetOutputs(hidden),
             )  # fmt: skip
             tree = drafter.propose(state, self.budget)
-            tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-            depths = tree.depths.amax(1).tolist()
+            counts, depths = tree.lengths.tolist(), tree.depths.amax(1).tolist()
+            tokens, parents = (
+                [row[:count] for row, count in zip(one.tolist(), counts, strict=True)]
+                for one in (tree.tokens, tree.parents)
+            )
             steps, going = [], []
             for place, (row, length) in enumerate(zip(live, lengths.tolist(), strict=True)):
                 trace = group[row]
@@ -118,9 +121,8 @@ class TreeReplay:
                 node, accepted = longest_path(tokens[place], parents[place], ahead)
                 room = len(trace.response_ids) - done
                 rejected = node in parents[place]
-                found[row].append(
-                    _round(trace, tree, depths[place], accepted, rejected, room, done)
-                )
+                shape = counts[place], depths[place] if counts[place] else 0
+                found[row].append(_round(trace, tree, shape, accepted, rejected, room, done))
                 self.on_tokens(found[row][-1].emitted)
                 steps.append(accepted + 1)
                 if accepted + 1 < room:
@@ -152,14 +154,16 @@ def longest_path(
 
 
 def _round(
-    trace: Trace, tree: TokenTree, depth: int, accepted: int, rejected: bool, room: int, done: int
-) -> Round:
-    """The record of a round; `depth`: of its tree; `room`: tokens until the end of the answer, past
-    which engines accept."""
+    trace: Trace, tree: TokenTree, shape: tuple[int, int], accepted: int, rejected: bool,
+    room: int, done: int,
+) -> Round:  # fmt: skip
+    """The record of a round; `shape`: nodes and depth of its tree; `room`: tokens until the end of
+    the answer, past which engines accept."""
+    submitted, depth = shape
     emitted = min(accepted + 1, room)
     return Round(
         prompt_hash=trace.prompt_hash,
-        submitted=tree.tokens.shape[1],
+        submitted=submitted,
         depth=depth,
         accepted=min(accepted, emitted),
         emitted=emitted,

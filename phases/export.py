@@ -16,6 +16,7 @@ from drafters.kinds import first_writer, kind_of
 from eval.report.schema import markdown_table
 from phases.run import Run
 from trainer.config import ModelConfig
+from trainer.errors import UserError
 from trainer.files import MARKER, rewrite, whole_folder
 from trainer.redaction import hide, shown
 
@@ -26,6 +27,26 @@ def save_drafter(run: Run, drafter: TrainedDrafter) -> None:
     """Write run/drafter, in the project's own format."""
     with whole_folder(run.folder / "drafter", ours=True) as partial:
         drafter.save_pretrained(partial)
+
+
+def check_export(drafter: TrainedDrafter, says: bool) -> None:
+    """Ask, before anything is trained, whether the drafter can be exported. UserError where the
+    engine that the run writes it for could not serve it; other engines that could not are printed
+    where `says`."""
+    kind = kind_of(drafter)
+    if not kind.writers:
+        return
+    engine, writer = first_writer(drafter)
+    try:
+        writer.check(drafter)
+    except UserError as error:
+        rule = f"this run's own export would fail: {error}"
+        raise UserError(rule, key="export", value=engine) from error
+    for other in kind.writers if says else ():
+        try:
+            kind.writers[other].check(drafter)
+        except UserError as error:
+            print(f"warning: the drafter of this run cannot be exported for {other}: {error}")
 
 
 def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:

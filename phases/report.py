@@ -44,7 +44,7 @@ from eval.report.terminal import summary
 from eval.serving_defaults import unmeasured_defaults
 from phases.commands import published
 from phases.cut_answers import answer_format, measured_on
-from phases.export import complete_card, export_run, save_drafter
+from phases.export import check_export, complete_card, export_run, save_drafter
 from phases.generate import check_context, evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.policies import measure_policies
@@ -111,6 +111,13 @@ def check_drafter(
             f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
             f"most {most} tokens deep; lower them or train more heads"
         )
+
+
+def check_start(run: Run, drafter: TrainedDrafter, trains_acceptance: bool) -> None:
+    """Refuse a drafter of train.py that its report or its export would refuse in the end."""
+    check_drafter(drafter, run.target, run.config.eval, trains_acceptance)
+    if run.config.run.stage is None:
+        check_export(drafter, run.accelerator.is_main_process)
 
 
 def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> list[Shape]:

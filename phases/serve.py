@@ -34,8 +34,7 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
     if is_address(config.engine):
         check_server(config.engine, config.K)
     else:
-        if kind.check is not None:
-            kind.check(drafter)
+        kind.writers["vllm"].check(drafter)
         engine_python()
 
 

@@ -21,7 +21,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
-from eval.config import trees_of
+from eval.config import EvalConfig, trees_of
 from phases.cut_answers import answer_format
 from phases.dev import split_dev
 from phases.help import composed
@@ -58,19 +58,18 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
     return found
 
 
-def deeper_than_trained(config: Config, recipe: Recipe) -> str | None:
-    """Describe drafts of the report that reach deeper than training unrolls the drafter."""
-    if recipe.unroll is None:
-        return None
-    (key, steps), K = recipe.unroll, config.eval.K
+def deeper_than_trained(config: EvalConfig, steps: int) -> tuple[int, str] | None:
+    """The depth of drafts of the report that reach deeper than the `steps` over which training
+    unrolls the drafter, and a sentence on them; None where there are none."""
+    K = config.K
     drafted = [(K, f"eval.K={K}")]
-    drafted += [(tree.deepest(K), f"eval.tree={text}") for text, tree in trees_of(config.eval)]
+    drafted += [(tree.deepest(K), f"eval.tree={text}") for text, tree in trees_of(config)]
     depth, name = max(drafted)
     if depth <= steps:
         return None
-    return (
+    return depth, (
         f"{name} drafts {depth} tokens deep, training unrolls {steps}: the depths beyond are never "
-        f"trained; set {key} to {depth}"
+        "trained"
     )
 
 
@@ -100,9 +99,10 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
     drafter = None if model.drafter is None else _given_drafter(run, recipe, model.drafter)
     if drafter is not None:
         _check_checkpointing(run, recipe, drafter)
-    deeper = deeper_than_trained(run.config, recipe)  # `accept` may have chosen what is unrolled
-    if deeper and run.accelerator.is_main_process:
-        print(f"warning: {deeper}")
+    unroll = recipe.unroll  # `accept` may have chosen what is unrolled
+    deeper = deeper_than_trained(run.config.eval, unroll[1]) if unroll else None
+    if unroll and deeper and run.accelerator.is_main_process:
+        print(f"warning: {deeper[1]}; set {unroll[0]} to {deeper[0]}")
     for stage in chosen_stages(run, recipe):
         _check_text(run, stage, prompts)
     if run.config.trainer.pack_tokens:
@@ -289,6 +289,8 @@ def train_stages(
     names = [stage.name for stage in recipe.stages()]
     for stage in chosen_stages(run, recipe):
         drafter = copy.deepcopy(base if stage.start == "base" else current)
+        if recipe.unroll is not None:
+            drafter.trained_depth = recipe.unroll[1]
         settings = settings_of(run, stage)
         torch.manual_seed(run.config.run.seed)  # whether the stage before ran now or earlier
         start = Start(

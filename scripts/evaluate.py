@@ -18,7 +18,8 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.prompts import Prompt
-from drafters.base import TrainedDrafter
+from drafters.base import DrafterJson, TrainedDrafter
+from drafters.formats.files import read_json
 from drafters.load import drafter_folder, load_acceptance_head, load_drafter
 from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
@@ -26,7 +27,7 @@ from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_
 from eval.config import EvalConfig
 from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
-from phases import exits, generate, report, run
+from phases import exits, generate, report, run, train
 from phases.commands import command_of, published
 from recipes import base
 from recipes.common.config import Config, compose
@@ -59,12 +60,7 @@ def resolve(arguments: list[str]) -> Config:
             "eval.drafter must name a drafter: a folder, a Hub id or "
             f"{' or '.join(map(form, TRAINING_FREE.values()))}, got nothing"
         )
-    drafter = Path(drafter_folder("eval.drafter", given[0])).resolve()
-    beside = None  # a target that was trained with the drafter
-    if drafter.parent.name == "export":  # <run>/export/<engine>
-        drafter = drafter.parents[1] / "drafter"
-    elif drafter.parent.parent.name == "export" and drafter.name == "drafter":
-        beside, drafter = drafter.parent / "target", drafter.parents[2] / "drafter"
+    drafter, beside = in_run(given[0])
     stored = drafter.parent / "config.yaml"
     if not (os.path.exists(drafter / "drafter.json") and stored.exists()):
         return compose("evaluate", base.NoMethod, (), arguments, script_keys=("out",))
@@ -94,6 +90,17 @@ def resolve(arguments: list[str]) -> Config:
     return config
 
 
+def in_run(name: str) -> tuple[Path, Path | None]:
+    """The drafter's folder in the project's own format, where `name` is an export of a run, and the
+    target that was trained with the drafter, if any; else `name` itself."""
+    drafter = Path(drafter_folder("eval.drafter", name)).resolve()
+    if drafter.parent.name == "export":  # <run>/export/<engine>
+        return drafter.parents[1] / "drafter", None
+    if drafter.parent.parent.name == "export" and drafter.name == "drafter":
+        return drafter.parents[2] / "drafter", drafter.parent / "target"
+    return drafter, None
+
+
 def drafter_of(
     config: EvalConfig, target: Target, trusted: bool = False
 ) -> TrainedDrafter | TrainingFree:
@@ -105,6 +112,12 @@ def drafter_of(
     if config.acceptance_head is not None:
         load_acceptance_head(config.acceptance_head, drafter, "eval.acceptance_head")
     report.check_drafter(drafter, target, config)
+    steps, own = drafter.trained_depth, in_run(name)[0] / "drafter.json"
+    if steps is None and own.exists():  # an export does not say
+        steps = read_json(own, DrafterJson).get("trained_depth")
+    if steps is not None and (deeper := train.deeper_than_trained(config, steps)):
+        print(f"warning: {deeper[1]}; draft at most {steps} deep, or train with method.steps="
+              f"{deeper[0]}")  # fmt: skip
     return drafter
 
 

@@ -17,6 +17,21 @@ def by_length(config: object) -> list[Mapping[str, Any]]:
     return [one for one in kinds if one.get("rope_type") in BY_LENGTH]
 
 
+def served_context(config: object) -> int:
+    """The most positions at which an engine drafts with a head; `config`: of its layer.
+
+    vLLM multiplies the length of a linear and of a yarn embedding by its factor
+    (`_get_and_verify_max_len`), whatever `max_position_embeddings` says.
+    """
+    longest, rotary = context_of(config), getattr(config, "rope_parameters", None) or {}
+    kind, factor = rotary.get("rope_type"), rotary.get("factor") or 1.0
+    if kind == "linear":
+        return int(longest * factor)
+    if kind == "yarn":
+        return max(longest, int(rotary["original_max_position_embeddings"] * factor))
+    return longest
+
+
 def context_of(config: object) -> int:
     """The most positions of a text; `config`: of the text model.
 

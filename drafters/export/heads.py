@@ -73,20 +73,26 @@ def padded_rows(
     `kept` [Vd] int64: the ids of its rows, where it is [Vd, d]. The result has the drafter's dtype.
     Raises UserError where the tokenizer names a higher id.
     """
-    width = configured_vocab_size(drafter)
-    real = real_ids(drafter.tokenizer)
-    real = real[real < drafter.vocab_size]
-    if int(real[-1]) >= width:
-        raise UserError(
-            f"the tokenizer names ids up to {int(real[-1])}, but the target is configured for "
-            f"{width}: no engine can serve this target with a head"
-        )
+    width, real = configured_vocab_size(drafter), check_ids(drafter)
     ids, dtype = torch.arange(drafter.vocab_size) if kept is None else kept.cpu(), dtype_of(drafter)
     named = torch.isin(ids, real)
     weight = weight.detach().cpu()[: len(ids)][named]
     rows = weight.mean(0, dtype=torch.float64).to(dtype).repeat(width, 1)
     rows[ids[named]] = weight.to(dtype)
     return rows
+
+
+def check_ids(drafter: TrainedDrafter) -> torch.Tensor:
+    """The ids [n] int64 of the tokens that both know; UserError where the target's configuration
+    has too few rows for them."""
+    width, real = configured_vocab_size(drafter), real_ids(drafter.tokenizer)
+    real = real[real < drafter.vocab_size]
+    if int(real[-1]) >= width:
+        raise UserError(
+            f"the tokenizer names ids up to {int(real[-1])}, but the target is configured for "
+            f"{width}: no engine can serve this target with a head"
+        )
+    return real
 
 
 def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
@@ -142,11 +148,7 @@ def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]
 
 
 def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
-    """Tensors of an EAGLE-1 head, without an output head; with an embedding where it is needed.
-
-    Raises UserError for a head that engines cannot serve.
-    """
-    refuse_unserved_eagle1(drafter)
+    """Tensors of an EAGLE-1 head, without an output head; with an embedding where it is needed."""
     tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
     embedding = own_embedding(drafter)
     return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
@@ -162,7 +164,7 @@ def refuse_unserved_eagle1(drafter: Eagle1Drafter) -> None:
     refuse_biased_head(drafter)
 
 
-def refuse_biased_head(drafter: EagleDrafter | MedusaDrafter) -> None:
+def refuse_biased_head(drafter: TrainedDrafter) -> None:
     """Raise UserError where the output head has a bias, which engines leave out."""
     if drafter.output_head(1).bias is not None:
         raise UserError(

@@ -106,13 +106,8 @@ def pad_vocabulary(
     embedding holds. Raises UserError where the tokenizer names another id that the drafter or the
     target lacks.
     """
-    real = _known(tokenizer, known)
-    width = output_weight(model).shape[0]
-    if int(real[-1]) >= min(width, vocab_size):
-        raise UserError(
-            f"the tokenizer names ids up to {int(real[-1])}, but the drafter has {width} and the "
-            f"target {vocab_size}: use the target's tokenizer"
-        )
+    real, width = _known(tokenizer, known), output_weight(model).shape[0]
+    _check_ids(real, width, vocab_size)
     padded: Any = copy.deepcopy(model).cpu().eval()  # embeddings and heads are typed as None
     if width != vocab_size:
         with torch.random.fork_rng(devices=[]):  # resizing draws rows, which are overwritten below
@@ -125,6 +120,20 @@ def pad_vocabulary(
     if getattr(head, "bias", None) is not None:
         head.bias[padding] = head.bias[real].double().mean().to(head.bias.dtype)
     return padded
+
+
+def check(drafter: CausalLMDrafter) -> None:
+    """Raise UserError for a drafter that the engines cannot serve."""
+    real = _known(drafter.tokenizer, drafter.vocab_size)
+    _check_ids(real, output_weight(drafter.model).shape[0], drafter.fingerprint["vocab_size"])
+
+
+def _check_ids(real: torch.Tensor, width: int, vocab_size: int) -> None:
+    if int(real[-1]) >= min(width, vocab_size):
+        raise UserError(
+            f"the tokenizer names ids up to {int(real[-1])}, but the drafter has {width} and the "
+            f"target {vocab_size}: use the target's tokenizer"
+        )
 
 
 def _known(tokenizer: PreTrainedTokenizerBase, known: int | None) -> torch.Tensor:

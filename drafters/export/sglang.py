@@ -21,22 +21,21 @@ from drafters.export.heads import (
     eagle1_tensors,
     layer_keys,
     own_embedding,
+    refuse_unserved_eagle1,
     write,
 )
 from trainer.errors import UserError
 
 
-def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
-    """Write an EAGLE-1 head; UserError where SGLang cannot serve it."""
+def check_eagle1(drafter: Eagle1Drafter) -> None:
+    """Raise UserError for an EAGLE-1 head that SGLang cannot serve."""
     _check_embedding(drafter)
-    bias = torch.zeros_like(drafter.fc.weight[:, 0]) if drafter.fc.bias is None else drafter.fc.bias
-    config: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
-    tensors = eagle1_tensors(drafter) | {"fc.bias": bias}
-    return write(folder, (config, tensors), drafter, asked)
+    refuse_unserved_eagle1(drafter)
 
 
-def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
-    """Write an EAGLE-3 head; UserError where SGLang cannot serve it."""
+def check_eagle3(drafter: Eagle3Drafter) -> None:
+    """Raise UserError for an EAGLE-3 head that SGLang cannot serve."""
+    vllm.check_eagle3(drafter)
     _check_embedding(drafter)
     if drafter.settings.norm_before_residual:
         raise UserError(
@@ -54,6 +53,18 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
             "script.engine=sglang: SGLang reads a single captured state as the head's own "
             "and skips fc: train on several layers, or use script.engine=vllm"
         )
+
+
+def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-1 head."""
+    bias = torch.zeros_like(drafter.fc.weight[:, 0]) if drafter.fc.bias is None else drafter.fc.bias
+    config: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(drafter)}
+    tensors = eagle1_tensors(drafter) | {"fc.bias": bias}
+    return write(folder, (config, tensors), drafter, asked)
+
+
+def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-3 head."""
     return write(folder, vllm.eagle3(drafter), drafter, asked)
 
 

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 
+from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
 from drafters.export.heads import (
     Layout,
     captured_layers,
+    check_ids,
     configured_vocab_size,
     draft_vocab_size,
     dtype_of,
@@ -32,6 +34,7 @@ from drafters.export.heads import (
     eagle3_tensors,
     layer_keys,
     padded_rows,
+    reduced,
     refuse_biased_head,
     refuse_unserved_eagle1,
     write,
@@ -50,26 +53,37 @@ def check_eagle1(drafter: Eagle1Drafter) -> None:
     refuse_unserved_eagle1(drafter)
 
 
+def check_medusa(drafter: TrainedDrafter) -> None:
+    """Raise UserError for Medusa heads that vLLM cannot serve."""
+    refuse_biased_head(drafter)
+    check_ids(drafter)
+
+
+def check_eagle3(drafter: Eagle3Drafter) -> None:
+    """Raise UserError for an EAGLE-3 head that vLLM cannot serve."""
+    captured_layers(drafter)
+    if not reduced(drafter):
+        check_ids(drafter)
+
+
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
-    """Write Medusa heads; UserError where vLLM cannot serve them."""
+    """Write Medusa heads."""
     return write(folder, medusa(drafter), drafter, asked)
 
 
 def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> Path:
-    """Write an EAGLE-1 head; UserError where vLLM cannot serve it."""
-    check_eagle1(drafter)
+    """Write an EAGLE-1 head."""
     config: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **layer_keys(drafter)}
     return write(folder, (config, eagle1_tensors(drafter)), drafter, asked)
 
 
 def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
-    """Write an EAGLE-3 head; UserError where vLLM cannot serve it."""
+    """Write an EAGLE-3 head."""
     return write(folder, eagle3(drafter), drafter, asked)
 
 
 def medusa(drafter: MedusaDrafter) -> Layout:
     """config.json and tensors of Medusa heads."""
-    refuse_biased_head(drafter)
     settings, weights, dtype = drafter.settings, drafter.state_dict(), dtype_of(drafter)
     width = drafter.shared.target.hidden_size
     num_layers = max(settings.num_layers, 1)  # a layer of zeros passes its input unchanged

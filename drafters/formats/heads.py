@@ -15,6 +15,7 @@ from drafters.formats.hydra import EMBEDDING, UNREAD, published_names
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
+from target.rotary import by_length, context_of
 from target.vocabulary import real_ids
 from trainer.errors import UserError
 
@@ -30,6 +31,14 @@ def check_head(head: PublishedHead, target: Target) -> None:
             f"CompatibilityError: the head was made for a vocabulary of {head.vocab_size}, the "
             f"target has {width}"
         )
+    if head.layer is not None and by_length(head.layer):
+        longest = context_of(head.layer)  # the frequencies of longer texts are others
+        if longest < target.context:
+            raise UserError(
+                f"is for texts up to {longest} tokens here, the target reads {target.context}",
+                key="rope_type", value=by_length(head.layer)[0]["rope_type"],
+                remedy="name a head whose frequencies do not depend on the length of the text",
+            )  # fmt: skip
     ids = torch.arange(target.vocab_size)
     for name in ("embed_tokens.weight", EMBEDDING):
         _only_if_equal(head, name, lambda: target.embedding(ids.to(target.device)))

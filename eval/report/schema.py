@@ -7,8 +7,10 @@ of an engine: that engine), `token_s`, `round_s` and `round_cost` of an engine
 (`eval.served.engine_costs`), whose `cost_ratio` and `verify_cost` are null,
 `draft_time_share`, `by_domain` (of `eval.metrics.per_domain`), `by_position` (of `per_position`
 there), `draft_vocabulary` (of a reduced one: `eval.draft_vocabulary.DraftVocabulary`),
-`text_by` (the value of `data.engine` that the target's answers were generated with), `calibration`
-({"bins": [{"confidence", "acceptance", "count"}]}), `draft_temperature`, where the drafter has one
+`beyond_context` ({"context", "share"}: the drafter's own context, and the share of rounds that it
+leaves without drafts), `text_by` (the value of `data.engine` that the target's answers were
+generated with), `calibration` ({"bins": [{"confidence", "acceptance", "count"}]}),
+`draft_temperature`, where the drafter has one
 of its own, `quality` and `quality_metric` of a lossy verifier, and `note`, a sentence below its
 table. `K` of a tree is its depth. `alpha` is that of the first draft of a round; further drafts of
 heads: `alpha_by_depth`. Optional in the report: `policies`, points of `eval.policies.rollouts` for
@@ -78,7 +80,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "by_position": (list,), "draft_vocabulary": (dict,),
     "modelled_speedup_at": (dict,), "verify_cost": (int, float), "draft_time_share": (int, float),
     "cost_source": (str,), "text_by": (str,),
-    "token_s": (list,), "round_s": (list,), "round_cost": (int, float),
+    "beyond_context": (dict,), "token_s": (list,), "round_s": (list,), "round_cost": (int, float),
 }  # fmt: skip
 
 

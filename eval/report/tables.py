@@ -126,6 +126,8 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
             slower.append(name)
         if row.get("draft_vocabulary") and is_trained(row):
             found.append(vocabulary_words(name, row))
+        if row.get("beyond_context"):
+            found.append(f"{name}: {beyond_words(row)}")
         if row.get("note"):
             found.append(f"{name}: {row['note']}")
     if slower:
@@ -140,6 +142,15 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
     ]
     by_engine = [(name, row) for name, row in zip(labels, rows, strict=True) if row.get("round_s")]
     return found + [_engine_costs(name, row) for name, row in by_engine]
+
+
+def beyond_words(row: Row) -> str:
+    """What the drafter's own context costs."""
+    beyond = row["beyond_context"]
+    return (
+        f"{beyond['share']:.1%} of its rounds draft nothing and emit one token, as in vLLM: text "
+        f"and drafts would be longer than the {beyond['context']} positions that the drafter knows."
+    )
 
 
 def _engine_costs(name: str, row: Row) -> str:

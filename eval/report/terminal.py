@@ -8,6 +8,7 @@ from eval.report.breakdown import domains_of
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
 from eval.report.rows import Report, Row, groups, label, once, prompts_of
+from eval.report.tables import beyond_words
 
 HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
@@ -25,6 +26,9 @@ def summary(report: Report) -> str:
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in cells
+        ]
+        lines += [
+            f"  {label(row)}: {beyond_words(row)}" for row in shown if row.get("beyond_context")
         ]
     gains = _gains(report["comparisons"])
     return "\n".join([*lines, "", *gains] if gains else lines)

@@ -19,6 +19,7 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import KINDS, kind_of
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.config import EvalConfig
+from phases.export import check_export
 from phases.serve import check_engine
 from scripts.export import main
 from target.model import Target
@@ -262,6 +263,38 @@ def test_what_an_engine_cannot_serve_is_refused(tiny_target, tmp_path, engine, s
     if engine == "vllm":  # a report by vLLM refuses it before it is trained
         with pytest.raises(UserError, match=complaint):
             check_engine(drafter, EvalConfig(engine="vllm"))
+
+
+@pytest.mark.parametrize("engine", ["own", "other"])
+def test_what_an_export_would_refuse_is_known_before_the_first_step(tiny_target, capsys, engine):
+    """The engine that the run writes for refuses it, others are named."""
+    target = tiny_target("llama", layers=4)
+    if engine == "own":
+        drafter = build_eagle(target, Eagle3Settings([0, "final_norm"], WIDTH))
+        with pytest.raises(UserError) as caught:
+            check_export(drafter, True)
+        assert (caught.value.key, caught.value.value) == ("export", "vllm")
+        assert "numbered layers" in caught.value.rule
+        return
+    for layers, warned in (([0, 1, 3], True), ([0, 1, 2], False)):
+        check_export(build_eagle(target, Eagle3Settings(layers, WIDTH)), True)
+        said = capsys.readouterr().out
+        assert ("sglang" in said and "last layer" in said) == warned
+    check_export(build_eagle(target, Eagle3Settings([0, 1, 3], WIDTH)), False)
+    assert not capsys.readouterr().out  # another process says it
+
+
+def test_every_writer_has_the_rule_of_what_it_writes(tiny_target, tmp_path):
+    """Each refuses by its check alone: what passes is written."""
+    target = tiny_target("llama", layers=4)
+    for kind in ("medusa", "eagle", "eagle_biased", "eagle3", "eagle3_variants"):
+        drafter = made(kind, target)
+        for engine, writer in kind_of(drafter).writers.items():
+            try:
+                writer.check(drafter)
+            except UserError:
+                continue
+            assert exported(engine, drafter, tmp_path / kind / engine).exists()
 
 
 # --- spoilt exports -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import types
 import pytest
 
 import train
-from drafters.kinds import KINDS, Kind, kind_of, served_by, stored_kind
+from drafters.kinds import KINDS, Kind, Writer, kind_of, served_by, stored_kind
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter
 from phases import report as report_phase
@@ -104,7 +104,9 @@ def test_a_failed_export_leaves_drafter_and_report_and_ends_with_3(
     def fail(drafter, folder, asked):
         raise RuntimeError("the layout has no room")
 
-    broken = dataclasses.replace(KINDS["medusa"], writers={"vllm": fail})
+    broken = dataclasses.replace(
+        KINDS["medusa"], writers={"vllm": Writer(fail, lambda drafter: None)}
+    )
     monkeypatch.setitem(KINDS, "medusa", broken)
     given = words(tmp_path, tiny_folder("llama", layers=4), "medusa")
     for _ in range(2):  # the finished run says so again
@@ -117,6 +119,23 @@ def test_a_failed_export_leaves_drafter_and_report_and_ends_with_3(
     assert (run / "report.html").exists()
     exported = json.loads((run / "report.json").read_text())["drafter"]["export"]
     assert exported == {"engine": "vllm", "error": "RuntimeError: the layout has no room"}
+
+
+def test_what_the_runs_own_export_would_refuse_is_refused_before_it_is_trained(
+    monkeypatch, tiny_folder, tmp_path, capsys
+):
+    def refuse(drafter):
+        raise UserError("has no place in this layout", key="method.num_heads", value=2)
+
+    writer = Writer(KINDS["medusa"].writers["vllm"].write, refuse)
+    broken = dataclasses.replace(KINDS["medusa"], writers={"vllm": writer})
+    monkeypatch.setitem(KINDS, "medusa", broken)
+    given = words(tmp_path, tiny_folder("llama", layers=4), "medusa")
+    assert train.main(given) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "export=vllm: this run's own export would fail: method.num_heads=2: has no" in said
+    assert not (tmp_path / "run").exists()
+    assert train.main([*given, "run.stage=train"]) == 0  # which exports nothing
 
 
 def test_the_drafter_is_exported_before_it_is_measured(monkeypatch, tiny_folder, tmp_path, capsys):

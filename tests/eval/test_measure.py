@@ -47,7 +47,7 @@ def test_drafting_costs_what_a_whole_round_costs_whatever_the_rule(target, polic
     costs.cost_of(drafter, target, make_budget(policy, 8))
     assert set(drafted) == {8}
     drafted.clear()
-    costs.draft_seconds(drafter, target, make_budget(policy, 8))
+    costs.draft_seconds(drafter, target, make_budget(policy, 8), costs.CONTEXT)
     assert min(drafted) < 8  # control: it does stop there
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 
 import train
-from drafters.kinds import KINDS
+from drafters.kinds import KINDS, Writer
 from scripts import export
 from tests.commands import command
 
@@ -25,7 +25,9 @@ def test_an_export_that_is_made_later_ends_the_run_with_0(
     )  # fmt: skip
     words = [word for word in words if "draft_hidden_size" not in word]
     with monkeypatch.context() as patched:
-        broken = dataclasses.replace(KINDS["medusa"], writers={"vllm": fail})
+        broken = dataclasses.replace(
+            KINDS["medusa"], writers={"vllm": Writer(fail, lambda drafter: None)}
+        )
         patched.setitem(KINDS, "medusa", broken)
         for _ in range(2):
             assert train.main(words) == 3

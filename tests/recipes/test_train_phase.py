@@ -200,10 +200,10 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
         ("recipe=eagle3", None),
         ("recipe=eagle3 eval.K=6", "eval.K=6 drafts 6 tokens deep, training unrolls 5"),
         ("recipe=eagle3 method.steps=4", "eval.tree=dynamic:25:5:8 drafts 5 tokens deep"),
-        ("recipe=eagle3 method.steps=7 eval.tree=eagle2:60:7:10", "set method.steps to 8"),
+        ("recipe=eagle3 method.steps=7 eval.tree=eagle2:60:7:10", "drafts 8 tokens deep"),
         ("recipe=eagle3 eval.tree=calibrated:9 eval.K=6", "drafts 6 tokens deep"),
         ("recipe=gto", None),
-        ("recipe=gto eval.K=6", "set steps in method.base_options to 6"),
+        ("recipe=gto eval.K=6", "drafts 6 tokens deep"),
         ("recipe=gto eval.K=6 method.base=eagle", None),
         ("recipe=eagle", None),  # one step: no unroll
         ("recipe=eagle method.steps=3", "drafts 5 tokens deep, training unrolls 3"),
@@ -217,8 +217,8 @@ def test_drafts_deeper_than_the_trained_unroll_are_named(words, says, target):
     elif config.recipe == "gto" and config.method.base is None:
         config.method.base_options = {"layers": [0, 1]}
     recipe = base.load(config.recipe)[0].Recipe(config.method, target)
-    found = deeper_than_trained(config, recipe)
-    assert (says or "") in (found or "")
+    found = recipe.unroll and deeper_than_trained(config.eval, recipe.unroll[1])
+    assert (says or "") in (found[1] if found else "")
     assert (found is None) == (says is None)
 
 
@@ -259,6 +259,8 @@ def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, t
         assert after["alpha"] == after["alpha_by_depth"][0]
         said = capsys.readouterr().err
         assert f"alpha at depth 1 {evaluations[-1]['alpha_at_depth_1']:.4f}" in said
+        about = json.loads((tmp_path / run / "drafter" / "drafter.json").read_text())
+        assert about["trained_depth"] == 3
 
 
 @pytest.mark.slow

@@ -11,11 +11,16 @@ import yaml
 from safetensors.torch import save_file
 
 import train
+from drafters.eagle3 import Eagle3Settings
+from drafters.export.card import Export
+from drafters.kinds import kind_of
+from eval.config import EvalConfig
 from eval.report.rows import draft_shape
 from eval.report.schema import read_report
 from eval.report.terminal import summary
 from scripts import evaluate
 from tests.commands import command, only, read_jsonl
+from tests.eagle import build_eagle
 
 BASELINES = {"plain", "untrained", "prompt_lookup", "target"}
 
@@ -268,6 +273,27 @@ def test_each_of_several_trees_has_its_rows(tmp_path, earlier):
     (beside,) = [r for r in rows if r["tree"] == dynamic and r["temperature"] == 1]
     for name in ("tokens_per_round", "num_rounds", "engine_accepted_per_position"):
         assert once[name] == beside[name], name
+
+
+@pytest.mark.parametrize("folder", ["drafter", "export/vllm"])
+def test_drafts_deeper_than_a_head_was_trained_for_are_warned_of(
+    folder, tmp_path, tiny_target, capsys
+):
+    """Also where its export is measured, which does not say."""
+    target = tiny_target("llama", layers=4)
+    head = build_eagle(target, Eagle3Settings([0, 1, 2], target.hidden_size))
+    head.trained_depth = 3
+    head.save_pretrained(tmp_path / "drafter")
+    kind_of(head).writers["vllm"](head, tmp_path / "export" / "vllm", Export("", "x", 3))
+    deep = {"K": 2, "tree": ["dynamic:25:5:8"]}
+    for words, warned in (
+        ({"K": 3}, ""), ({"K": 5}, "eval.K=5 drafts 5 tokens"), (deep, "eval.tree=dynamic:25:5:8"),
+    ):  # fmt: skip
+        evaluate.drafter_of(EvalConfig(drafter=str(tmp_path / folder), **words), target)
+        said = capsys.readouterr().out
+        assert ("warning: " in said) == bool(warned)
+        assert warned in said
+    assert "draft at most 3 deep" in said
 
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
