@@ -20,7 +20,7 @@ from target.model import Target
 from target.sampling import row_key
 from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
 from tests.data.test_traces import make
-from tests.tiny import EOS, tiny_tokenizer
+from tests.tiny import EOS, save_tiny, tiny_tokenizer
 from trainer import progress
 from trainer.errors import UserError
 from trainer.losses import compress
@@ -584,8 +584,9 @@ def test_a_dry_run_of_the_command_writes_nothing(tmp_path, tiny_folder, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_traces_of_one(tmp_path, tiny_folder):
-    target = tiny_folder("llama", chat_template=True)
+def test_two_processes_give_the_traces_of_one(tmp_path):
+    ends = [EOS, 1, 2, 3, *range(30, 100)]  # nothing stands behind an answer that is cut
+    target = save_tiny(tmp_path / "target", "llama", chat_template=True, eos_token_id=ends)
     turns = [{"messages": [{"role": "user", "content": f"{i}{j}"} for j in range(1 + i % 3)]}
              for i in range(8)]  # fmt: skip
     prompts = write_jsonl(tmp_path / "turns.jsonl", turns)
