@@ -7,6 +7,7 @@ import contextlib
 import html
 import io
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -181,8 +182,7 @@ def test_no_secret_is_written_or_shown(hidden):
 def test_what_others_may_read_does_not_say_where_files_lie(hidden):
     folder, words, _ = hidden
     run = folder / "run"
-    public = [run / "run.json", *run.glob("report.*"), *(run / "export").rglob("*"),
-              *(run / "drafter").rglob("*")]  # fmt: skip
+    public = [*run.glob("report.*"), *(run / "export").rglob("*"), *(run / "drafter").rglob("*")]
     public = [path for path in public if path.is_file()]
     assert len(public) > 10
     for path in public:
@@ -193,6 +193,9 @@ def test_what_others_may_read_does_not_say_where_files_lie(hidden):
     assert f"data.prompts={folder / 'train.jsonl'}" in words
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["data"]["prompts"] == str(folder / "train.jsonl")  # it can be run again
+    # this stays here: the command as a shell runs it again
+    command = shlex.split(json.loads((run / "run.json").read_text())["command"])
+    assert f"data.prompts={folder / 'train.jsonl'}" in command
 
 
 def test_wandb_is_given_the_configuration_and_nothing_of_this_machine(hidden):
