@@ -29,6 +29,7 @@ from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import is_address
 from trainer.errors import RunFault, UserError
+from trainer.progress import working
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enable_prefix_caching": False, "disable_log_stats": False}
@@ -184,6 +185,7 @@ def serve(
     return found
 
 
+@working("vLLM")
 def _run(python: Path, request: WorkerRequest) -> WorkerAnswer:
     with tempfile.TemporaryDirectory() as scratch:
         asked, answered, log = (Path(scratch) / n for n in ("asked.json", "answered.json", "log"))

@@ -22,6 +22,7 @@ import torch
 from engines.web import past_proxy, urlopen
 from target.model import Target
 from trainer.errors import RunFault, UserError
+from trainer.progress import working
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 DEFAULT_PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
@@ -151,6 +152,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     return words
 
 
+@working("starting vLLM")
 def _await(server: Server) -> None:
     """Wait until the server is ready. RunFault where it ends or takes longer than START_S."""
     began = time.monotonic()

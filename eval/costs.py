@@ -20,6 +20,8 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.rotary import context_of
 from target.sampling import KeyedRandom, Sampling
+from trainer.progress import working
+from trainer.threads import settle_threads
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,10 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
     return sorted(spent[3:])[7]
 
 
+@working("timing drafting and verifying")
 def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     """Measure the costs on this machine; a training-free drafter counts as free."""
+    settle_threads()
     context = timed_context(drafter, target, budget.max_tokens)
     step = step_seconds(target.model, 1, context)
     verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1, context) / step)

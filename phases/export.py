@@ -18,6 +18,7 @@ from phases.run import Run
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.files import MARKER, rewrite, whole_folder
+from trainer.progress import working
 from trainer.redaction import hide, shown
 
 CARD = "README.md"
@@ -49,6 +50,7 @@ def check_export(drafter: TrainedDrafter, says: bool) -> None:
             print(f"warning: the drafter of this run cannot be exported for {other}: {error}")
 
 
+@working("export")
 def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
     """Write run/export/<engine>, for the first engine in the table of kinds that serves the
     drafter, with a card that holds no results yet; a target that was trained with the drafter lies

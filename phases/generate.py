@@ -45,10 +45,12 @@ from phases.servers import own_server
 from recipes.common.config import Config
 from target.model import Target
 from trainer.errors import UserError, require
+from trainer.progress import working
 
 Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives servers' addresses
 
 
+@working("reading the prompts")
 def choose_prompts(
     config: Config, unread: dict[str, object] | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
@@ -130,6 +132,7 @@ def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | N
         require(given == default, f"{section}.{name}", rule, given)
 
 
+@working("the target's text")
 def _generate(
     run: Run,
     plan: GenerationPlan,

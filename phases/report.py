@@ -56,7 +56,7 @@ from target.model import Target
 from target.sampling import Sampling
 from trainer.errors import RunFault, UserError, require
 from trainer.files import write_atomic
-from trainer.progress import TokenProgress
+from trainer.progress import TokenProgress, working
 from trainer.store import FitResult
 from trainer.tracking import track_report
 
@@ -304,6 +304,7 @@ def show(report: dict[str, Any], folder: Path) -> None:
     print(f"\n{summary(report)}\n\nreport: {pages[1].resolve()}")
 
 
+@working("report")
 def finish(
     run: Run,
     base: TrainedDrafter,

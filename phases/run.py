@@ -34,6 +34,7 @@ from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.loop import make_accelerator, placement
+from trainer.progress import working
 from trainer.redaction import redacted, shell_command
 from trainer.tracking import check_login
 
@@ -88,6 +89,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
+@working("loading the target")
 def load_target(config: Config, device: torch.device | str) -> Target:
     """Load the target as `model.*` says."""
     model = config.model

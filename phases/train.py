@@ -33,6 +33,7 @@ from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.errors import UserError, excerpt
 from trainer.lock import lock
 from trainer.loop import FitResult, checkpointing_of
+from trainer.progress import working
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
 TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so
@@ -115,6 +116,7 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
     return drafter
 
 
+@working("loading the drafter")
 def _given_drafter(run: Run, recipe: Recipe, name: str) -> TrainedDrafter:
     """Load model.drafter; UserError if the recipe cannot train it."""
     model = run.config.model
@@ -168,6 +170,7 @@ def _check_packing(run: Run, recipe: Recipe) -> None:
     check_separation(run.target.model, "set trainer.pack_tokens=0")
 
 
+@working("reading raw text")
 def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
     """Tokenise the raw text of every stage that reads some, as far as the stage reads. Returns it
     by stage."""
@@ -264,6 +267,7 @@ def chosen_stages(run: Run, recipe: Recipe) -> list[Stage]:
     return stages[first : last + 1]
 
 
+@working("training")
 def train_stages(
     run: Run,
     recipe: Recipe,

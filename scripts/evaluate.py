@@ -36,6 +36,7 @@ from target.model import Target
 from trainer.checks import is_address, require_folder
 from trainer.config import asks_for_help, load_yaml
 from trainer.errors import UserError
+from trainer.progress import working
 from trainer.redaction import shown
 from trainer.specs import form
 
@@ -101,6 +102,7 @@ def in_run(name: str) -> tuple[Path, Path | None]:
     return drafter, None
 
 
+@working("loading the drafter")
 def drafter_of(
     config: EvalConfig, target: Target, trusted: bool = False
 ) -> TrainedDrafter | TrainingFree:
@@ -121,6 +123,7 @@ def drafter_of(
     return drafter
 
 
+@working("report")
 def measure(
     this: run.Run,
     drafter: TrainedDrafter | TrainingFree,

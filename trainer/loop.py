@@ -51,7 +51,7 @@ from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
 from trainer.optimizer import make_optimizer
 from trainer.processes import PATIENCE, Sum
-from trainer.progress import Progress
+from trainer.progress import Progress, working
 from trainer.replicated import Replicated
 from trainer.store import FitResult, Store
 from trainer.tracking import StepRecord, Tracker, Window
@@ -312,6 +312,7 @@ class Fit(Generic[B, O, C]):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @working("held-out text")
     def evaluate_drafter(self) -> None:
         """Evaluate, log the metrics, and save the weights if they are the best so far."""
         if self.evaluate is None:

@@ -1,16 +1,84 @@
 """Progress of a phase of a run: a bar with rate and time left on a terminal, plain lines elsewhere,
-so that a log file stays readable."""
+so that a log file stays readable. Work that prints nothing for a while is named by a heartbeat.
+
+Work advances between two steps of it, where the number of threads is judged too.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TextIO, TypedDict
 
 from tqdm import tqdm
 
-EVERY_S = 10.0  # between two plain lines about tokens
+from trainer.threads import settle_threads
+
+EVERY_S = 10.0  # at least, between two plain lines
+SILENT_S = 30.0  # at most, between two lines of work that goes on
+
+
+class Heartbeat:
+    """Prints what a process works on, and for how long, where it has printed nothing for
+    SILENT_S. Of works inside each other the innermost is printed."""
+
+    def __init__(self) -> None:
+        self.works: list[tuple[Callable[[], str | None], float]] = []  # None: it was dropped
+        self.last = time.monotonic()  # when a line was printed
+        self._thread: threading.Thread | None = None
+
+    def begin(self, status: Callable[[], str | None]) -> None:
+        now = time.monotonic()
+        if not self.works:
+            self.last = now
+        self.works.append((status, now))
+        if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def end(self, status: Callable[[], str | None]) -> None:
+        self.works = [work for work in self.works if work[0] is not status]
+
+    def beat(self) -> None:
+        """Print a line if one is due."""
+        now = time.monotonic()
+        if now - self.last < SILENT_S:
+            return
+        works = ((status(), began) for status, began in reversed(self.works))
+        text, began = next((work for work in works if work[0] is not None), (None, now))
+        if text is not None:
+            tqdm.write(f"{text}: {_clock(now - began)} so far", file=sys.stderr)
+            sys.stderr.flush()
+            self.last = now
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1)
+            self.beat()
+
+
+heartbeat = Heartbeat()
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Inside the block, the heartbeat of the first process names `text`."""
+
+    def status() -> str:
+        return text
+
+    if os.environ.get("RANK", "0") == "0":
+        heartbeat.begin(status)
+    try:
+        yield
+    finally:
+        heartbeat.end(status)
 
 
 class MetricsRow(TypedDict):
@@ -37,8 +105,19 @@ class Progress:
         label: str | None = None,
     ) -> None:
         self.total, self.start, self.enabled = total, start, enabled
+        self.done, self.unit, self.label = start, unit, label
         self.stream = stream or sys.stderr
         self._began = time.perf_counter()
+        self._last_row = -EVERY_S  # when a line about a row was printed, counted from `_began`
+        own = weakref.ref(self)  # one that an error left open is no work any more
+
+        def status() -> str | None:
+            progress = own()
+            return None if progress is None else progress.status()
+
+        self._status = status
+        if enabled:
+            heartbeat.begin(status)
         self._bar: tqdm | None = None
         if enabled and self.stream.isatty():
             self._bar = tqdm(
@@ -46,9 +125,16 @@ class Progress:
                 dynamic_ncols=True, leave=unit == "step",
             )  # fmt: skip
 
+    def status(self) -> str:
+        """How far it is."""
+        of = "" if self.total is None else f" of {self.total:,}"
+        return f"{f'{self.label}: ' if self.label else ''}{self.done:,}{of} {self.unit}s"
+
     def advance(self, count: int = 1) -> None:
+        self.done += count
         if self._bar is not None:
             self._bar.update(count)
+        settle_threads()
 
     def estimate(self, total: int, text: str) -> None:
         """Set a new `total` and the text behind the bar."""
@@ -58,7 +144,8 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=False)
 
     def report(self, row: MetricsRow) -> None:
-        """Print a line about the training. `row`: made by `trainer.tracking.Window.row`."""
+        """Print a line about the training, unless the last one is younger than EVERY_S; one about
+        the last step always. `row`: made by `trainer.tracking.Window.row`."""
         step, loss = row["step"], row["loss"]
         text = "no tokens" if loss is None else f"loss {loss:.4f}"
         text += f"  lr {row['lr']:.2e}  {row['tokens_per_s']:.0f} tokens/s"
@@ -66,6 +153,9 @@ class Progress:
             self._bar.set_postfix_str(text)
         elif self.enabled and self.total is not None:
             seconds = time.perf_counter() - self._began
+            if seconds - self._last_row < EVERY_S and step < self.total:
+                return
+            self._last_row = seconds
             left = seconds * (self.total - step) / max(1, step - self.start)
             self.note(f"step {step}/{self.total}  {text}  {_clock(left)} left")
 
@@ -75,12 +165,14 @@ class Progress:
             self._bar.write(text, file=self.stream)
         elif self.enabled:
             print(text, file=self.stream, flush=True)
+        heartbeat.last = time.monotonic()
 
     @property
     def is_bar(self) -> bool:
         return self._bar is not None
 
     def close(self) -> None:
+        heartbeat.end(self._status)
         if self._bar is not None:
             self._bar.close()
 

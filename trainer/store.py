@@ -44,6 +44,7 @@ from trainer.errors import RunFault, UserError
 from trainer.files import read_json, write_json
 from trainer.objective import Resumable
 from trainer.processes import PATIENCE
+from trainer.progress import working
 from trainer.replicated import Replicated
 
 
@@ -207,6 +208,7 @@ class Store:
         self.on_main(discard)
         return found, counters
 
+    @working("saving a checkpoint")
     def save(
         self,
         counters: Counters,

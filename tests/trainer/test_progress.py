@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer import progress as module
-from trainer.progress import Progress, TokenProgress
+from trainer.progress import Heartbeat, Progress, TokenProgress, working
 
 
 def report(progress, step):
@@ -164,3 +164,71 @@ def test_tokens_move_a_bar_on_a_terminal():
     os.close(ours)
     assert "report: decoded" in shown
     assert "report: 30 tokens in" in shown
+
+
+def test_piped_lines_about_steps_come_every_ten_seconds_and_one_at_the_end(monkeypatch):
+    stream, now = io.StringIO(), SimpleNamespace(s=0.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
+    progress = Progress(total=25, stream=stream)
+    for step in range(1, 26):
+        now.s += 1
+        progress.advance()
+        report(progress, step)
+    progress.close()
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+        "1/25", "11/25", "21/25", "25/25"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def heart(monkeypatch, clock):
+    """A heartbeat that beats when a test says so."""
+    made = Heartbeat()
+    monkeypatch.setattr(made, "_run", lambda: None)
+    monkeypatch.setattr(module, "heartbeat", made)
+    return made
+
+
+def test_work_that_prints_nothing_is_named_every_half_minute(heart, clock, capsys):
+    with working("loading the target"):
+        for _ in range(95):
+            clock.s += 1
+            heart.beat()
+        with working("export"):
+            clock.s += 30
+            heart.beat()
+    clock.s += 100
+    heart.beat()
+    assert capsys.readouterr().err.splitlines() == [
+        "loading the target: 0:00:30 so far",
+        "loading the target: 0:01:00 so far",
+        "loading the target: 0:01:30 so far",
+        "export: 0:00:30 so far",
+    ]
+
+
+def test_progress_that_stands_still_is_named_too_and_its_lines_count(heart, clock, capsys):
+    stream = io.StringIO()
+    progress = TokenProgress("report", stream=stream)
+    progress.part("T=0, before, replayed", total=4000)
+    clock.s += 20
+    progress.advance(1000)
+    assert stream.getvalue().count("\n") == 1
+    for _ in range(59):
+        clock.s += 1
+        heart.beat()
+    del progress  # an error has left it open
+    clock.s += 60
+    heart.beat()
+    assert capsys.readouterr().err.splitlines() == [
+        "report: T=0, before, replayed: 1,000 of 4,000 tokens: 0:00:50 so far"
+    ]
+
+
+def test_other_processes_have_no_heartbeat(heart, clock, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    Progress(total=4, enabled=False)
+    with working("export"):
+        clock.s += 60
+        heart.beat()
+    assert capsys.readouterr().err == ""
