@@ -189,7 +189,8 @@ def _with_arguments(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> list[Message]:
     """The messages with the arguments of tool calls as the template takes them, as objects or as
-    JSON text. UserError where it leaves out what a tool returned."""
+    JSON text. UserError where it leaves out a call, or what it
+    returned."""
     if first_call(messages) == len(messages):
         return messages
     try:
@@ -200,8 +201,10 @@ def _with_arguments(
         messages = with_text_arguments(messages)
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     for message in messages:
-        if message["role"] == "tool" and not _stands_in(message["content"], text):
-            rule = "the target's chat template leaves out what a tool returned"
+        texts = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        texts += [message["content"]] if message["role"] == "tool" else []
+        if not all(_stands_in(one, text) for one in texts):
+            rule = "the target's chat template leaves out a tool call, or what it returned"
             raise UserError(rule, remedy="name a target whose template has tools")
     return messages
 

@@ -263,8 +263,13 @@ def test_nothing_stands_behind_an_answer_that_cannot_be_put_back(tiny_target, tm
 
 def test_turns_behind_a_tool_call_need_no_answer_of_the_target(tiny_target, tmp_path, capsys):
     """Their context is the data set's; a template that cannot write it ends the conversation."""
-    target = tiny_target("llama", chat_template=True)
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    plain = tiny_target("llama", chat_template=True)
+    tokenizer = copy.deepcopy(plain.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content }}", "message.content }}{{ 'look_up' if message.tool_calls }}"
+    )
+    target = dataclasses.replace(plain, tokenizer=tokenizer)
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
     messages = (
         {"role": "user", "content": "Find."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -277,15 +282,11 @@ def test_turns_behind_a_tool_call_need_no_answer_of_the_target(tiny_target, tmp_
     asked = [target.tokenizer.decode(trace.prompt_ids).split("<|turn|>") for trace in found]
     assert [turns[1:-1] for turns in asked] == [
         ["user\nFind.\n"],
-        ["user\nFind.\n", "assistant\n<|endoftext|>\n", "tool\nfound\n"],
-        ["user\nFind.\n", "assistant\n<|endoftext|>\n", "tool\nfound\n",
+        ["user\nFind.\n", "assistant\nlook_up<|endoftext|>\n", "tool\nfound\n"],
+        ["user\nFind.\n", "assistant\nlook_up<|endoftext|>\n", "tool\nfound\n",
          "assistant\nHere.<|endoftext|>\n", "user\nThanks.\n"],
     ]  # fmt: skip
-    tokenizer = copy.deepcopy(target.tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "in messages", "in messages if message.role != 'tool'"
-    )
-    assert len(fill(dataclasses.replace(target, tokenizer=tokenizer), tmp_path / "a", wanted)) == 1
+    assert len(fill(plain, tmp_path / "plain", wanted)) == 1  # its template knows no calls
     assert "traces: 2 later turns left out, of a form that the chat" in capsys.readouterr().out
 
 

@@ -122,11 +122,18 @@ def test_parts_of_text_are_joined_and_others_refused_by_name():
     assert caught.value.reason == "a part of type 'audio', which is no text"
 
 
-def test_a_template_that_drops_what_a_tool_returned_is_named(tmp_path):
-    plain = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+@pytest.mark.parametrize(
+    "template",
+    [
+        BODY.replace("m.tool_calls or []", "[]"),
+        AS_TEXT.replace("in messages", "in messages if m.role != 'tool'"),
+    ],
+)
+def test_a_template_that_leaves_out_a_call_or_what_it_returned_is_named(tmp_path, template):
     with pytest.raises(UserError) as caught:
-        texts(prompt_of(tmp_path, CHAT), make_tokenizer(plain))
-    assert caught.value.rule == "the target's chat template leaves out what a tool returned"
+        texts(prompt_of(tmp_path, CHAT), make_tokenizer(template))
+    said = "the target's chat template leaves out a tool call, or what it returned"
+    assert caught.value.rule == said
 
 
 def test_the_developers_message_is_the_systems_where_the_template_knows_no_other(tmp_path):
