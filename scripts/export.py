@@ -144,6 +144,7 @@ def _check_engine(kind: Kind, engine: str) -> None:
 def _vocabulary(target: str, trusted: bool) -> tuple[PreTrainedTokenizerBase, int, tuple[int, ...]]:
     """Tokenizer, configured vocabulary and EOS ids of `target`; of weights only a GGUF file's are
     read."""
+    require_files("model.target", target)
     if is_gguf(target):
         model, tokenizer = load_causal_lm(target, "model.target")
         return tokenizer, model.config.get_text_config().vocab_size, eos_ids(model, tokenizer)

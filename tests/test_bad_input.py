@@ -92,7 +92,7 @@ def refused(tmp_path, tiny_folder, capsys):
         ("method.draft_layers=0", "method.draft_layers must be >= 1, got 0"),
         ("data.prompts=nothing.jsonl", "prompts file nothing.jsonl does not exist"),
         ("data.prompts=toy:cod", ["'cod'", "available: code, prose, math"]),
-        ("model.target=no/such/model", ["model.target", "'no/such/model'"]),
+        ("model.target=no/such/model", "model.target=no/such/model: there is no such file or fold"),
         ("eval.K=245", "eval.K must draft fewer than 245 tokens: the target's context 256 less"),
         ("eval.tree=dynamic:9:300", "eval.tree must draft fewer than 245 tokens"),
         ("eval.max_new_tokens=256", "eval.max_new_tokens must be below the target's context 256"),

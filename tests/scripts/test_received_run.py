@@ -72,6 +72,21 @@ def run(trained, tmp_path_factory):
     return folder / "run"
 
 
+def test_the_folder_of_a_run_stands_for_its_drafter_in_every_script(run, tmp_path):
+    inside = evaluate.resolve([f"eval.drafter={run}/drafter"])
+    whole = evaluate.resolve([f"eval.drafter={run}"])
+    whole.eval.drafter = inside.eval.drafter
+    assert whole == inside
+    words = ["script.engine=vllm", f"script.out={tmp_path / 'out'}"]
+    assert export.main([f"script.drafter={run}", *words]) == 0
+
+
+def test_an_export_asks_the_hub_for_no_missing_folder(run, tmp_path, capsys):
+    words = ["script.engine=vllm", f"script.out={tmp_path / 'out'}", "model.target=/gone"]
+    assert export.main([f"script.drafter={run}", *words]) == 2
+    assert "model.target=/gone: there is no such file or folder" in capsys.readouterr().err
+
+
 def test_a_server_that_a_received_run_names_is_not_asked(run, tmp_path, capsys):
     stored = yaml.safe_load((run / "config.yaml").read_text())
     stored["eval"]["engine"] = "http://127.0.0.1:9"
