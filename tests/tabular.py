@@ -67,9 +67,15 @@ class TabularModel:
         return logits[:, -logits_to_keep:]  # 0 keeps all
 
 
+class TabularDrafter(CausalLMDrafter):
+    """The project's drafter without a network, which would say how many positions it knows."""
+
+    context = None
+
+
 def tabular_drafter(table: torch.Tensor) -> CausalLMDrafter:
     """The project's drafter with a table where its network would be."""
-    drafter = CausalLMDrafter(None, None, table.shape[-1], {})
+    drafter = TabularDrafter(None, None, table.shape[-1], {})
     drafter._cached = TabularModel(table)  # type: ignore[assignment]
     return drafter
 

@@ -32,7 +32,7 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
-from tests.tiny import ARCHITECTURES
+from tests.tiny import ARCHITECTURES, EOS, save_tiny
 from trainer.errors import UserError
 
 CAUSAL_LM = ("distillspec", "fastdraft", "osd", "specdecpp")  # what these train drafts as one
@@ -332,17 +332,24 @@ def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, caps
     run(*words)
 
 
-def test_conversations_train_a_chat_target(tmp_path, tiny_folder):
+def test_conversations_train_a_chat_target(tmp_path):
     ask = [{"role": "user", "content": f"Hello {i}"} for i in range(4)]
     more = {"role": "user", "content": "And now?"}
     between = {"role": "assistant", "content": "not the target's own"}
     prompts = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [a, between, more]} for a in ask])
     held_out = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "Plain text is one user turn"}])
-    words = (f"data.prompts={prompts}", f"eval.prompts={held_out}", "data.system_prompt=Be brief.")
-    run(*command(tmp_path, tiny_folder("llama", chat_template=True), *words))
+    words = (f"data.prompts={prompts}", f"eval.prompts={held_out}", "data.system_prompt=Be brief.",
+             "data.max_new_tokens=64")  # fmt: skip
+    ends = [EOS, *range(90, 100)]  # nothing stands behind an answer that is cut
+    target = save_tiny(tmp_path / "target", "llama", chat_template=True, eos_token_id=ends)
+    run(*command(tmp_path, target, *words))
     check_run_folder(tmp_path / "run")
     (store,) = training_stores(tmp_path / "cache")
-    assert sorted(t.turn for t in stored_traces(store)) == [0] * 4 + [1] * 4
+    traces = stored_traces(store)
+    turns = {i: [t.conversation_id for t in traces if t.turn == i] for i in (0, 1)}
+    ended = [t.conversation_id for t in traces if t.turn == 0 and t.finish_reason == "eos"]
+    assert len(turns[0]) == 4
+    assert sorted(turns[1]) == sorted(ended) != []
 
 
 def test_no_argument_lists_the_recipes(capsys):

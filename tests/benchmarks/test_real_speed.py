@@ -23,7 +23,7 @@ from trainer.errors import UserError
         (["drafter=x", "batch=1,b"], "error: batch must be a whole number above 0, got 'b'"),
         (["drafter=a/x,b/a/x"], "error: drafter must name drafters of runs with different names"),
         (["drafter=x", "policy=head"], "error: eval.policy"),
-        (["drafter=x", "target=a/b/c"], "error: model.target: cannot load 'a/b/c'"),
+        (["drafter=x", "target=a/b/c"], "error: model.target=a/b/c: there is no such file"),
     ],
 )
 def test_a_wrong_word_gets_one_line(words, complaint, capsys):

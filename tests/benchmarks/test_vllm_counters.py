@@ -17,7 +17,7 @@ from target.model import Target
         (["x", "K=abc"], "K must be a whole number above 0, got 'abc'"),
         (["x", "batch=0"], "batch must be a whole number above 0, got '0'"),
         (["x", "out="], "out must have a value, got None"),
-        (["x/y/z"], "drafter: cannot load 'x/y/z'"),
+        (["x/y/z"], "drafter=x/y/z: there is no such file"),
     ],
 )
 def test_a_wrong_word_gets_one_line(words, complaint, capsys):

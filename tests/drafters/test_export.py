@@ -400,7 +400,7 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
     assert "revision" not in card
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.config.vocab_size == 80
-    assert loaded.generation_config.eos_token_id == [5, 6]
+    assert loaded.generation_config.eos_token_id == [5, 6, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(

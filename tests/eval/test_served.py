@@ -300,7 +300,7 @@ def test_scraping_before_and_after(server):
 
 def test_what_cannot_be_read_is_one_line(server):
     with pytest.raises(UserError, match=r"cannot read http://127.*404.*is the server running"):
-        scrape(server.url + "/v1")
+        scrape(server.url + "/v2")
     with pytest.raises(UserError, match="must begin with http"):
         scrape("localhost:8000")
     with pytest.raises(UserError, match="is the server running"):

@@ -258,7 +258,7 @@ def test_quickstart_launches_the_main_job_without_warnings(installed, tmp_path):
     assert f"arguments {words} threads 1" in done.stdout
     assert re.search(r"^installation: \d+ s$", done.stdout, re.M)
     _, _, after = done.stdout.partition("main job: ")
-    assert re.match(r"\d+ s\n\nOpen the report.html named above", after)
+    assert re.match(r"\d+ s\n\nAnswers are cut .*\nOpen the report.html named above", after)
     assert len(after.splitlines()) < 12
     assert done.stderr == ""
     done = bash("bash scripts/quickstart.sh method.control=true", installed, **environment)

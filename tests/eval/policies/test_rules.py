@@ -9,7 +9,6 @@ import torch
 
 from drafters.acceptance_head import AcceptanceHead, AcceptanceSettings
 from drafters.base import TrainedDrafter
-from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, Signals
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig
@@ -21,6 +20,7 @@ from tests.eval.test_offline import GREEDY, NOT_UNDER_A_STOP_RULE, K, decoded, n
 from tests.eval.test_offline import drafters as offline_drafters
 from tests.eval.test_offline import greedy as greedy
 from tests.eval.verifiers.test_chain import _Changed, error
+from tests.tabular import TabularDrafter
 from tests.tiny import generated, perturbed, prompts_of, tiny_model
 from trainer.errors import UserError
 
@@ -156,7 +156,7 @@ def test_a_head_is_asked_of_a_drafter_that_has_one():
 # --- the law ----------------------------------------------------------------------------------
 
 
-class Shown(CausalLMDrafter):
+class Shown(TabularDrafter):
     """A tabular drafter whose state is the token it was fed: its head judges by the very token, the
     case in which a wrong rule would bias the output most."""
 
