@@ -147,6 +147,7 @@ class _Item:
     turns: list[Turn]
     turn: int = 0  # the current one
     answers: list[Message] = field(default_factory=list)  # to the turns before it
+    fixed_ids: list[int] = field(default_factory=list)  # the data set's own answer, if it is kept
 
     @property
     def turn_hash(self) -> str:
@@ -189,8 +190,8 @@ class _Work:
                 return None
             if not ids:
                 raise UserError(f"{item.prompt.source}: the prompt has no token; remove it")
-            fixed = fixed_response_ids(item.prompt, self.format) or []
-            self.target.check_ids([*ids, *fixed], item.prompt.source)
+            item.fixed_ids = fixed_response_ids(item.prompt, self.format) or []
+            self.target.check_ids([*ids, *item.fixed_ids], item.prompt.source)
             if len(ids) > self.limit:
                 if plan.long_prompts == "refuse" and not item.turn:
                     raise UserError(
@@ -394,7 +395,6 @@ def _continuations(
 
 def _trace(plan: GenerationPlan, work: _Work, item: _Item, row: Continuation) -> Trace:
     target, sampling = work.target, row.request.sampling
-    fixed = fixed_response_ids(item.prompt, work.format) or []
     return Trace(
         prompt_ids=row.request.prompt_ids,
         response_ids=row.response_ids,
@@ -412,7 +412,7 @@ def _trace(plan: GenerationPlan, work: _Work, item: _Item, row: Continuation) ->
         tokenizer_hash=target.fingerprint["tokenizer"],
         lookahead_ids=row.lookahead_ids,
         # cut like the target's own answers, so that both sources cost the same tokens
-        fixed_ids=fixed[: plan.max_new_tokens],
+        fixed_ids=item.fixed_ids[: plan.max_new_tokens],
         prompt_hash=item.turn_hash,
         index=item.index,
     )
