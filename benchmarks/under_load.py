@@ -1,6 +1,6 @@
 """Generation, training and report while other programs keep the cores busy.
 
-    python -m benchmarks.under_load out=benchmarks/results/under_load.json      # 15 minutes
+    python -m benchmarks.under_load out=benchmarks/results/under_load.json      # 40 minutes
     python -m benchmarks.under_load seconds=10 rounds=1                         # a look
 
 Each cell is a real command on the embedded toy, ended after `seconds` of counted work: tokens of
@@ -30,25 +30,34 @@ from trainer.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = [sys.executable, "-c", "while True: pass"]
-WORK = {  # a module with `main`, and its words; {} is a folder, {new} one that is new each time
-    "generate": ("scripts.generate", ["data.num_prompts=5000", "data.cache_dir={new}"]),
-    "train": ("train", ["recipe=eagle3", "data.num_prompts=64", "trainer.max_steps=100000",
-                        "trainer.eval_every=100000", "run.dir={new}", "data.cache_dir={}"]),
-    "report": ("scripts.evaluate", ["eval.drafter=assets/toy/draft", "eval.num_prompts=96",
-                                    "eval.timing_prompts=0", "script.out={}/report",
-                                    "data.cache_dir={}"]),
+# a module with `main`, the name of the progress that counts, "" for the steps of a training, and
+# words; {} is a folder, {new} one that is new each time
+WORK = {
+    "generate": ("scripts.generate", "training traces",
+                 ["data.num_prompts=5000", "data.cache_dir={new}"]),
+    "train": ("train", "",
+              ["recipe=eagle3", "data.num_prompts=64", "trainer.max_steps=100000",
+               "trainer.eval_every=100000", "run.dir={new}", "data.cache_dir={}"]),
+    "report": ("scripts.evaluate", "report",
+               ["eval.drafter=assets/toy/draft", "eval.num_prompts=384", "eval.timing_prompts=0",
+                "script.out={}/report", "data.cache_dir={}"]),
 }  # fmt: skip
 
 
-def child(arm: str, seconds: float, module: str, words: list[str]) -> None:
-    """Run a command for so many seconds from the first count on, print the rate, and end."""
+def child(arm: str, seconds: float, kind: str, words: list[str]) -> None:
+    """Run a command for so many seconds from the first count of its work on, print the rate, and
+    end. What it does before that, such as the text of a training, is not counted."""
     import importlib
 
+    module, label, _ = WORK[kind]
     counted, began = 0.0, 0.0
 
     def counting(advance):
         def run(self, count=1):
             nonlocal counted, began
+            if (self.label or "").partition(":")[0] != label:
+                advance(self, count)
+                return
             now = time.perf_counter()
             began = began or now
             if now - began >= seconds:
@@ -60,7 +69,7 @@ def child(arm: str, seconds: float, module: str, words: list[str]) -> None:
         return run
 
     if arm == "fixed":
-        threads._own.append(threads.Threads(1))
+        threads._own.append(threads.Threads(1, 1))
     progress.Progress.advance = counting(progress.Progress.advance)
     importlib.import_module(module).main(words)
     raise SystemExit(f"{module} ended before {seconds:g} s")
@@ -79,11 +88,11 @@ def busy(count: int) -> Iterator[None]:
 
 def rate(arm: str, seconds: float, kind: str, folder: Path) -> float:
     """Tokens, or training steps, per second."""
-    module, words = WORK[kind]
+    words = WORK[kind][2]
     new = folder / str(time.monotonic_ns())
     words = [word.replace("{new}", str(new)).replace("{}", str(folder)) for word in words]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.under_load", "child", arm, str(seconds), module, *words],
+        [sys.executable, "-m", "benchmarks.under_load", "child", arm, str(seconds), kind, *words],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:

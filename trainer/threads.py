@@ -3,8 +3,8 @@
 The threads of an operation wait for each other at its end. On a quiet machine that takes a
 microsecond. Where another program has the core of one of them, all wait for a time slice of some
 milliseconds, at every operation, and decoding becomes many times slower than with one thread. So
-the number of threads is judged again every few seconds, by timing small operations, and halved
-while that is much faster (benchmarks/under_load.py).
+every few seconds this process takes as many threads as other programs leave cores
+(benchmarks/under_load.py measures what that gives).
 
 Nothing is judged where one thread is used anyway (OMP_NUM_THREADS=1), or where a GPU computes.
 Sums of other numbers of threads may round otherwise, as those of another processor do.
@@ -15,55 +15,64 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 
-EVERY_S = 5.0  # between two judgements, which take about 1 % of that on a quiet machine
-OPERATIONS = 200  # of a timing, at most: some 10 ms on a quiet machine
-TIMING_S = 0.1  # of a timing, at most: several time slices of other programs
-MUCH_FASTER = 2.0
+EVERY_S = 5.0  # that a judgement looks back
 
 
-def operation_seconds(threads: int) -> float:
-    """Mean seconds of a small operation with so many threads, which are in use from then on."""
-    torch.set_num_threads(threads)
-    left, right = torch.ones(32, 256), torch.ones(256, 256)
-    torch.mm(left, right)  # starts the threads
-    began, count, spent = time.perf_counter(), 0, 0.0
-    while count < OPERATIONS and spent < TIMING_S:
-        torch.mm(left, right)
-        count, spent = count + 1, time.perf_counter() - began
-    return spent / count
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if psutil.LINUX or psutil.WINDOWS:
+        return psutil.Process().cpu_affinity()
+    return list(range(psutil.cpu_count() or 1))
+
+
+def others_seconds() -> float:
+    """Seconds that the cores which this process may use have computed for other programs, or for
+    other virtual machines, since they were started."""
+    every, own = psutil.cpu_times(percpu=True), psutil.Process().cpu_times()
+    busy = 0.0
+    for core in cores():
+        times = every[core]._asdict()
+        # Linux counts guests in `user` as well
+        for name in ("idle", "iowait", "guest", "guest_nice"):
+            times.pop(name, None)
+        busy += sum(times.values())
+    return busy - own.user - own.system
 
 
 class Threads:
-    """Judges the number of threads, at most `most`. `seconds`: what an operation takes with a
-    number of threads, which it puts in use."""
+    """Judges the number of threads: at most `most`, of `num_cores` that others use as well.
+    `others`: seconds that they have computed so far."""
 
     def __init__(
         self,
         most: int,
-        seconds: Callable[[int], float] = operation_seconds,
+        num_cores: int,
+        others: Callable[[], float] = others_seconds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most, self.seconds, self.clock = most, seconds, clock
-        self.due = clock()
+        self.most, self.num_cores, self.others, self.clock = most, num_cores, others, clock
+        if most > 1:
+            self.since = clock(), others()
 
     def settle(self) -> None:
         """Judge the number of threads, if that is due."""
-        if self.most == 1 or self.clock() < self.due:
+        if self.most == 1 or self.clock() - self.since[0] < EVERY_S:
             return
-        count, spent = self.most, self.seconds(self.most)
-        while count > 1 and spent > MUCH_FASTER * (fewer := self.seconds(count // 2)):
-            count, spent = count // 2, fewer
-        torch.set_num_threads(count)
-        self.due = self.clock() + EVERY_S
+        now = self.clock(), self.others()
+        used = (now[1] - self.since[1]) / (now[0] - self.since[0])
+        self.since = now
+        torch.set_num_threads(min(self.most, max(1, int(self.num_cores - used + 0.5))))
 
 
 _own: list[Threads] = []  # made at the first call, when the caller's number is known
 
 
 def settle_threads() -> None:
-    """Between two steps of work on a CPU: use as many threads as are fast now."""
+    """Between two steps of work on a CPU: use as many threads as others leave cores."""
     if not _own:
-        _own.append(Threads(1 if torch.cuda.is_available() else torch.get_num_threads()))
+        most = 1 if torch.cuda.is_available() else torch.get_num_threads()
+        _own.append(Threads(most, len(cores())))
     _own[0].settle()

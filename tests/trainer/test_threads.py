@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from trainer import threads as module
-from trainer.threads import EVERY_S, Threads, operation_seconds
+from trainer.threads import EVERY_S, Threads, cores, others_seconds
 
 
 @pytest.fixture
@@ -20,48 +23,58 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("most", "seconds", "count"),
+    ("most", "num_cores", "share", "count"),
     [
-        (2, {2: 1.0, 1: 1.9}, 2),  # a quiet machine, large operations
-        (2, {2: 1.9, 1: 1.0}, 2),  # small ones: threads cost a little, other work gains by them
-        (2, {2: 30.0, 1: 1.0}, 1),  # a busy core
-        (16, {16: 40.0, 8: 1.0, 4: 1.9, 2: 3.8, 1: 7.0}, 8),  # one busy core of sixteen
-        (6, {6: 90.0, 3: 30.0, 1: 1.0}, 1),
+        (2, 2, 0.0, 2),
+        (2, 2, -0.02, 2),  # clocks tick
+        (2, 2, 0.4, 2),
+        (2, 2, 0.67, 1),  # what one busy program gets beside two threads
+        (2, 2, 1.3, 1),  # and two of them
+        (16, 16, 3.1, 13),
+        (4, 16, 3.1, 4),
+        (4, 16, 13.9, 2),
     ],
 )
-def test_threads_are_halved_while_that_is_much_faster(used, most, seconds, count):
-    now = SimpleNamespace(s=0.0)
-    threads = Threads(most, seconds.__getitem__, lambda: now.s)
+def test_threads_are_as_many_as_others_leave_cores(used, most, num_cores, share, count):
+    now = SimpleNamespace(s=100.0)
+    threads = Threads(most, num_cores, lambda: 7.0 + share * now.s, lambda: now.s)
+    threads.settle()
+    assert used == []
+    now.s += EVERY_S + 1
     threads.settle()
     assert used == [count]
 
 
-def test_the_number_is_judged_again_every_few_seconds_and_returns(used):
-    now, timed = SimpleNamespace(s=0.0, busy=True), []
-
-    def seconds(count):
-        timed.append(count)
-        return {2: 30.0 if now.busy else 0.6, 1: 1.0}[count]
-
-    threads = Threads(2, seconds, lambda: now.s)
-    for _ in range(10):
-        threads.settle()
-        now.s += 0.1
-    assert (used, timed) == ([1], [2, 1])
-    now.s, now.busy = EVERY_S + 1, False
-    threads.settle()
-    assert (used, timed) == ([1, 2], [2, 1, 2, 1])
+def test_the_number_is_judged_every_few_seconds_and_returns(used):
+    now = SimpleNamespace(s=0.0, others=0.0)
+    threads = Threads(2, 2, lambda: now.others, lambda: now.s)
+    for busy in (True, True, False):
+        for _ in range(50):
+            now.s += EVERY_S / 49
+            now.others += busy * EVERY_S / 49
+            threads.settle()
+    assert used == [1, 1, 2]
 
 
 def test_one_thread_is_never_judged(used):
-    Threads(1, lambda count: 1 / 0).settle()
+    Threads(1, 2, lambda: 1 / 0).settle()
     assert used == []
 
 
-def test_operations_are_timed_with_the_threads_that_are_named():
-    before = torch.get_num_threads()
-    try:
-        assert operation_seconds(1) > 0
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+def test_what_this_process_computes_is_not_what_others_do(monkeypatch):
+    times = namedtuple("times", "user nice system idle iowait steal guest guest_nice")
+    every = [times(5, 1, 2, 90, 4, 3, 2, 1), times(9, 9, 9, 9, 9, 9, 0, 0), times(*[1] * 8)]
+    monkeypatch.setattr(module.psutil, "cpu_times", lambda percpu: every)
+    monkeypatch.setattr(module, "cores", lambda: [0, 2])
+    own = SimpleNamespace(user=3.0, system=0.5)
+    monkeypatch.setattr(module.psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: own))
+    assert others_seconds() == (5 + 1 + 2 + 3) + (1 + 1 + 1 + 1) - 3.5
+
+
+def test_another_program_is_seen():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        began, before = time.perf_counter(), others_seconds()
+        time.sleep(1)
+        used = (others_seconds() - before) / (time.perf_counter() - began)
+        other.kill()
+    assert 0.3 < used <= len(cores()) + 0.1  # other tests may use the cores too
