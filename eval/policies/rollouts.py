@@ -6,7 +6,8 @@ grid of policies costs one drafting (Huang et al. 2024, SpecDec++, sweep thresho
 numbers make their differences small). Places lie evenly in the text, and each counts for a policy
 as often as that policy's own rounds start there (`OwnRounds`): decoding begins more rounds where it
 fails, and a policy that stops in time fails elsewhere than chains of fixed length. Rounds are cut
-at the end of text and at the length limit, as decoding cuts them.
+at the end of text and at the length limit, as decoding cuts them. Rounds behind which a whole
+draft does not fit into the drafter's context are left out: under every policy they draft nothing.
 """
 
 from __future__ import annotations
@@ -218,16 +219,22 @@ def draw(
 ) -> Rollouts:
     """Draft rollouts from `starts` positions of every trace whose response has one.
 
-    They use `sampling`, whatever the text was sampled with; `draft_sampling`: of the drafter, the
-    same unless given. `on_tokens` is called after each batch
-    with the number of drafted tokens. Raises UserError where no trace has two tokens.
+    Only from positions at which a whole draft fits into what target and drafter see: beyond them
+    decoding drafts nothing. They use `sampling`, whatever the text was sampled with;
+    `draft_sampling`: of the drafter, the same unless given. `on_tokens` is called after each batch
+    with the number of drafted tokens. Raises UserError where no trace has two tokens there.
     """
-    usable = [trace for trace in traces if len(trace.response_ids) > 1]
+    context = min(target.context, drafter.context or target.context)
+    limits = {id(t): min(len(t.response_ids), context - K - len(t.prompt_ids) + 1) for t in traces}
+    usable = [trace for trace in traces if limits[id(trace)] > 1]
     if not usable:
-        raise UserError("rollouts need at least one target trace of two tokens")
+        raise UserError(
+            f"rollouts of {K} tokens need at least one target trace with two tokens in the first "
+            f"{context - K} positions, after which a whole draft would not fit"
+        )
     draft_sampling = draft_sampling or sampling
     rng = np.random.default_rng(seed)
-    places = [_places(len(t.response_ids), starts, float(rng.random())) for t in usable]
+    places = [_places(limits[id(t)], starts, float(rng.random())) for t in usable]
     rows = [(i, int(place)) for i, own in enumerate(places) for place in own]
     tokens = [len(usable[p].prompt_ids) + n + K for p, n in rows]  # that the target reads
     shape = (len(rows), K)
@@ -245,7 +252,7 @@ def draw(
     room = torch.tensor([len(usable[p].response_ids) - n for p, n in rows])
     laid = {name: values.view(len(usable), starts, K) for name, values in table.items()}
     ends = laid.pop("ends") > 0
-    rounds = [len(trace.response_ids) - 1.0 for trace in usable]
+    rounds = [limits[id(trace)] - 1.0 for trace in usable]
     own = own_rounds(target, drafter, usable, sampling, draft_sampling, K, rng)
     return Rollouts(
         usable, **laid, ends=ends, room=room.view(len(usable), starts), rounds=rounds, own=own

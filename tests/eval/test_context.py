@@ -16,6 +16,7 @@ from drafters.trees.static import StaticTree
 from eval.costs import cost_of, timed_context
 from eval.engine import SpeculativeDecoder
 from eval.offline import OfflineEvaluator
+from eval.policies.rollouts import draw
 from eval.replay import TreeReplay
 from eval.report.tables import notes
 from target.cache import CachedModel
@@ -27,6 +28,7 @@ from tests.eval.test_measure import COST, bench_of
 from tests.eval.test_offline import K, decoded, numbers, traces_of
 from tests.heads import BUSHY, GREEDY, PROMPTS, fitted
 from tests.tiny import generated
+from trainer.errors import UserError
 
 CONTEXT = 24  # of the head: some prompts leave room for rounds, others do not
 SAMPLED = Sampling(1.0)
@@ -120,6 +122,22 @@ def test_counters_of_trees_are_those_of_decoding(target, head, traces, shape):
         sum(getattr(c, n) for c in real.values()) for n in ("engine_drafts", "rounds")
     )
     assert 0 < drafts < rounds
+
+
+def test_rollouts_begin_where_a_whole_draft_fits(target, head, whole, traces):
+    bank = draw(target, head, traces, GREEDY, K, starts=3)
+    assert 0 < len(bank.traces) < len(traces)
+    ends = []
+    for trace, room, rounds in zip(bank.traces, bank.room.tolist(), bank.rounds, strict=True):
+        begins = [len(trace.prompt_ids) + len(trace.response_ids) - one for one in room]
+        assert all(head.fits(one, K) for one in begins)
+        ends.append(max(begins) + K)
+        assert rounds == min(CONTEXT - K - len(trace.prompt_ids), len(trace.response_ids) - 1)
+    assert max(ends) == CONTEXT
+    assert len(draw(target, whole, traces, GREEDY, K, starts=3).traces) == len(traces)
+    long = [t for t in traces if len(t.prompt_ids) > CONTEXT - K]
+    with pytest.raises(UserError, match=f"in the first {CONTEXT - K} positions"):
+        draw(target, head, long, GREEDY, K)
 
 
 def test_expected_counters_hold_rounds_without_drafts(target, head):
