@@ -95,7 +95,8 @@ def main(arguments: list[str]) -> int:
             made_of = generate.contents(this, start, traces, texts)
             run.claim(this, command, made_of)
             recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add
-            trained, results = train.train_stages(this, recipe, start, traces, texts)
+            held_out = generate.held_out_in(this, eval_prompts)
+            trained, results = train.train_stages(this, recipe, start, traces, texts, held_out)
             if config.run.stage is None and this.accelerator.is_main_process:
                 dev = split_dev(traces, config.run.seed)[1]
                 about = recipe.about()

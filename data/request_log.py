@@ -34,6 +34,7 @@ from data.exchanges import ENDED, FINISHED, Answer, answer_of, check_messages, c
 from data.prompts import Message
 from data.render import render
 from data.request_keys import Unusable, check_keys
+from data.split import HeldOut
 from data.tables import shorten
 from target.model import Target
 from target.sampling import Sampling
@@ -43,6 +44,7 @@ from trainer.errors import UserError, excerpt
 MAX_FOREIGN_SHARE = 0.1
 ENOUGH_LINES = 20  # of which that share may already stop a run that is under way
 FOREIGN = "not this target's"  # the kind of a line that another model, or tokenizer, wrote
+HELD_OUT = "held out"  # the kind of a line that answers a prompt of the evaluation
 NAMED, KINDS = 8, 50  # reasons that are printed, and counted
 POLL_S = 0.2
 # keys of a request that a server fills from generation_config.json
@@ -78,13 +80,22 @@ class LogState(TypedDict):
 
 class RequestLog:
     """Reader of a log. `limit`: tokens that prompt and response may have together; `key`: of the
-    configuration, which names the file.
+    configuration, which names the file; `held_out`: turns whose answers are not learned from.
 
-    Raises UserError where the file is missing or unreadable, or another model wrote too much of it.
+    Raises UserError where the file is missing or unreadable, where another model wrote too much of
+    it, and where more than half of it answers held-out turns.
     """
 
-    def __init__(self, path: str | Path, target: Target, limit: int, key: str = "method.log"):
+    def __init__(
+        self,
+        path: str | Path,
+        target: Target,
+        limit: int,
+        key: str = "method.log",
+        held_out: HeldOut | None = None,
+    ):
         self.path, self.target, self.limit, self.key = Path(path), target, limit, key
+        self.held_out = held_out
         self.offset = self.lines = self.num_bad = 0
         generation = target.model.generation_config
         values = {name: getattr(generation, name, None) for name in FROM_MODEL}
@@ -205,8 +216,9 @@ class RequestLog:
             self.check()
 
     def check(self, over: bool = False) -> None:
-        """Raise UserError where another model wrote more than MAX_FOREIGN_SHARE of the answers, and
-        where the log is over and no line could be used."""
+        """Raise UserError where another model wrote more than MAX_FOREIGN_SHARE of the answers,
+        where more than half are to held-out prompts, and where the log is over and no line could
+        be used."""
         foreign = self.kinds.get(FOREIGN, (0, ""))[0]
         answers = self.lines - self.num_bad + foreign
         remedy = "docs/online.md says which lines are learned from"
@@ -214,6 +226,9 @@ class RequestLog:
             share = f", more than {MAX_FOREIGN_SHARE:.0%}"
             said = f"{foreign} of {answers} lines cannot be used{share}"
             remedy = "name the model that wrote them as model.target"
+        elif 2 * (held_out := self.kinds.get(HELD_OUT, (0, ""))[0]) > answers + held_out:
+            said = f"{held_out} of {answers + held_out} answers are to prompts that are held out"
+            remedy = "name other prompts as eval.prompts"
         elif over and self.lines and self.num_bad == self.lines:
             said = f"{self.num_bad} of {self.lines} lines cannot be used"
         else:
@@ -258,6 +273,8 @@ class RequestLog:
         response = answer.response_ids if answer.response_ids is not None else self._text(answer)
         response = self._checked_ids("response_ids", response)
         check_whole(answer, response, self.target.tokenizer, self.target.eos_ids)
+        if self.held_out and (asked := self.held_out.asked(prompt)) is not None:
+            raise Unusable(HELD_OUT, f"{shorten(asked)!r} is held out for the evaluation")
         if len(prompt) + len(response) > self.limit:
             said = f"{len(prompt) + len(response)} tokens, the context is {self.limit}"
             raise Unusable("too long", said)

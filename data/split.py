@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from data.prompts import Prompt, Rendered, Turn, keyed_hash, trimmed_hash, user_turns
 from data.render import num_answers, question, render, with_answers
 from data.tables import shorten
-from data.traces import Trace
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -157,49 +157,59 @@ def count_left_out(shared: Sequence[tuple[str, str]], total: int, key: str, valu
 Ids = tuple[int, ...]
 
 
-def asked_again(
-    traces: Sequence[Trace],
-    held_out: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any],
-) -> list[str | None]:
-    """For each trace whose prompt was rendered elsewhere, the last message of the held-out turn in
-    which it ends, None where it is no such turn.
+class HeldOut:
+    """Held-out turns, found in prompts that were rendered elsewhere, by their token ids."""
 
-    The system message and the answers before may be others than here. A text without a chat
-    template must be the same as a whole.
-    """
-    options = system_prompt, chat_template_kwargs
-    known: dict[Ids, list[tuple[str, list[Ids]]]] = {}  # by their ends: text, earlier messages
-    for prompt in held_out:
-        before, ids, begins = list[Ids](), list[int](), 0
-        for number, turn in enumerate(user_turns(prompt)):
-            earlier, asked = ids, with_answers(turn, [_ANSWER] * num_answers(turn))
-            ids, end = render(asked, tokenizer, *options), question(asked, tokenizer, *options)
-            if number:  # the message as it stands where its answer follows
-                alike = itertools.takewhile(
-                    lambda ab: ab[0] == ab[1], zip(earlier, ids, strict=False)
-                )
-                before.append(tuple(a for a, _ in alike)[begins:])
-            begins = len(ids) - len(end)
-            known.setdefault(tuple(end), []).append((question_of(turn), list(before)))
-    # a text that is no conversation may end like another one: ids[-0:] is all of it
-    lengths = {len(ids) for ids in known} if tokenizer.chat_template else {0}
-    begin = {ids[0] for ids in known}
-    found: list[str | None] = []
-    for trace in traces:
-        ids = tuple(trace.prompt_ids)
-        texts = (
-            text
-            for length in lengths
-            # the first token tells nearly all ends apart, without a copy
-            if length <= len(ids) and ids[-length] in begin
-            for text, before in known.get(ids[-length:], ())
-            if _in_order(before, ids[: len(ids) - length])
-        )
-        found.append(next(texts, None))
-    return found
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        chat_template_kwargs: Mapping[str, Any],
+    ):
+        self.prompts, self.tokenizer = prompts, tokenizer
+        self._options = system_prompt, chat_template_kwargs
+
+    @cached_property
+    def _known(self) -> dict[Ids, list[tuple[str, list[Ids]]]]:
+        """The turns by the ids in which they end: the text of each, and its earlier messages."""
+        known: dict[Ids, list[tuple[str, list[Ids]]]] = {}
+        for prompt in self.prompts:
+            before, ids, begins = list[Ids](), list[int](), 0
+            for number, turn in enumerate(user_turns(prompt)):
+                earlier, asked = ids, with_answers(turn, [_ANSWER] * num_answers(turn))
+                ids = render(asked, self.tokenizer, *self._options)
+                end = question(asked, self.tokenizer, *self._options)
+                if number:  # the message as it stands where its answer follows
+                    alike = itertools.takewhile(
+                        lambda ab: ab[0] == ab[1], zip(earlier, ids, strict=False)
+                    )
+                    before.append(tuple(a for a, _ in alike)[begins:])
+                begins = len(ids) - len(end)
+                known.setdefault(tuple(end), []).append((question_of(turn), list(before)))
+        return known
+
+    @cached_property
+    def _ends(self) -> tuple[set[int], set[int]]:
+        """Lengths of the ends, and their first tokens, which tell nearly all apart."""
+        # a text that is no conversation may end like another one: ids[-0:] is all of it
+        lengths = {len(ids) for ids in self._known} if self.tokenizer.chat_template else {0}
+        return lengths, {ids[0] for ids in self._known}
+
+    def asked(self, prompt_ids: Sequence[int]) -> str | None:
+        """The last message of the held-out turn in which these ids end; None where it is no such
+        turn.
+
+        The system message and the answers before may be others than here. A text without a chat
+        template must be the same as a whole.
+        """
+        ids, (lengths, begin) = tuple(prompt_ids), self._ends
+        for length in lengths:
+            if length <= len(ids) and ids[-length] in begin:
+                for text, before in self._known.get(ids[-length:], ()):
+                    if _in_order(before, ids[: len(ids) - length]):
+                        return text
+        return None
 
 
 def _in_order(parts: Sequence[Ids], ids: Ids) -> bool:

@@ -27,13 +27,7 @@ from data.prompts import (
     take,
     user_turns,
 )
-from data.split import (
-    asked_again,
-    count_left_out,
-    drop_held_out,
-    held_out_turns,
-    split_by_hash,
-)
+from data.split import HeldOut, count_left_out, drop_held_out, held_out_turns, split_by_hash
 from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences, only_grown_eos
 from drafters.base import TrainedDrafter, weights_hash
@@ -209,6 +203,12 @@ def all_traces(run: Run, train: list[Prompt], held_out: list[Prompt]) -> Traces:
     return traces
 
 
+def held_out_in(run: Run, prompts: Sequence[Prompt]) -> HeldOut:
+    """The held-out prompts, as they are found in text that was rendered elsewhere."""
+    data = run.config.data
+    return HeldOut(prompts, run.target.tokenizer, data.system_prompt, data.chat_template_kwargs)
+
+
 def without_held_out(
     run: Run, traces: Traces, train: list[Prompt], held_out: list[Prompt]
 ) -> Traces:
@@ -224,8 +224,8 @@ def without_held_out(
         places = zip(traces.column("index"), traces.column("turn"), strict=True)
         is_left_out = [flags[index][turn] for index, turn in places]
     else:
-        options = run.target.tokenizer, data.system_prompt, data.chat_template_kwargs
-        texts = asked_again(traces, held_out, *options)
+        find = held_out_in(run, held_out)
+        texts = [find.asked(trace.prompt_ids) for trace in traces]
         is_left_out = [text is not None for text in texts]
         places = traces.column("index")
         shared = [(t, f"row {i + 1}") for t, i in zip(texts, places, strict=True) if t is not None]

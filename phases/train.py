@@ -16,6 +16,7 @@ from data.batches import longest_text
 from data.packing import PackedBatches, check_separation
 from data.prompts import Prompt
 from data.render import fixed_response_ids
+from data.split import HeldOut
 from data.trace_rows import column
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -274,9 +275,11 @@ def train_stages(
     base: TrainedDrafter,
     traces: Sequence[Trace],
     texts: Mapping[str, PackedBatches] | None = None,
+    held_out: HeldOut | None = None,
 ) -> tuple[dict[str, TrainedDrafter], dict[str, FitResult]]:
-    """Train every stage, starting with the drafter `base`. `texts`: from `raw_texts`. Returns the
-    drafters that the report has a row for, and the result of each stage."""
+    """Train every stage, starting with the drafter `base`. `texts`: from `raw_texts`; `held_out`:
+    turns that a stage which brings text of its own leaves out. Returns the drafters that the report
+    has a row for, and the result of each stage."""
     if isinstance(base, CausalLMDrafter):
         for stage in chosen_stages(run, recipe):
             check_context(base, stage, traces, run.config.data.max_new_tokens)
@@ -299,7 +302,7 @@ def train_stages(
         torch.manual_seed(run.config.run.seed)  # whether the stage before ran now or earlier
         start = Start(
             drafter, train, {"before": base, **rows}, settings.max_steps,
-            run.config.data.max_new_tokens,
+            run.config.data.max_new_tokens, held_out,
         )  # fmt: skip
         current = stage.prepare(start)
         number = names.index(stage.name)

@@ -21,6 +21,7 @@ from torch import nn
 
 from data.batches import Batch
 from data.packing import RawText
+from data.split import HeldOut
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.common.config import Config
@@ -73,13 +74,15 @@ class Start:
     """The state in which a stage begins. `traces`: the training text; `drafters`: the drafters of
     the stages before it by row of the report, where "before" is the one that the run started with;
     `max_steps`: number of steps of the stage; `max_new_tokens`: longest text that the drafter
-    writes itself."""
+    writes itself; `held_out`: the turns that are not trained on, for a stage whose text is not
+    `traces`."""
 
     drafter: TrainedDrafter
     traces: Sequence[Trace]
     drafters: Mapping[str, TrainedDrafter]
     max_steps: int
     max_new_tokens: int
+    held_out: HeldOut | None = None
 
 
 @dataclass

@@ -221,7 +221,7 @@ class OnlineObjective(Objective):
         check_context(drafter, traces, room)
         self.stream = Stream(
             self.config, self.target, traces, self.references, start.max_new_tokens,
-            min(self.target.context, drafter.context),
+            min(self.target.context, drafter.context), start.held_out,
         )  # fmt: skip
 
     @property

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from data.request_log import LoggedRequest, RequestLog
+from data.split import HeldOut
 from data.trace_rows import lengths
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -62,6 +63,7 @@ class Stream:
         references: Mapping[str, TrainedDrafter],
         max_new_tokens: int,
         context: int,
+        held_out: HeldOut | None = None,
     ):
         self.config, self.target, self.traces = config, target, traces
         self.references, self.processes = references, PartialState()
@@ -71,7 +73,7 @@ class Stream:
         self.log: RequestLog | None = None
         self.over = self._end_printed = False
         if config.log is not None:
-            self.log = RequestLog(config.log, target, context)
+            self.log = RequestLog(config.log, target, context, held_out=held_out)
 
     def next(
         self, network: TrainedDrafter, version: int, index: int, size: int, seed: int

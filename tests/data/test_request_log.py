@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from data import request_keys, request_log
-from data.request_log import FOREIGN, RequestLog
+from data.request_log import FOREIGN, HELD_OUT, RequestLog
+from data.split import HeldOut
 from target.model import Target
 from target.sampling import Sampling
 from tests.commands import ROOT, write_jsonl
+from tests.data.test_split import chat as asked_of
 from tests.tiny import EOS, VOCAB_SIZE
 from trainer.errors import UserError
 
@@ -164,6 +166,34 @@ def test_more_than_a_tenth_of_another_model_stops(tmp_path, target):
     assert caught.value.rule.startswith("4 of 30 lines cannot be used, more than 10%")
     assert "not this target's 4, first line 1: not its own" in caught.value.rule
     assert "model.target" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("others", "stops"), [(3, False), (1, True)])
+def test_answers_to_held_out_prompts_are_not_learned_from(tmp_path, chat, others, stops):
+    """More of them than of others stop the run: nearly all that is left is the evaluation's."""
+    find = HeldOut([asked_of("What is two and two?", "why?")], chat.tokenizer, None, {})
+    asked = ["What is two and two?"] * 2 + ["Hi"] * others
+    rows = [
+        exchange(message={"role": "assistant", "content": "Four."}) | {"domain": text}
+        for text in asked
+    ]
+    for row, text in zip(rows, asked, strict=True):
+        row["request"]["messages"] = [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": text},
+        ]  # fmt: skip
+    path = write_jsonl(tmp_path / "log.jsonl", rows)
+    log = RequestLog(path, chat, 256, held_out=find)
+    assert [one.domain for one in log.read(9)] == ["Hi"] * others
+    assert kinds(log) == {HELD_OUT: 2}
+    assert "'What is two and two?' is held out for the evaluation" in log.summary()
+    if not stops:
+        log.check(over=True)
+        return
+    with pytest.raises(UserError) as caught:
+        log.check()
+    assert caught.value.key == "method.log"
+    assert caught.value.rule.startswith("2 of 3 answers are to prompts that are held out (held out")
+    assert caught.value.remedy == "name other prompts as eval.prompts"
 
 
 def test_a_line_that_is_being_written_is_waited_for(tmp_path, target, monkeypatch):

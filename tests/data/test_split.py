@@ -9,7 +9,7 @@ import pytest
 from data.prompts import Prompt, keyed_hash, load_prompts
 from data.render import render
 from data.split import (
-    asked_again,
+    HeldOut,
     contexts,
     count_left_out,
     drop_held_out,
@@ -215,7 +215,8 @@ def logged(tokenizer, *texts, system=None):
 
 
 def find(traces, *held_out, tokenizer):
-    return asked_again(traces, held_out, tokenizer, None, {})
+    find = HeldOut(held_out, tokenizer, None, {})
+    return [find.asked(trace.prompt_ids) for trace in traces]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from tests.commands import (
     command,
     finish,
     read_jsonl,
+    report_stores,
     start,
     stored_traces,
     training_stores,
@@ -862,13 +863,16 @@ def logged_traffic(finished, folder):
 
 def test_a_run_follows_a_log_and_goes_on_in_it_after_a_kill(finished, tiny_folder, tmp_path):
     log, run = logged_traffic(finished, tmp_path), tmp_path / "run"
+    (held_out, *_), *_ = map(stored_traces, report_stores(finished / "cache"))
+    row = {"prompt_ids": held_out.prompt_ids, "response_ids": held_out.response_ids}
+    write_jsonl(log, [row | {"temperature": held_out.temperature}, *read_jsonl(log)])
     words = command(finished, tiny_folder("llama"), *SETTINGS, f"run.dir={run}",
                     f"method.log={log}", "method.offline=false")  # fmt: skip
     assert train.main(words) == 0
     report = json.loads((run / "report.json").read_text())
     series = [row for row in report["series"] if row["name"] == "online"]
     assert [row["request"] for row in series] == [0, 12, 24]
-    assert [row.get("log_lines_skipped") for row in series] == [0, 0, 0]
+    assert [row.get("log_lines_skipped") for row in series] == [0, 1, 1]
     whole = numbers(run)
     (run / "report.json").unlink()
     shutil.rmtree(run / "drafter")
