@@ -1,11 +1,14 @@
 """Mistakes put into the code one at a time, to see that a test notices each.
 
-python -m tests.mutants [--only name ...] [--list] [--out results.json] [--timeout seconds]
+python -m tests.mutants [--only name ...] [--list] [--out results.json] [--timeout s] [--jobs n]
+                        [--green]
 
 `table.toml` holds the mistakes. Each is made in a copy of the tracked files, where the tests named
 beside it run up to the first failure: the mutant is killed. One that SURVIVED is a missing test.
 Tests that pass no more, or never passed, without the mistake are an error, as is a mistake that
 ends pytest before its tests. With --out, what stands in the file and is unchanged is not run again.
+--jobs: runs side by side; --green: all tests have passed on these files, so they are not run
+without a mistake.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -100,33 +104,50 @@ def state_of(root: Path, mutant: Mutant) -> str:
     return digest.hexdigest()
 
 
-def run(root: Path, mutants: list[Mutant], out: Path | None, timeout_s: float) -> bool:
+def results(
+    root: Path, mutants: list[Mutant], timeout_s: float, green: bool
+) -> list[dict[str, object]]:
+    """The row of each of these mutants, which have the same tests."""
+    rows, baseline, failed = list[dict[str, object]](), "SURVIVED", ""
+    if not green:
+        baseline, failed = outcome(root, mutants[0], False, timeout_s)
+    for mutant in mutants:
+        start = time.perf_counter()
+        result, by = "error", f"without the mistake: {failed}"
+        if baseline == "SURVIVED":  # the tests pass without the mistake
+            result, by = outcome(root, mutant, True, timeout_s)
+        seconds = round(time.perf_counter() - start, 1)
+        rows.append({"file": mutant.file, "result": result, "by": by, "seconds": seconds})
+    return rows
+
+
+def run(
+    root: Path, mutants: list[Mutant], out: Path | None, timeout_s: float, jobs: int, green: bool
+) -> bool:
     """Prints the table; whether every mutant was killed."""
     known = json.loads(out.read_text()) if out and out.exists() else {}
-    baselines: dict[tuple[str, ...], tuple[str, str]] = {}
+    states = {mutant.name: state_of(root, mutant) for mutant in mutants}
+    groups: dict[tuple[str, ...], list[Mutant]] = {}
     print("| mutant | file | result | by | seconds |\n| --- | --- | --- | --- | ---: |", flush=True)
     for mutant in mutants:
-        state = state_of(root, mutant)
-        row = known.get(mutant.name, {})
-        if row.get("state") != state:
-            start = time.perf_counter()
-            key = tuple(mutant.tests)
-            if key not in baselines:
-                baselines[key] = outcome(root, mutant, False, timeout_s)
-            result, by = baselines[key]
-            if result == "SURVIVED":  # the tests pass without the mistake
-                start = time.perf_counter()
-                result, by = outcome(root, mutant, True, timeout_s)
-            else:
-                result, by = "error", f"without the mistake: {by}"
-            seconds = round(time.perf_counter() - start, 1)
-            row = {"file": mutant.file, "result": result, "by": by, "seconds": seconds}
-            known[mutant.name] = row | {"state": state}
+        if known.get(mutant.name, {}).get("state") == states[mutant.name]:
+            show(mutant, known[mutant.name])
+        else:
+            groups.setdefault(tuple(mutant.tests), []).append(mutant)
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = {pool.submit(results, root, g, timeout_s, green): g for g in groups.values()}
+        for task in as_completed(tasks):
+            for mutant, row in zip(tasks[task], task.result(), strict=True):
+                show(mutant, row)
+                known[mutant.name] = row | {"state": states[mutant.name]}
             if out:
                 out.write_text(json.dumps(known, indent=1))
-        cells = (mutant.name, row["file"], row["result"], row["by"], f"{row['seconds']:.0f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
     return all(known[mutant.name]["result"] == "killed" for mutant in mutants)
+
+
+def show(mutant: Mutant, row: dict[str, object]) -> None:
+    cells = (mutant.name, row["file"], row["result"], row["by"], f"{row['seconds']:.0f}")
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
@@ -135,6 +156,8 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--green", action="store_true")
     given = parser.parse_args(arguments)
     mutants = read_table(root)
     if given.only:
@@ -146,7 +169,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
         for mutant in mutants:
             print(f"{mutant.name}: {mutant.file}, {' '.join(mutant.tests)}")
         return 0
-    return 0 if run(root, mutants, given.out, given.timeout) else 1
+    return 0 if run(root, mutants, given.out, given.timeout, given.jobs, given.green) else 1
 
 
 if __name__ == "__main__":
