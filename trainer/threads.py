@@ -44,7 +44,8 @@ def others_seconds() -> float:
 
 class Threads:
     """Judges the number of threads: at most `most`, of `num_cores` that others use as well.
-    `others`: seconds that they have computed so far."""
+    `others`: seconds that they have computed so far; `since`: clock and others at the time from
+    which the first judgement looks back, None: now."""
 
     def __init__(
         self,
@@ -52,10 +53,11 @@ class Threads:
         num_cores: int,
         others: Callable[[], float] = others_seconds,
         clock: Callable[[], float] = time.monotonic,
+        since: tuple[float, float] | None = None,
     ) -> None:
         self.most, self.num_cores, self.others, self.clock = most, num_cores, others, clock
         if most > 1:
-            self.since = clock(), others()
+            self.since = since or (clock(), others())
 
     def settle(self) -> None:
         """Judge the number of threads, if that is due."""
@@ -68,11 +70,12 @@ class Threads:
 
 
 _own: list[Threads] = []  # made at the first call, when the caller's number is known
+_begun = time.monotonic(), others_seconds()  # loading takes long enough for a first judgement
 
 
 def settle_threads() -> None:
     """Between two steps of work on a CPU: use as many threads as others leave cores."""
     if not _own:
         most = 1 if torch.cuda.is_available() else torch.get_num_threads()
-        _own.append(Threads(most, len(cores())))
+        _own.append(Threads(most, len(cores()), since=_begun))
     _own[0].settle()

@@ -56,6 +56,11 @@ def test_the_number_is_judged_every_few_seconds_and_returns(used):
     assert used == [1, 1, 2]
 
 
+def test_the_first_judgement_may_look_back_further(used):
+    Threads(2, 2, lambda: 9.0, lambda: 10.0, since=(1.0, 0.5)).settle()
+    assert used == [1]
+
+
 def test_one_thread_is_never_judged(used):
     Threads(1, 2, lambda: 1 / 0).settle()
     assert used == []
