@@ -125,7 +125,7 @@ def test_counters_of_trees_are_those_of_decoding(target, head, traces, shape):
 
 
 def test_rollouts_begin_where_a_whole_draft_fits(target, head, whole, traces):
-    bank = draw(target, head, traces, GREEDY, K, starts=3)
+    bank = draw(target, head, traces, GREEDY, K, starts=24)  # more than there are places
     assert 0 < len(bank.traces) < len(traces)
     ends = []
     for trace, room, rounds in zip(bank.traces, bank.room.tolist(), bank.rounds, strict=True):
