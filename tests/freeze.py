@@ -101,7 +101,8 @@ def words_of(recipe: str, folder: Path, target: Path, *given: str) -> list[str]:
         own.append("method.layers=[0,1]")
     if recipe == "gto":
         own += ["method.base_options={layers: [0, 1]}", "method.base_max_steps=2",
-                "method.base_batch_size=4", "method.group_size=2"]  # fmt: skip
+                "method.base_batch_size=4", "method.group_size=2",
+                "trainer.lr_warmup_steps=1"]  # fmt: skip
     if recipe == "fastdraft":
         own += ["method.pretrain_steps=2", "method.continue_steps=2"]
     last = dict(word.split("=", 1) for word in [*words, *own, *given])
@@ -170,7 +171,12 @@ def measured(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
                 yield name, line
                 continue
             for row in json.loads((out / "report.json").read_text())["results"]:
-                key = (row["drafter"], row["measured_by"], row["tree"], f"T={row['temperature']:g}")
+                key = (
+                    row["drafter"],
+                    row["measured_by"],
+                    row.get("tree"),
+                    f"T={row['temperature']:g}",
+                )
                 yield f"{name}, {', '.join(str(one) for one in key if one)}", exact(row)
             yield f"{name}, rounds", digest(read_jsonl(out / "rounds.jsonl"))
             shutil.rmtree(out)

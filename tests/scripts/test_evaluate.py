@@ -199,14 +199,14 @@ def test_baselines_are_those_that_are_named(tmp_path, tiny_folder):
     assert {r["drafter"] for r in report["results"]} == {"plain", "lookup:3", "target"}
 
 
-OLD = "tests/fixtures/first_edition"
+FROZEN = "tests/fixtures/frozen"
 
 
 @pytest.fixture
 def earlier(tmp_path):
-    """The run folder of an EAGLE head, written by an earlier version, and words that measure it."""
+    """The run folder of an EAGLE head, and words that measure it."""
     for name in ("cache", "eagle"):
-        shutil.copytree(f"{OLD}/{name}", tmp_path / name)
+        shutil.copytree(f"{FROZEN}/{name}", tmp_path / name)
     drafter = tmp_path / "eagle" / "drafter"
     return drafter.parent, [f"eval.drafter={drafter}", f"data.cache_dir={tmp_path / 'cache'}"]
 
