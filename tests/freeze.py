@@ -45,7 +45,11 @@ WAYS = {
     "accumulation": ("trainer.batch_size=2", "trainer.gradient_accumulation_steps=2"),
 }
 SHAPES = {
-    "trees": ("eval.tree=[calibrated:6,'calibrated:6,siblings=top',dynamic:9:3:3]",),
+    "dynamic tree": ("eval.tree=dynamic:9:2:3",),
+    "calibrated trees": (
+        "eval.tree=[calibrated:6,'calibrated:6,siblings=top']",
+        "eval.baselines=[]",
+    ),
     "policy": ("eval.policy=product:0.3", "eval.baselines=[]"),
     "head": ("eval.policy=head:0.5", "eval.baselines=[]"),
 }
@@ -162,7 +166,7 @@ def measured(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
             out = folder / "found"
             given = [
                 f"eval.drafter={place}", f"model.target={FROZEN}/target", f"data.cache_dir={cache}",
-                f"eval.prompts={FROZEN}/eval.jsonl", "eval.num_prompts=4", "eval.K=3",
+                f"eval.prompts={FROZEN}/eval.jsonl", "eval.num_prompts=4", "eval.K=2",
                 "eval.max_new_tokens=11", "eval.timing_prompts=0", "eval.bootstrap_draws=20",
                 f"script.out={out}", *words,
             ]  # fmt: skip
@@ -188,7 +192,8 @@ def refused(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
     for word, _ in WORDS:
         yield f"refuse {word}", called(train.main, command(folder, target, word), folder)
     for recipe, words, _ in HEADS:
-        given = words_of(recipe, folder, target, *words)
+        given = command(folder, target, f"recipe={recipe}", *words)
+        given = [word for word in given if not word.startswith("method.") or word in words]
         yield f"refuse recipe={recipe} {' '.join(words)}", called(train.main, given, folder)
 
 

@@ -44,15 +44,16 @@ def called(tree):
             yield ast.unparse(node.func), keywords
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nothing_that_is_read_can_run_code(path):
-    for name, keywords in called(ast.parse(path.read_text())):
-        assert name not in ("eval", "exec", "pickle.load", "pickle.loads", "os.system"), name
-        if name == "torch.load":
-            assert keywords.get("weights_only") is True
-        if name.endswith("yaml.load"):
-            raise AssertionError("yaml.safe_load it is")
-        assert keywords.get("shell") is not True, name
+def test_nothing_that_is_read_can_run_code():
+    assert len(SOURCES) > 200
+    for path in SOURCES:
+        for name, keywords in called(ast.parse(path.read_text())):
+            at = f"{path.relative_to(ROOT)}: {name}"
+            assert name not in ("eval", "exec", "pickle.load", "pickle.loads", "os.system"), at
+            if name == "torch.load":
+                assert keywords.get("weights_only") is True, at
+            assert not name.endswith("yaml.load"), f"{at}: yaml.safe_load it is"
+            assert keywords.get("shell") is not True, at
 
 
 @pytest.fixture
