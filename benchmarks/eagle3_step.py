@@ -77,7 +77,7 @@ def measure(draft_vocab: int, base: bool, sizes: argparse.Namespace) -> dict[str
             p.grad = torch.ones_like(p) if p.requires_grad else None
     else:
         terms = recipe.objective.loss(drafter, batch, TargetOutputs(hidden), 0).terms
-        loss: Any = sum(weight * total / n for total, n, weight in terms)
+        loss: Any = sum(one.weight * one.total / one.count for one in terms.values())
         loss.backward()
         assert drafter.lm_head.weight.grad is not None
         value, norm = loss.item(), drafter.lm_head.weight.grad.norm().item()

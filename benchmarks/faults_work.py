@@ -8,7 +8,7 @@ import hashlib
 import http.server
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,13 @@ class Work:
             batch: Batch,
             outputs: TargetOutputs | None,
             step: int,
-            denominators: Sequence[float] | None = None,
+            denominators: Mapping[str, float] | None = None,
         ) -> LossOutput:
             output = whole(drafter, batch, outputs, step, denominators)
             if step == self.broken_step:
-                total, count, weight = output.terms[0]
-                output = replace(output, terms=[(total * float("nan"), count, weight)])
+                terms = {name: replace(one, total=one.total * float("nan"))
+                         for name, one in output.terms.items()}  # fmt: skip
+                output = replace(output, terms=terms)
             return output
 
         objective.loss = loss

@@ -123,8 +123,11 @@ class Tests(Experiment):
         outputs = self.outputs(batch, objective)
         output = objective.loss(drafter, batch, outputs, 0)
         weights = [p for p in drafter.parameters() if p.requires_grad]
-        terms = output.terms[:-1] if options["token_weight"] else output.terms[-1:]
-        total = sum(weight * value / (count or 1) for value, count, weight in terms)
+        terms = [
+            term for name, term in output.terms.items()
+            if (name == "trees") == (not options["token_weight"])
+        ]  # fmt: skip
+        total = sum(term.weight * term.total / (term.count or 1) for term in terms)
         assert isinstance(total, torch.Tensor)
         slopes = torch.autograd.grad(total, weights, allow_unused=True)
         return [

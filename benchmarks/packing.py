@@ -78,7 +78,7 @@ class Arm:
                 logits=request.logits, project_later=True,
             )  # fmt: skip
             terms = objective.loss(self.drafter, batch, outputs, index).terms
-            sum(weight * total / (n or 1) for total, n, weight in terms).backward()
+            sum(one.weight * one.total / (one.count or 1) for one in terms.values()).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             tokens += batch.num_supervised

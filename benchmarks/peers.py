@@ -77,6 +77,7 @@ from drafters.base import TrainedDrafter
 from drafters.eagle3 import default_captures
 from drafters.load import load_drafter
 from drafters.round import Budget
+from drafters.text import Text
 from eval.metrics import PromptCounters, hierarchical_difference, summarise
 from eval.offline import OfflineEvaluator
 from recipes import eagle3
@@ -518,7 +519,7 @@ def disagreement(data: Data, drafter: TrainedDrafter, out: Path) -> list[float]:
     ids = torch.tensor([trace.prompt_ids + trace.response_ids])
     outputs = data.target.outputs(ids, layers=drafter.target_layers, logits=False)
     gaps = []
-    for j, states in enumerate(drafter.states(ids, outputs, UNROLL)):
+    for j, states in enumerate(drafter.states(Text(ids), outputs, UNROLL)):
         own = drafter.output_head(j + 1).logits(states[0, j + 1 :]).log_softmax(-1)
         other = theirs[str(j)].log_softmax(-1)
         likely = torch.maximum(own, other) > math.log(1e-3)

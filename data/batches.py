@@ -17,6 +17,7 @@ import torch
 
 from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
+from drafters.text import Text
 from target.padding import right_padded
 from target.shared_text import TextGroup
 from trainer.device import sent
@@ -64,6 +65,10 @@ class Batch:
     def documents(self) -> torch.Tensor | None:
         """[B, L] int64, where texts share a row: tokens of different ones do not see each other."""
         return None if self.text_starts is None else self.document_ids
+
+    def text(self, columns: torch.Tensor | None = None) -> Text:
+        """What a drafter reads of it; `columns` [B, L] bool: where rounds may begin, None: all."""
+        return Text(self.input_ids, self.position_ids, columns, self.documents, self.group)
 
     def starts(self) -> list[tuple[int, int]]:
         """Row and column of the first token of each text."""

@@ -19,6 +19,7 @@ from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.files import read_json
 from drafters.round import Budget, DraftState
+from drafters.text import Text
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer.errors import RunFault, UserError
@@ -124,19 +125,16 @@ class DrafterBank(TrainedDrafter):
     # --- teacher-forced --------------------------------------------------------------------------
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
-        if len(self.chosen) != len(ids):
-            raise RunFault(f"RoutingError: {len(self.chosen)} prompts were routed for {len(ids)}")
+        if len(self.chosen) != len(text.ids):
+            raise RunFault(
+                f"RoutingError: {len(self.chosen)} prompts were routed for {len(text.ids)}"
+            )
 
         def read(member: int, rows: torch.Tensor) -> torch.Tensor:
-            positions = None if position_ids is None else position_ids[rows]
-            return next(iter(self.members[member].states(ids[rows], outputs, 1, positions)))
+            positions = None if text.position_ids is None else text.position_ids[rows]
+            return next(self.members[member].states(Text(text.ids[rows], positions), outputs, 1))
 
         hidden = self._joined(read)
         for _ in range(depth):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 import torch
 
 from drafters.round import Budget, Drafter, DraftState
+from drafters.text import Text
 from drafters.trees.chain import Chain
 from drafters.trees.tree import TokenTree
 from target.fingerprint import grown_eos
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from drafters.acceptance_head import AcceptanceHead
 
 T = TypeVar("T")
+S = TypeVar("S")  # what a score returns
 ACCEPTANCE = "acceptance"  # the attribute that holds an acceptance head, and its tensors' prefix
 
 
@@ -95,23 +97,14 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     # --- teacher-forced --------------------------------------------------------------------------
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         """Yield the states [B, L, d] of each of the depths 1..depth, for its `output_head`.
 
-        ids: [B, L] int64 right-padded. Index i holds the state that scores token i + 1 when it is
-        the depth-th of its round and the tokens before it are those of `ids`; 0 where the round
-        would have begun before the text. A drafter whose distribution is the same at every depth
-        yields one object again and again. `columns` [B, L] bool: the positions that rounds may
-        begin from; a drafter may leave the rest at 0, or ignore it. A head also takes `documents`
-        [B, L] int64 or None: the number of the text that a token belongs to, where a row holds
-        several; one that attends to other positions must not reach into another text. One that
-        reads the text itself may take `group`, the processes that read it together.
+        Index i holds the state that scores token i + 1 when it is the depth-th of its round and the
+        tokens before it are those of the text; 0 where the round would have begun before the text,
+        or, in some drafters, at a column outside of `text.columns`. A drafter whose distribution is
+        the same at every depth yields one object again and again.
         """
         raise NotImplementedError
 
@@ -148,27 +141,23 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         self, ids: torch.Tensor, target_outputs: TargetOutputs | None = None, depth: int = 1
     ) -> torch.Tensor:
         """Teacher-forced logits [B, L, vocab_size] of one depth, for all positions at once."""
-        *_, last = self.states(ids, target_outputs, depth)
+        *_, last = self.states(Text(ids), target_outputs, depth)
         return self.project(last, depth)
 
     def forward(
         self,
-        ids: torch.Tensor,
+        text: Text,
         outputs: TargetOutputs | None,
         depth: int,
-        score: Callable[[int, torch.Tensor], T],
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        **options: torch.Tensor | TextGroup,
-    ) -> list[T]:
-        """Return score(depth, states) of each depth.
+        score: Callable[[Iterator[torch.Tensor]], S],
+    ) -> S:
+        """Return `score` of what `states` yields.
 
         The loss is formed in here, so that wrappers which gather sharded weights around `forward`
-        have them in place for the output head too. `options`: further arguments of this drafter's
-        own `states`.
+        have them in place for the output head too. A score that drops the states of a depth before
+        it asks for the next needs the memory of one.
         """
-        unrolled = self.states(ids, outputs, depth, position_ids, columns, **options)
-        return [score(number, states) for number, states in enumerate(unrolled, start=1)]
+        return score(self.states(text, outputs, depth))
 
     # --- proposing -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, DraftState
+from drafters.text import Text
 from target.attention import packed
 from target.cache import CachedModel
 from target.causal_lm import load_causal_lm
@@ -125,22 +126,16 @@ class CausalLMDrafter(TrainedDrafter):
         return context_of(self.model.config.get_text_config())
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        group: TextGroup | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         """Yield the same states at every depth: once tokens are accepted, the cache holds them."""
         decoder = decoder_of(self.model)
-        if group is None:
+        if text.group is None:
             hidden = decoder(
-                input_ids=ids, use_cache=False, **packed(self.model, position_ids)
+                input_ids=text.ids, use_cache=False, **packed(self.model, text.position_ids)
             ).last_hidden_state
         else:
-            hidden = group.reading(ids, position_ids).states(self.model)
+            hidden = text.group.reading(text.ids, text.position_ids).states(self.model)
         for _ in range(depth):
             yield hidden
 

@@ -25,6 +25,7 @@ from drafters.attention import Pair, attend, attend_unrolled
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import DecoderLayer, Shared, SlotKeys
 from drafters.round import Budget, DraftState, Steps
+from drafters.text import Text
 from target.attention import Branches, Visible, branched
 from target.model import Target, check_layers
 from target.nodes import TreeSlots
@@ -125,27 +126,16 @@ class EagleDrafter(TrainedDrafter):
         return embedded.to(self.fc.weight.dtype)
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        paths: torch.Tensor | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         """Yield the states of the training-time test: true tokens, and the head's own states.
 
-        Columns outside of `columns` are only keys of the first step. `documents` [B, L] int64:
-        tokens of different ones do not see each other. `paths` [B, L, depth - 1] int64: tokens that
-        the later steps of each column feed instead of the true ones, like a round that drafts along
-        another branch.
+        Columns outside of `text.columns` are only keys of the first step.
         """
         assert outputs is not None
-        batch, length = ids.shape
-        if position_ids is None:
-            position_ids = torch.arange(length, device=ids.device).expand_as(ids)
-        columns, wanted, valid = _compact(columns, batch, length, ids.device)
+        ids, documents, paths = text.ids, text.documents, text.paths
+        (batch, length), position_ids = ids.shape, text.positions
+        columns, wanted, valid = _compact(text.columns, batch, length, ids.device)
         rows = torch.arange(batch, device=ids.device).unsqueeze(1)
         embedded = self._embed(ids)
         feature = self.fuse(outputs.hidden, slice(None), slice(0, length - 1))

@@ -35,6 +35,7 @@ from drafters.medusa import (
     zero_linear,
 )
 from drafters.round import Budget, DraftState
+from drafters.text import Text
 from target.attention import Visible
 from target.model import Target
 from target.outputs import TargetOutputs
@@ -124,26 +125,15 @@ class HydraDrafter(TrainedDrafter):
         return embedded.to(self.dtype)
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
-        """Yield the inputs of the output matrix, in training after dropout.
-
-        `documents` [B, L] int64: tokens of different ones do not see each other.
-        """
+        """Yield the inputs of the output matrix, in training after dropout."""
         assert outputs is not None
-        length = ids.shape[1]
+        length = text.ids.shape[1]
         state = outputs.hidden["final_norm"].to(self.dtype)
         if self.settings.prefix_layer:
-            if position_ids is None:
-                position_ids = torch.arange(length, device=ids.device).expand_as(ids)
-            state = self.prefix(state, position_ids, documents=documents)
-        embedded = self._embed(ids)
+            state = self.prefix(state, text.positions, documents=text.documents)
+        embedded = self._embed(text.ids)
         for number in range(1, depth + 1):
             count = max(length - number, 0)  # columns whose tokens t + 1 .. t + number are there
             tokens = [embedded[:, i : i + count] for i in range(1, number + 1)]

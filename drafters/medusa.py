@@ -24,6 +24,7 @@ from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from drafters.layers import Shared
 from drafters.output_head import copy_rows, head_over
 from drafters.round import Budget, DraftState
+from drafters.text import Text
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer.errors import UserError, require
@@ -93,16 +94,10 @@ class MedusaDrafter(TrainedDrafter):
     # --- the network -----------------------------------------------------------------------------
 
     def states(
-        self,
-        ids: torch.Tensor,
-        outputs: TargetOutputs | None,
-        depth: int,
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         assert outputs is not None
-        length = ids.shape[1]
+        length = text.ids.shape[1]
         for number in range(1, depth + 1):
             hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
             yield at_index(self.blocks[number - 1](hidden), number, length)

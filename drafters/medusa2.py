@@ -8,15 +8,17 @@ its output: `served_target`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from drafters.base import S
 from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
+from drafters.text import Text
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
@@ -24,7 +26,6 @@ from target.shared_text import TextGroup
 from trainer.errors import UserError
 from trainer.logits import OutputHead
 
-T = TypeVar("T")
 ADAPTER = "adapter"  # the folder, and the beginning of its parameters' names
 
 
@@ -54,28 +55,17 @@ class Medusa2Drafter(MedusaDrafter):
 
     def forward(
         self,
-        ids: torch.Tensor,
+        text: Text,
         outputs: TargetOutputs | None,
         depth: int,
-        score: Callable[[int, torch.Tensor], T],
-        position_ids: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-        **options: torch.Tensor | TextGroup,
-    ) -> list[T]:
-        """Return score(depth, states) of each depth; without `outputs`, depth 0 comes first.
-
-        Then the adapted target computes the outputs, with gradient. Depth 0 are its own states,
-        which score the next token.
-        """
+        score: Callable[[Iterator[torch.Tensor]], S],
+    ) -> S:
+        """Return `score` of what `states` yields; without `outputs`, of the adapted target's own
+        states [B, L, H] before that, which score the next token and have a gradient."""
         if outputs is not None:
-            return super().forward(ids, outputs, depth, score, position_ids, columns, **options)
-        group = options.pop("group", None)
-        assert not options, "the adapted target takes no further arguments"
-        assert isinstance(group, TextGroup | None)
-        states = self.adapted.states(ids, position_ids, group)
-        made = TargetOutputs({"final_norm": states})
-        own = score(0, states)
-        return [own, *super().forward(ids, made, depth, score, position_ids, columns)]
+            return super().forward(text, outputs, depth, score)
+        own = self.adapted.states(text.ids, text.position_ids, text.group)
+        return score(chain([own], self.states(text, TargetOutputs({"final_norm": own}), depth)))
 
     def check_group(self, group: TextGroup) -> None:
         group.check(self.adapted.model, "the target")

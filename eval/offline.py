@@ -20,6 +20,7 @@ import torch
 from data.traces import Trace
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.round import Budget
+from drafters.text import Text
 from drafters.training_free.base import TrainingFree
 from eval.calibration import Calibration, calibration
 from eval.counters import NUM_RANGES, PromptCounters, range_of
@@ -225,7 +226,7 @@ class OfflineEvaluator:
         ids, where, tokens = self._rows(index)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
         final, outputs = self._states(index, drafter, batch, where)
-        drafts = list(drafter.states(ids, outputs, self.K))
+        drafts = list(drafter.states(Text(ids), outputs, self.K))
         found = Found(tokens.shape, len(drafts), tokens.device)
         kept = drafter.output_head(1).kept if drafter.target_layers else None  # else all of them
         outside = None if kept is None else Outside.of(kept, tokens, self.target.vocab_size)

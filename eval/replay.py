@@ -18,6 +18,7 @@ import torch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.round import Budget, Drafter, DraftState
+from drafters.text import Text
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
 from eval.counters import PromptCounters, counters_from_rounds
@@ -218,7 +219,7 @@ def measure_accuracies(
         outputs = target.outputs(ids, layers=drafter.target_layers, project_later=True)
         assert outputs.logits is not None
         chunk = chunk_rows(target.device, target.vocab_size)
-        drafts = list(drafter.states(ids, outputs, depth))
+        drafts = list(drafter.states(Text(ids), outputs, depth))
         for row, trace in enumerate(group):
             # the first token of an answer is the prefill's, the anchor of the first round
             first, last = len(trace.prompt_ids), len(rows[row]) - 1

@@ -125,20 +125,20 @@ class Objective:
         """Name the outputs of the frozen target that `loss` needs; None for none."""
         return None
 
-    def denominators(self, batch: Batch, step: int) -> Sequence[float]:
-        """Return the denominator of each term of the loss. They are known before the forward pass,
-        so that the loop can sum them over ranks and accumulation steps before it scales a loss:
-        exact for any mixture of lengths, under DeepSpeed too."""
-        return [batch.num_supervised]
+    def denominators(self, batch: Batch, step: int) -> Mapping[str, float]:
+        """Return the denominator of each term of the loss, by name. They are known before the
+        forward pass, so that the loop can sum them over ranks and accumulation steps before it
+        scales a loss: exact for any mixture of lengths, under DeepSpeed too."""
+        raise NotImplementedError
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
-        """Compute the terms of the loss: sums with a gradient, denominators and weights. `drafter`
-        may be wrapped for several processes: call it, and read attributes of `unwrapped(drafter)`.
-        `target_outputs`: what `target_request` asked for; `denominators`: what the loop divides
-        each term by, None where the caller adds the terms up in another way."""
+        """Compute the terms of the loss. `drafter` may be wrapped for several processes: call it,
+        and read attributes of `unwrapped(drafter)`. `target_outputs`: what `target_request` asked
+        for; `denominators`: what the loop divides each term by, None where the caller adds the
+        terms up in another way."""
         raise NotImplementedError
 
     def refresh(self, step: int, context: Context) -> Batch | None:

@@ -13,7 +13,7 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,7 +46,7 @@ from trainer.chunked import chunked_divergence
 from trainer.divergence import CE_HARD, Divergence
 from trainer.errors import RunFault, UserError, require
 from trainer.logits import OutputHead, chunk_rows
-from trainer.losses import CompressedTeacher, LossOutput, position_weights, reduce
+from trainer.losses import CompressedTeacher, LossOutput, Term, position_weights, reduce
 from trainer.objective import State
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
@@ -255,25 +255,23 @@ class LabelObjective(Objective):
         self.config, self.target = config, target
         self.divergence = config.parsed_divergence
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return [batch.count(batch.supervised(), self.config.reduction)]
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        return {"divergence": batch.count(batch.supervised(), self.config.reduction)}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         """Sum `score` over the response positions; prompts and padding are excluded."""
         full = target_outputs.logits if target_outputs is not None else None
         rows, index = batch.supervised().nonzero(as_tuple=True)
         labels = batch.input_ids[rows, index + 1]
 
-        def score(_: int, states: torch.Tensor) -> LossOutput:
-            head = unwrapped(drafter).output_head(1)
-            found = Scored(batch, rows, index, labels, states[rows, index], head, full)
-            return self.score(found, step)
+        def score(unrolled: Iterator[torch.Tensor]) -> LossOutput:
+            states, head = next(unrolled)[rows, index], unwrapped(drafter).output_head(1)
+            return self.score(Scored(batch, rows, index, labels, states, head, full), step)
 
-        shared = {} if batch.group is None else {"group": batch.group}
-        return drafter(batch.input_ids, None, 1, score, batch.position_ids, **shared)[0]
+        return drafter(batch.text(), None, 1, score)
 
     def score(self, scored: Scored, step: int) -> LossOutput:
         """Compute the loss of the positions."""
@@ -287,7 +285,7 @@ class LabelObjective(Objective):
             assert batch.teacher is not None
             values = of_stored(divergence, scored.states, scored.head, batch.teacher, config.approx)
             total, count = reduce(values, texts, num_texts, config.reduction)
-            return LossOutput([(total, count, 1.0)])
+            return LossOutput({"divergence": Term(total, count)})
         weights, count = position_weights(texts, num_texts, config.reduction)
 
         def teacher(span: slice) -> torch.Tensor:
@@ -302,7 +300,7 @@ class LabelObjective(Objective):
         metrics: Metrics = {}
         if scored.target is not None:
             metrics["overlap"] = (loss.overlap.sum(), float(len(scored.labels)))
-        return LossOutput([(loss.total, count, 1.0)], metrics)
+        return LossOutput({"divergence": Term(loss.total, count)}, metrics)
 
 
 def of_stored(

@@ -151,8 +151,9 @@ class Alignment(distillspec.Distillation):
         made = collate([[] for _ in whole], whole, batch.sources, batch.index, batch.lengths)
         return made.shared(batch.group)
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return super().denominators(batch, step) * (2 if self.ce_share else 1)
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        own = super().denominators(batch, step)
+        return {**own, "labels": own["divergence"]} if self.ce_share else own
 
     def score(self, scored: distillspec.Scored, step: int) -> LossOutput:
         """Compute both losses of the same states."""
@@ -160,8 +161,10 @@ class Alignment(distillspec.Distillation):
         if not self.ce_share:
             return soft
         hard = self.summed(CE_HARD, scored)
-        parts = ((soft, 1 - self.ce_share), (hard, self.ce_share))
-        terms = [(total, count, part) for one, part in parts for total, count, _ in one.terms]
+        terms = {
+            "divergence": soft.terms["divergence"].times(1 - self.ce_share),
+            "labels": hard.terms["divergence"].times(self.ce_share),
+        }
         return LossOutput(terms, soft.metrics)
 
 

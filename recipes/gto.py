@@ -71,7 +71,7 @@ from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.config import Section, make_settings
 from trainer.errors import UserError, require
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 
 # settings that the reference's rewards depend on, and those that drafter.json records
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
@@ -300,16 +300,15 @@ class TreeObjective(Objective):
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
         return self.tokens.target_request(batch, step)
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        own = self.tokens.denominators(batch, step)
-        return [*own, float(sum(len(starts) for _, starts in self.texts(batch)))]
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        groups = sum(len(starts) for _, starts in self.texts(batch))
+        return {**self.tokens.denominators(batch, step), "trees": float(groups)}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
-        own = None if denominators is None else denominators[:-1]
-        output = self.tokens.loss(drafter, batch, target_outputs, step, own)
+        output = self.tokens.loss(drafter, batch, target_outputs, step, denominators)
         assert target_outputs is not None
         config, metrics = self.config, Metrics()
         texts = self.texts(batch)
@@ -329,9 +328,9 @@ class TreeObjective(Objective):
         ):  # fmt: skip
             if len(values):
                 metrics[name] = (values.sum(), float(len(values)))
-        term = (total / config.group_size, groups, config.omega)
-        tokens = [(total, n, config.token_weight * weight) for total, n, weight in output.terms]
-        return LossOutput([*tokens, term], output.metrics | metrics)
+        terms = {name: term.times(config.token_weight) for name, term in output.terms.items()}
+        terms["trees"] = Term(total / config.group_size, groups, config.omega)
+        return LossOutput(terms, output.metrics | metrics)
 
     def texts(self, batch: Batch) -> list[tuple[list[int], list[int]]]:
         """List for each row its ids, and the first prefix length of each of its groups."""

@@ -11,8 +11,9 @@ those of recipe medusa.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,7 +24,8 @@ from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import ADAPTER, Medusa2Drafter
 from recipes import medusa
 from recipes.base import Metrics, Needs, Stage, Start, check_kind, unwrapped
-from recipes.common.heads import HeadObjective, Term
+from recipes.common.heads import HeadObjective, rounds_of
+from recipes.common.target_logits import TargetLogits
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
@@ -31,7 +33,7 @@ from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError, require
 from trainer.logits import OutputHead
-from trainer.losses import LossOutput, position_weights
+from trainer.losses import LossOutput, Term, position_weights
 
 RAMPS: dict[str, Callable[[float], float]] = {  # of the share of steps, this one included
     "constant": lambda share: 1.0,
@@ -135,47 +137,49 @@ class JointObjective(HeadObjective):
     config: Config
     max_steps: int
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         sequences = self.config.reduction == "sequence"
         count = batch.loss_mask.any(1).sum() if sequences else batch.num_supervised
-        return [float(count), *super().denominators(batch, step)]
+        return {"adapted_target": float(count), **super().denominators(batch, step)}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         """Compute both losses in one forward. `target_outputs`: of the original target."""
         assert target_outputs is not None
-        original, metrics = target_outputs.hidden["final_norm"], Metrics()
-        # never 0: all that is left then is rounding, which Adam would scale up to whole steps
-        ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
         own = check_kind(unwrapped(drafter), Medusa2Drafter, "medusa2")
-        heads: Callable[[int, torch.Tensor], list[Term]] | None = None
+        original = target_outputs.hidden["final_norm"]
+        score = partial(self._joint, own, batch, original, step, denominators)
+        return drafter(rounds_of(batch), None, self.depth, score)
 
-        def score(depth: int, states: torch.Tensor) -> list[Term]:
-            nonlocal heads
-            if depth == 0:
-                head = own.adapted.head()
-                rest = None if denominators is None else denominators[1:]
-                heads = self.scorer(own, batch, states.detach(), head, metrics, denominators=rest)
-                return [self._lm_term(batch, original, states, head, metrics)]
-            assert heads is not None
-            # published: the first head too weighs less than 1; its `weight` here is 1
-            factor = (self.config.heads_weight or 0.0) * self.config.depth_decay * ramp
-            return [
-                (total, count, factor * weight) for total, count, weight in heads(depth, states)
-            ]
-
-        return LossOutput(self.scored(drafter, batch, None, score), metrics)
-
-    def _lm_term(
+    def _joint(
         self,
+        drafter: Medusa2Drafter,
         batch: Batch,
         original: torch.Tensor,
-        states: torch.Tensor,
-        head: OutputHead,
-        metrics: Metrics,
-    ) -> Term:
+        step: int,
+        denominators: Mapping[str, float] | None,
+        unrolled: Iterator[torch.Tensor],
+    ) -> LossOutput:
+        """Compute the terms; `unrolled` yields the adapted target's states, then those of the
+        heads."""
+        states, head = next(unrolled), drafter.adapted.head()
+        teacher = self.teacher(drafter, batch, head, states.detach())
+        output = self._of_target(batch, original, states, head)
+        heads = self.of_depths(drafter, batch, teacher, denominators, unrolled)
+        # never 0: all that is left then is rounding, which Adam would scale up to whole steps
+        ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
+        # published: the first head too weighs less than 1; its `weight` here is 1
+        factor = (self.config.heads_weight or 0.0) * self.config.depth_decay * ramp
+        for name, term in heads.terms.items():
+            output.terms[name] = term.times(factor)
+        output.metrics |= heads.metrics
+        return output
+
+    def _of_target(
+        self, batch: Batch, original: torch.Tensor, states: torch.Tensor, head: OutputHead
+    ) -> LossOutput:
         """The loss of the adapted target: its states [B, L, H] against the `original` ones [B, L,
         H], at every response token."""
         rows, index = batch.supervised().nonzero(as_tuple=True)
@@ -184,10 +188,12 @@ class JointObjective(HeadObjective):
             DIVERGENCES[LM_LOSSES[self.config.lm_loss]](),
             states[rows, index],
             head,
-            lambda span: self.target.head.teacher_logits(original[rows[span], index[span]]),
+            TargetLogits(self.target.head, original).at(rows, index),
             batch.input_ids[rows, index + 1],
             weights,
         )
-        metrics["lm_loss"] = (value.total.detach(), count)
-        metrics["target_overlap"] = (value.overlap.sum(), float(len(rows)))
-        return value.total, count, 1.0
+        metrics: Metrics = {
+            "lm_loss": (value.total.detach(), count),
+            "target_overlap": (value.overlap.sum(), float(len(rows))),
+        }
+        return LossOutput({"adapted_target": Term(value.total, count)}, metrics)

@@ -19,7 +19,7 @@ text of the offline reference and of the evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,7 +58,7 @@ from trainer import fsdp2
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.errors import UserError, require
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 from trainer.objective import State
 from trainer.shift import supervised
 
@@ -354,12 +354,12 @@ class OnlineObjective(Objective):
             found.append((own, weights, float(count)))
         return found
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return [count for _, _, count in self._weights(batch)]
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        return {f"member_{i}": one[2] for i, one in enumerate(self._weights(batch))}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         """Return for each drafter of the bank the weighted sum of D(p || q) over its trained
         positions. The target's logits come with the batch."""
@@ -369,18 +369,17 @@ class OnlineObjective(Objective):
             assert isinstance(batch, OnlineBatch)
             bank.chosen = batch.members
 
-        def score(depth: int, states: torch.Tensor) -> LossOutput:
-            return self._score(
-                network, states[rows, index], batch.input_ids[rows, index + 1], batch
-            )
+        def score(unrolled: Iterator[torch.Tensor]) -> LossOutput:
+            states, labels = next(unrolled)[rows, index], batch.input_ids[rows, index + 1]
+            return self._score(network, states, labels, batch)
 
-        return drafter(batch.input_ids, None, 1, score, batch.position_ids)[0]
+        return drafter(batch.text(), None, 1, score)
 
     def _score(
         self, network: TrainedDrafter, states: torch.Tensor, labels: torch.Tensor, batch: Batch
     ) -> LossOutput:
         """Compute the loss from the drafter's states [N, d] float and the labels [N] int64."""
-        terms: list[tuple[torch.Tensor, torch.Tensor | float, float]] = []
+        terms = dict[str, Term]()
         overlap = torch.zeros((), device=states.device)
         bank = bank_of(network)
 
@@ -393,7 +392,7 @@ class OnlineObjective(Objective):
             if bank is not None and not bool(
                 own.any()
             ):  # no gradient at all: a zero one would still move it
-                terms.append((states.new_zeros(()), 0.0, 1.0))
+                terms[f"member_{member}"] = Term(states.new_zeros(()), 0.0)
                 continue
             head = (network if bank is None else bank.members[member]).output_head(1)
             places = own.nonzero(as_tuple=True)[0]
@@ -403,7 +402,7 @@ class OnlineObjective(Objective):
                 labels[own], weights[own],
             )  # fmt: skip
             overlap = overlap + value.overlap.sum()
-            terms.append((value.total, count, 1.0))
+            terms[f"member_{member}"] = Term(value.total, count)
         return LossOutput(terms, {"overlap": (overlap, float(len(labels)))})
 
 

@@ -13,8 +13,9 @@ the first `depths` depths are trained. Without model.drafter a causal LM is dist
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from drafters.acceptance_head import (
     check_exposed,
 )
 from drafters.base import TrainedDrafter, acceptance_of
+from drafters.text import Text
 from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
 from target.model import Target
@@ -37,7 +39,7 @@ from target.padding import by_length
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
 from trainer.errors import UserError, require
 from trainer.logits import chunk_rows
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 from trainer.shift import supervised
 
 DEV_BATCH = 16
@@ -183,7 +185,7 @@ class AcceptanceObjective(Objective):
         ]
         keys = torch.tensor(keys, device=batch.input_ids.device)
         found: list[tuple[torch.Tensor, ...]] = []
-        unrolled = drafter.states(batch.input_ids, outputs, depths, batch.position_ids)
+        unrolled = drafter.states(Text(batch.input_ids, batch.position_ids), outputs, depths)
         for depth, states in enumerate(unrolled, start=1):
             where = supervised(batch.loss_mask, depth if self.layers else 0)
             rows, index = where.nonzero(as_tuple=True)
@@ -237,18 +239,18 @@ class AcceptanceObjective(Objective):
 
     # --- loss ------------------------------------------------------------------------------------
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         """Sum the weights of the labels."""
         if not isinstance(batch, Drawn):  # another rank's step: this one has nothing to train on
-            return [0.0]
-        return [float(self._mass(batch.accept).sum())]
+            return {"acceptance": 0.0}
+        return {"acceptance": float(self._mass(batch.accept).sum())}
 
     def _mass(self, accept: torch.Tensor) -> torch.Tensor:
         return self.config.reject_weight * (1 - accept) + accept
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         if not isinstance(batch, Drawn):
             given = {} if target_outputs is None else target_outputs.hidden
@@ -261,7 +263,7 @@ class AcceptanceObjective(Objective):
             "binary_kl": (binary_kl(batch.accept, f).sum(), count),
             "acceptance": (batch.accept.sum(), count),
         }
-        return LossOutput([(total, self._mass(batch.accept).sum(), 1.0)], metrics)
+        return LossOutput({"acceptance": Term(total, self._mass(batch.accept).sum())}, metrics)
 
     def judge(self, drafter: nn.Module, batch: Drawn) -> torch.Tensor:
         """Compute the head's logits [N, 2] at the drafted tokens: the state at a token of depth d
@@ -269,20 +271,9 @@ class AcceptanceObjective(Objective):
         most = len(batch.mixed) // len(batch.input_ids)
         repeated = {layer: states.repeat(most, 1, 1) for layer, states in batch.hidden.items()}
 
-        def score(depth: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-            mine = (batch.depth == depth - 1).nonzero()[:, 0]
-            if depth == 1:
-                return None
-            own = acceptance_of(unwrapped(drafter))
-            return mine, own(states[batch.rows[mine], batch.places[mine]])
-
-        given = drafter(
-            batch.mixed, TargetOutputs(repeated), most + 1, score,
-            batch.position_ids.repeat(most, 1),
-        )  # fmt: skip
-        parts = [one for one in given if one is not None]
-        order = torch.cat([mine for mine, _ in parts])
-        return torch.cat([logits for _, logits in parts])[order.argsort()]
+        text = Text(batch.mixed, batch.position_ids.repeat(most, 1))
+        score = partial(_judged, acceptance_of(unwrapped(drafter)), batch)
+        return drafter(text, TargetOutputs(repeated), most + 1, score)
 
     # --- which checkpoint is best -----------------------------------------------------------------
 
@@ -329,6 +320,18 @@ def _drawn(
     return Drawn(
         **fields, mixed=mixed, rows=rows, places=places, accept=accept, depth=depth, hidden=hidden
     )
+
+
+def _judged(head: AcceptanceHead, batch: Drawn, unrolled: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The head's logits [N, 2] from the drafter's states of depth 1, which judge no token, 2 and
+    further."""
+    logits, order = [], []
+    for depth, states in enumerate(unrolled):
+        if depth:
+            mine = (batch.depth == depth).nonzero()[:, 0]
+            order.append(mine)
+            logits.append(head(states[batch.rows[mine], batch.places[mine]]))
+    return torch.cat(logits)[torch.cat(order).argsort()]
 
 
 def _empty(batch: Batch, hidden: dict[LayerId, torch.Tensor]) -> Drawn:

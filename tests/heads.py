@@ -7,10 +7,12 @@ from tests.heads import assert_rounds_follow_the_unroll
 from __future__ import annotations
 
 import copy
+from itertools import count
 
 import torch
 
 from drafters.round import Budget, DraftState
+from drafters.text import Text
 from drafters.trees.static import StaticTree
 from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
@@ -239,14 +241,14 @@ def assert_starts_before_the_text_are_zero(drafter, target, K):
     """No round begins there; wrapped tokens would show as something else."""
     ids = torch.tensor(prompts_of([6]))
     outputs = outputs_of(drafter, target, ids)
-    unrolled = list(drafter.states(ids, outputs, K))
+    unrolled = list(drafter.states(Text(ids), outputs, K))
     assert len(unrolled) == K
     for depth, states in enumerate(unrolled, start=1):
         assert states.shape == (1, 6, target.hidden_size)
         assert not bool(states[:, :depth].any())
         assert bool(states[:, depth:].any(-1).all())
     short = torch.tensor(prompts_of([2]))
-    states = list(drafter.states(short, outputs_of(drafter, target, short), K))
+    states = list(drafter.states(Text(short), outputs_of(drafter, target, short), K))
     assert [bool(one.any()) for one in states] == [True] + [False] * (K - 1)
 
 
@@ -266,10 +268,12 @@ def assert_gradients_reach_everything(drafter, target, K, but=()):
     drafter.train()
     ids = torch.tensor(prompts_of([12, 12]))
     outputs = outputs_of(drafter, target, ids)
-    losses = drafter(
-        ids, outputs, K, lambda depth, states: drafter.project(states, depth)[:, K:].logsumexp(-1)
-    )
-    sum(one.sum() for one in losses).backward()
+
+    def score(unrolled):
+        logits = (drafter.project(states, depth) for depth, states in enumerate(unrolled, 1))
+        return sum(one[:, K:].logsumexp(-1).sum() for one in logits)
+
+    drafter(Text(ids), outputs, K, score).backward()
     for name, parameter in drafter.named_parameters():
         got = parameter.grad is not None and bool(parameter.grad.any())
         assert got == (name not in but), name
@@ -345,10 +349,13 @@ def fitted(drafter, target, K, steps=40, learning_rate=0.02):
         losses = [-log_q.gather(1, t[known].unsqueeze(1)).squeeze(1) for t in (right, wrong)]
         return (share[known] * losses[0] + (1 - share[known]) * losses[1]).mean()
 
+    def scores(unrolled):
+        return sum(map(score, count(1), unrolled))
+
     drafter.train()
     for _ in range(steps):
         optimizer.zero_grad()
-        sum(drafter(ids, outputs, K, score)).backward()
+        drafter(Text(ids), outputs, K, scores).backward()
         optimizer.step()
     return drafter.eval()
 

@@ -23,3 +23,13 @@ def chunked_divergence(name, *given, chunk_positions=None, joint=None, factor=1.
     return chunked.chunked_divergence(
         chosen, *given, chunk_positions=chunks, joint=joint, factor=factor
     )
+
+
+def listed(terms):
+    """(total, count, weight) of each term, in the order of their names."""
+    return [(term.total, term.count, term.weight) for _, term in sorted(terms.items())]
+
+
+def ordered(denominators):
+    """Of each term, in the order of their names."""
+    return [float(count) for _, count in sorted(denominators.items())]

@@ -91,7 +91,7 @@ def counting(kind=Counting):
         patch.setattr("trainer.logits.CHUNK_ELEMENTS", CHUNK)
         # what a trial with numbers that have only a shape would find is kept for later tests
         patch.setattr("trainer.chunked.adds_products_in_float32", lambda device: True)
-        patch.setattr("recipes.common.heads.KEEP_TEACHER_BYTES", KEPT_TEACHER)
+        patch.setattr("recipes.common.target_logits.HOLD_BYTES", KEPT_TEACHER)
         yield counts
 
 
@@ -136,7 +136,7 @@ def take_step(target, objective, drafter, batch, counts, checkpointed, summary=F
         )
     with torch.autocast("cpu", torch.bfloat16):
         output = objective.loss(drafter, batch, outputs, 0, objective.denominators(batch, 0))
-    sum(weight * total / count for total, count, weight in output.terms).backward()
+    sum(one.weight * one.total / one.count for one in output.terms.values()).backward()
     torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

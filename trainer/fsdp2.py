@@ -30,7 +30,7 @@ from trainer.compiled import layers_of
 from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
 from trainer.errors import UserError
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 from trainer.processes import all_gather
 from trainer.replicated import Replicated
 
@@ -65,7 +65,8 @@ def used() -> bool:
 @cache
 def _register_losses() -> None:
     """Let FSDP2 see the tensors of a loss: it finds the backward pass of a module through them."""
-    torch.export.register_dataclass(LossOutput)
+    for kind in (LossOutput, Term):
+        torch.export.register_dataclass(kind)
 
 
 def precision_of(config: TrainerConfig, cuda: bool) -> MixedPrecisionPolicy:

@@ -4,12 +4,12 @@
   micro-step.
 - `objective.loss(drafter, batch, target_outputs, step, denominators) -> LossOutput`. `drafter` is
   the prepared one and may be wrapped: an objective calls it and does not read its attributes.
-- `objective.denominators(batch, step) -> list[float]`, one per term, known before the forward pass.
-  Their sums over ranks and accumulation divide the loss, so that batch 1 x 4 steps = 4 x 1 for any
-  lengths. The exception is `losses.tvd_pp`, which divides by a deviation of its own batch, known
-  only after the forward pass: recipes refuse it where a step has several batches. Where one rank of
-  several has nothing to train on, it runs a batch with an empty mask, whose loss is a 0 with a
-  gradient.
+- `objective.denominators(batch, step) -> {term: float}`, known before the forward pass. Their sums
+  over ranks and accumulation divide the terms of the loss, so that batch 1 x 4 steps = 4 x 1 for
+  any lengths. All batches of a training announce the same terms. The exception is `losses.tvd_pp`,
+  which divides by a deviation of its own batch, known only after the forward pass: recipes refuse
+  it where a step has several batches. Where one rank of several has nothing to train on, it runs a
+  batch with an empty mask, whose loss is a 0 with a gradient.
 - `objective.refresh(step, context(step, batch, drafter)) -> batch | None`, where a `context` is
   given: a batch in place of the stored one. `objective.computes_batches`: it runs drafter or target
   for that. `objective.state_dict()` and `load_state_dict()`: equal on all ranks, tensors and plain
@@ -34,7 +34,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -125,6 +125,9 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     return config.lr * (1 - (1 - config.lr_min_ratio) * fall)
 
 
+Announced: TypeAlias = tuple[B, dict[str, float]]  # a batch, and its denominators by term
+
+
 @dataclasses.dataclass(kw_only=True)
 class Fit(Generic[B, O, C]):
     """One training: its arguments, see the module, and its state while it runs."""
@@ -165,7 +168,8 @@ class Fit(Generic[B, O, C]):
             ),
         )
         self.window = Window(self.accelerator, Path(self.folder), type(self.objective))
-        self.ahead: tuple[list[tuple[B, list[float]]], Sum] | None = None  # the next step's
+        self.ahead: tuple[list[Announced[B]], Sum] | None = None  # the next step's
+        self.terms: list[str] | None = None  # names, in the order in which they are summed
         if found is None:
             set_seed(self.seed, device_specific=True)
         else:
@@ -226,7 +230,7 @@ class Fit(Generic[B, O, C]):
         """Whether something is due that is done `every` so many steps and after the last one."""
         return self.counters.step % every == 0 or self.counters.step == self.config.max_steps
 
-    def fetch(self) -> tuple[list[tuple[B, list[float]]], list[float]]:
+    def fetch(self) -> tuple[list[Announced[B]], dict[str, float]]:
         """This rank's batches of the step, each with the denominators that the objective announces,
         and their sums over all ranks and micro-steps. Without batches no rank has a supervised
         token. The sums of the step after it begin here, so that no rank waits for them there."""
@@ -236,7 +240,7 @@ class Fit(Generic[B, O, C]):
             self.sync()
         else:
             batches, sums = self.ahead
-        *denominators, num_tokens, skipped, stop = sums.wait()
+        *counts, num_tokens, skipped, stop = sums.wait()
         self.ahead, following = None, counters.step + 1
         early = not (self.alone or self.objective.computes_batches)
         if early and following < self.config.max_steps:
@@ -245,15 +249,16 @@ class Fit(Generic[B, O, C]):
         counters.skipped_batches += int(skipped)
         self.stop_agreed = bool(stop)  # so that every rank ends after the same step
         if num_tokens == 0:
-            return [], []
+            return [], {}
         if self.describe:
             self.progress.note(self.describe(batches[0][0]))
             self.describe = None
-        return batches, denominators
+        return batches, dict(zip(self.terms or [], counts, strict=True))
 
-    def announce(self, step: int) -> tuple[list[tuple[B, list[float]]], Sum]:
+    def announce(self, step: int) -> tuple[list[Announced[B]], Sum]:
         """Make this rank's batches of a step, each with its denominators, and begin to sum these
-        over all ranks, followed by supervised tokens, skipped batches and requests to stop."""
+        over all ranks, by the terms' names, followed by supervised tokens, skipped batches and
+        requests to stop."""
         num_micro = self.config.gradient_accumulation_steps
         objective, drafter = self.objective, self.network
         batches, skipped = list[B](), 0
@@ -272,14 +277,31 @@ class Fit(Generic[B, O, C]):
                 empty = torch.zeros_like(raw.loss_mask)
                 batch = dataclasses.replace(raw, loss_mask=empty, num_supervised=0)
             batches.append(batch)
-        announced = [[float(value) for value in objective.denominators(batch, step)]
-                     for batch in batches]  # fmt: skip
+        announced = [dict(objective.denominators(batch, step)) for batch in batches]
+        if announced:
+            self.check_terms(announced, step)
         num_tokens = sum(int(batch.num_supervised) for batch in batches)
-        sums = [sum(column) for column in zip(*announced, strict=True)]
+        sums = [sum(float(one[name]) for one in announced) for name in self.terms or []]
         sums += [num_tokens, skipped, self.stopping]
         return list(zip(batches, announced, strict=True)), Sum(sums)
 
-    def update(self, batches: list[tuple[B, list[float]]], denominators: list[float]) -> None:
+    def check_terms(self, announced: list[dict[str, float]], step: int) -> None:
+        """RunFault where a batch announces other terms than the first one of this training, or of
+        another rank: a term would be divided by another's count."""
+        names = [sorted(one) for one in announced]
+        if self.terms is None:
+            self.sync()
+            names = [*gather_object([names[0]]), *names]
+            self.terms = names[0]
+        first = self.terms or []
+        for other in names:
+            if other != first:
+                raise RunFault(
+                    f"denominators() announced the terms {', '.join(other)} for a batch of step "
+                    f"{step + 1}, but {', '.join(first)} for the first one"
+                )
+
+    def update(self, batches: list[Announced[B]], denominators: Mapping[str, float]) -> None:
         """One optimiser step on weight * sum / denominator, summed over terms, batches, ranks."""
         accelerator, step = self.accelerator, self.counters.step
         record = StepRecord(step, [Tokens.of(batch) for batch, _ in batches])
@@ -300,9 +322,11 @@ class Fit(Generic[B, O, C]):
                     path = self.window.save([Tokens.of(batch)], step)
                     raise RunFault(f"step {step + 1}: {fault}; its batch is in {path}") from fault
                 record.add(output, announced)
-                terms = zip(output.terms, denominators, strict=True)
                 # a denominator of 0 belongs to a term that nobody has: its sum is 0
-                loss = sum(weight * total / (n or 1) for (total, _, weight), n in terms)
+                loss = sum(
+                    term.weight * term.total / (denominators[name] or 1)
+                    for name, term in sorted(output.terms.items())
+                )
                 loss = loss * accelerator.num_processes  # gradients are averaged over the ranks
                 accelerator.backward(loss)
             record.losses.append(loss.detach())

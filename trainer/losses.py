@@ -18,11 +18,25 @@ from torch.nn import functional as F
 from trainer.errors import require
 
 
+@dataclass(frozen=True)
+class Term:
+    """A term of a loss: weight * total / count. The loop sums the counts of a step, over all ranks
+    and micro-steps, before it divides."""
+
+    total: Tensor  # [] float, with a gradient
+    count: Tensor | float
+    weight: float = 1.0
+
+    def times(self, factor: float) -> Term:
+        """The term with `factor` times its weight."""
+        return Term(self.total, self.count, factor * self.weight)
+
+
 @dataclass
 class LossOutput:
     """The result of an objective's loss: sums and counts only, the loop divides over all ranks."""
 
-    terms: list[tuple[Tensor, Tensor | float, float]]  # (sum with gradient, denominator, weight)
+    terms: dict[str, Term]  # by the names that `Objective.denominators` announced
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)  # (sum, count)
 
 

@@ -7,7 +7,7 @@ functions to the objective. Their types are parameters here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
     @property
     def computes_batches(self) -> bool: ...
 
-    def denominators(self, batch: B, step: int) -> Sequence[float]: ...
+    def denominators(self, batch: B, step: int) -> Mapping[str, float]: ...
 
     def loss(
         self,
@@ -67,7 +67,7 @@ class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
         batch: B,
         target_outputs: O_contra,
         step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput: ...
 
     def refresh(self, step: int, context: C_contra) -> B | None: ...

@@ -225,21 +225,21 @@ class StepRecord:
     step: int
     batches: Sequence[Tokens]
     losses: list[Tensor] = field(default_factory=list)
-    # (returned, announced)
-    denominators: list[tuple[Tensor | float, float]] = field(default_factory=list)
+    # (name of the term, returned, announced)
+    denominators: list[tuple[str, Tensor | float, float]] = field(default_factory=list)
     # (name, sum, count)
     metrics: list[tuple[str, Tensor | float, Tensor | float]] = field(default_factory=list)
     grad_norm: Tensor | float = math.nan
 
-    def add(self, output: LossOutput, announced: list[float]) -> None:
-        """Add the result of a batch. RunFault unless it has as many terms as were announced."""
-        if len(output.terms) != len(announced):
+    def add(self, output: LossOutput, announced: Mapping[str, float]) -> None:
+        """Add the result of a batch. RunFault unless it has the terms that were announced."""
+        if output.terms.keys() != announced.keys():
             raise RunFault(
-                f"loss() returned {len(output.terms)} terms at step {self.step + 1}, but "
-                f"denominators() had announced {len(announced)}"
+                f"loss() returned the terms {', '.join(sorted(output.terms))} at step "
+                f"{self.step + 1}, but denominators() had announced {', '.join(sorted(announced))}"
             )
-        returned = [_detached(denominator) for _, denominator, _ in output.terms]
-        self.denominators += zip(returned, announced, strict=True)
+        for name, term in output.terms.items():
+            self.denominators.append((name, _detached(term.count), announced[name]))
         for name, (total, count) in output.metrics.items():
             self.metrics.append((name, _detached(total), _detached(count)))
 
@@ -313,10 +313,10 @@ class Window:
         self._clock, self._tokens = time.perf_counter(), num_tokens
 
     def _fault(self, record: StepRecord, losses: list[float], grad_norm: float) -> str | None:
-        for returned, announced in record.denominators:
+        for name, returned, announced in record.denominators:
             if not math.isclose(float(returned), announced, rel_tol=1e-6):
                 return (
-                    f"{self.name}: loss() returned the denominator {float(returned)} at "
+                    f"{self.name}: loss() returned the denominator {float(returned)} of {name} at "
                     f"step {record.step + 1}, but denominators() had announced {announced}"
                 )
         if all(map(math.isfinite, [*losses, grad_norm])):

@@ -10,9 +10,9 @@ final-normed state.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -21,22 +21,19 @@ from torch.nn import functional as F
 
 from data.batches import Batch
 from drafters.base import TrainedDrafter
-from recipes.base import Metrics, Needs, Objective, Recipe, Stage, check_kind, unwrapped
+from drafters.text import Text
+from recipes.base import Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
+from recipes.common.target_logits import TargetLogits
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from trainer.chunked import ChunkedLoss, JointGradients, chunked_divergence
-from trainer.device import free_bytes
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.errors import UserError, require
-from trainer.logits import LogitsSummary, OutputHead, ReducedLogits, TeacherLogits, chunk_rows
-from trainer.losses import LossOutput, position_weights
-
-Term = tuple[torch.Tensor, torch.Tensor | float, float]  # of LossOutput: sum, denominator, weight
+from trainer.logits import LogitsSummary, OutputHead
+from trainer.losses import LossOutput, Term, position_weights
 
 ConfigT = TypeVar("ConfigT", bound="HeadConfig")
-
-KEEP_TEACHER_BYTES = 1 << 28  # where free memory is not known; otherwise a quarter of that
 
 
 @dataclass
@@ -134,6 +131,12 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
                 )
 
 
+def rounds_of(batch: Batch) -> Text:
+    """The texts of a batch with the columns that rounds begin from: logit index t + 1 is that of
+    the first token of a round which begins at column t."""
+    return batch.text(batch.supervised(1)[:, 1:])
+
+
 class HeadObjective(Objective):
     """The divergence between the target's distribution and the head's at each depth, and the
     further terms that `config` has weights for. `captures`: the target's layers that the head
@@ -150,158 +153,102 @@ class HeadObjective(Objective):
         self.config, self.target, self.depth, self.captures = config, target, depth, captures
         self.is_reduced = is_reduced
         self.divergence: Divergence = config.parsed_divergence
-        self._kept_rows: OutputHead | None = None  # of the target's head
+        self._kept_head: OutputHead | None = None  # the rows of the target's head that are kept
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:
         layers = tuple(dict.fromkeys((*self.captures, "final_norm")))
         return TargetRequest(layers, logits=False, summary=self.is_reduced)
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        """Count the trained positions, for each term: the divergence of each depth, then the
-        further terms of that depth."""
-        out = []
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        """Count the trained positions of each depth, for each of its terms."""
+        counts = {}
         for depth in range(1, self.depth + 1):
             count = batch.count(batch.supervised(depth), self.config.reduction)
-            out += [count] * (1 + self._further)
-        return out
+            counts |= {f"depth_{depth}_{name}": count for name in self.terms}
+        return counts
 
     @property
-    def _further(self) -> int:
-        """The number of terms of a depth besides the divergence."""
-        return (self.config.feature_weight > 0) + (self.config.top_weight > 0)
+    def terms(self) -> list[str]:
+        """The names of the terms of a depth."""
+        return [*self.divergences, *["states"] * (self.config.feature_weight > 0)]
+
+    @property
+    def divergences(self) -> dict[str, tuple[Divergence, float]]:
+        """The divergences of a depth and their weights, by the name of the term."""
+        found = {"divergence": (self.divergence, self.config.divergence_weight)}
+        if self.config.top_weight:
+            found["top"] = (DIVERGENCES["ce_top"](), self.config.top_weight)
+        return found
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         assert target_outputs is not None
-        metrics: Metrics = {}
-        final = target_outputs.hidden["final_norm"]
-        summary = target_outputs.summary
-        score = self.scorer(
-            unwrapped(drafter), batch, final, self.target.head, metrics, summary, denominators
-        )
+        network, final = unwrapped(drafter), target_outputs.hidden["final_norm"]
+        teacher = self.teacher(network, batch, self.target.head, final, target_outputs.summary)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
-        return LossOutput(self.scored(drafter, batch, TargetOutputs(hidden), score), metrics)
+        score = partial(self.of_depths, network, batch, teacher, denominators)
+        return drafter(rounds_of(batch), TargetOutputs(hidden), self.depth, score)
 
-    def scored(
-        self,
-        drafter: nn.Module,
-        batch: Batch,
-        outputs: TargetOutputs | None,
-        score: Callable[..., list[Term]],
-    ) -> list[Term]:
-        """Compute the terms of all depths in one forward of the drafter."""
-        further: dict[str, object] = {}
-        if batch.documents is not None:
-            further["documents"] = batch.documents
-        if outputs is None and batch.group is not None:  # the drafter reads the text itself
-            further["group"] = batch.group
-        scored = drafter(
-            batch.input_ids,
-            outputs,
-            self.depth,
-            score,
-            batch.position_ids,
-            batch.supervised(1)[:, 1:],  # logit index t + 1 is column t
-            **further,
-        )
-        return [term for terms in scored for term in terms]
-
-    def scorer(
+    def teacher(
         self,
         drafter: TrainedDrafter,
         batch: Batch,
-        final: torch.Tensor,
         head: OutputHead,
-        metrics: Metrics,
+        final: torch.Tensor,
         summary: LogitsSummary | None = None,
-        denominators: Sequence[float] | None = None,
-    ) -> Callable[[int, torch.Tensor], list[Term]]:
-        """Return (depth, states [B, L, d]) -> the terms of that depth, against the distribution
-        that `head` gives the target's states `final` [B, L, H]. It adds acceptance to `metrics`.
-        `summary`: of these logits, where it is known. `denominators`: what the terms of all depths
-        will be divided by; the depths then share one gradient by the output head."""
-        joint = None if denominators is None else JointGradients()
-        teacher = self._teacher(batch, final, head, drafter.output_head(1).kept, summary)
+    ) -> TargetLogits:
+        """The logits that `head` gives the target's states `final` [B, L, H], for all depths;
+        `summary`: of these logits, where it is known."""
+        kept = drafter.output_head(1).kept
+        if summary is not None and kept is not None and self._kept_head is None:
+            self._kept_head = head.rows(kept)
+        found = TargetLogits(head, final, kept, summary, self._kept_head)
+        if self.depth > 1:
+            where = [batch.supervised(depth) for depth in range(1, self.depth + 1)]
+            found.hold(torch.stack(where).any(0), self.target.vocab_size)
+        return found
 
-        def score(depth: int, states: torch.Tensor) -> list[Term]:
-            rows, index = batch.supervised(depth).nonzero(as_tuple=True)
-            picked, wanted = states[rows, index], final[rows, index]
-            labels = batch.input_ids[rows, index + 1]
-            texts = batch.texts_of(rows, index)
-            weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
-            own = drafter.output_head(depth)
-            scale, target_logits = self.config.depth_decay ** (depth - 1), teacher(rows, index)
-            terms = list[Term]()
-
-            def add(divergence: Divergence, weight: float) -> ChunkedLoss:
-                # the terms of a depth have one denominator; 0 where nobody has a position
-                divisor = denominators[(depth - 1) * (1 + self._further)] if denominators else 1
-                made = chunked_divergence(
-                    divergence, picked, own, target_logits, labels, weights,
-                    joint=joint, factor=scale * weight / (divisor or 1),
-                )  # fmt: skip
-                terms.append((made.total, count, scale * weight))
-                return made
-
-            value = add(self.divergence, self.config.divergence_weight)
-            if self.config.feature_weight:
-                error = F.smooth_l1_loss(picked.float(), wanted.float(), reduction="none").mean(-1)
-                total = (error * weights).sum()
-                terms.append((total, count, scale * self.config.feature_weight))
-            if self.config.top_weight:
-                add(DIVERGENCES["ce_top"](), self.config.top_weight)
-            number = float(len(rows))
-            metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
-            metrics[f"match_{depth}"] = (value.match.float().sum(), number)
-            return terms
-
-        return score
-
-    def _teacher(
+    def of_depths(
         self,
+        drafter: TrainedDrafter,
         batch: Batch,
-        final: torch.Tensor,
-        head: OutputHead,
-        kept: torch.Tensor | None,
-        summary: LogitsSummary | None,
-    ) -> Callable[[torch.Tensor, torch.Tensor], Callable[[slice], TeacherLogits]]:
-        """Return (rows [N], logit indices [N]) -> span -> the target's logits [n, V] at that span
-        of them, or those `kept`. Depths ask for the same positions again, so all are computed once
-        where they fit. With a `summary` only the rows `kept` of the head are read."""
+        teacher: TargetLogits,
+        denominators: Mapping[str, float] | None,
+        unrolled: Iterator[torch.Tensor],
+    ) -> LossOutput:
+        """Compute the terms of all depths, whose states [B, L, d] `unrolled` yields one by one.
 
-        def whole(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return head.teacher_logits(final[rows, index])
-
-        def reduced(rows: torch.Tensor, index: torch.Tensor) -> ReducedLogits:
-            assert kept is not None
-            if summary is None:
-                return ReducedLogits.of(whole(rows, index), kept)
-            if self._kept_rows is None:
-                self._kept_rows = head.rows(kept)
-            logits = self._kept_rows.teacher_logits(final[rows, index])
-            return ReducedLogits(logits, summary.log_z[rows, index], summary.first[rows, index])
-
-        read = whole if kept is None else reduced
-        where = functools.reduce(torch.logical_or, map(batch.supervised, range(1, self.depth + 1)))
-        rows, index = where.nonzero(as_tuple=True)
-        width = self.target.vocab_size if kept is None else len(kept)
-        size = len(rows) * width * final.element_size()
-        free = free_bytes(final.device)
-        if self.depth == 1 or size > (KEEP_TEACHER_BYTES if free is None else free // 4):
-            return lambda rows, index: lambda span: read(rows[span], index[span])
-        place = torch.zeros(where.shape, dtype=torch.long, device=where.device)
-        place[rows, index] = torch.arange(len(rows), device=where.device)
-        logits: TeacherLogits
-        with torch.no_grad():
-            if kept is None:
-                logits = whole(rows, index)
-            else:
-                step = chunk_rows(final.device, self.target.vocab_size)
-                spans = zip(rows.split(step), index.split(step), strict=True)
-                logits = ReducedLogits.joined([reduced(row, at) for row, at in spans])
-        return lambda rows, index: lambda span: logits[place[rows[span], index[span]]]
+        With `denominators` the terms share one gradient by the output head.
+        """
+        config, output = self.config, LossOutput({})
+        joint = None if denominators is None else JointGradients()
+        for depth, states in enumerate(unrolled, start=1):
+            rows, index = batch.supervised(depth).nonzero(as_tuple=True)  # [N] each
+            picked, labels = states[rows, index], batch.input_ids[rows, index + 1]  # [N, d], [N]
+            texts = batch.texts_of(rows, index)
+            weights, count = position_weights(texts, len(batch.prompts), config.reduction)
+            own, logits = drafter.output_head(depth), teacher.at(rows, index)
+            scale, found = config.depth_decay ** (depth - 1), dict[str, ChunkedLoss]()
+            for name, (divergence, weight) in self.divergences.items():
+                term = f"depth_{depth}_{name}"
+                # 0 where nobody has a position of this depth
+                divisor = denominators[term] or 1 if denominators else 1
+                found[name] = chunked_divergence(
+                    divergence, picked, own, logits, labels, weights,
+                    joint=joint, factor=scale * weight / divisor,
+                )  # fmt: skip
+                output.terms[term] = Term(found[name].total, count, scale * weight)
+            if config.feature_weight:
+                wanted = teacher.final[rows, index].float()
+                error = F.smooth_l1_loss(picked.float(), wanted, reduction="none").mean(-1)  # [N]
+                total, weight = (error * weights).sum(), scale * config.feature_weight
+                output.terms[f"depth_{depth}_states"] = Term(total, count, weight)
+            number, value = float(len(rows)), found["divergence"]
+            output.metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
+            output.metrics[f"match_{depth}"] = (value.match.float().sum(), number)
+        return output
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Add uniform noise to states [B, L, H], as wide in each text as 512 / its tokens (Li et

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from data.batches import Batch, collate
 from drafters.bank import DrafterBank
 from drafters.base import TrainedDrafter, weights_hash
+from drafters.text import Text
 from eval.engine import Speculated, SpeculativeDecoder
 from eval.policies.table import make_budget
 from eval.walk import rejections
@@ -213,7 +214,7 @@ def draft_logits(drafter: TrainedDrafter, rows: Sequence[Served]) -> Iterator[to
         own = [i for i, row in enumerate(rows) if bank is None or row.member == member]
         network = drafter if bank is None else bank.members[member]
         group = [rows[i] for i in own]
-        states = next(iter(network.states(_padded(group, _device(network)), None, 1)))
+        states = next(network.states(Text(_padded(group, _device(network))), None, 1))
         for place, i in enumerate(own):
             found[i] = network, states[place, _span(rows[i])]
     drafter.train(training)

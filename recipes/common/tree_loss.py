@@ -6,7 +6,7 @@ with the path's own tokens, for all prefixes of a batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drafters.text import Text
 from recipes.base import unwrapped
 from target.outputs import TargetOutputs
 from trainer.chunked import chunked_divergence
@@ -136,15 +137,12 @@ def _along(
     fed[paths.rows, column, : depth - 1] = paths.tokens[:, : depth - 1]
     places = column.unsqueeze(1) + 1 + _depths(paths)  # logit index of each depth
     known = paths.lengths.unsqueeze(1) > _depths(paths)
-    unrolled: list[torch.Tensor] = []
 
-    def collect(number: int, states: torch.Tensor) -> Score | None:
-        unrolled.append(states[paths.rows, places[:, number - 1]])
-        if number < depth:
-            return None
+    def collected(unrolled: Iterator[torch.Tensor]) -> Score:
+        steps = enumerate(unrolled)
+        along = [states[paths.rows, places[:, number]] for number, states in steps]
         head = unwrapped(drafter).output_head(1)
-        return score(torch.stack(unrolled, 1)[known], head, paths.tokens[known])
+        return score(torch.stack(along, 1)[known], head, paths.tokens[known])
 
-    padded = F.pad(ids, (0, depth))
-    *_, last = drafter(padded, TargetOutputs(hidden), depth, collect, columns=columns, paths=fed)
-    return last
+    text = Text(F.pad(ids, (0, depth)), columns=columns, paths=fed)
+    return drafter(text, TargetOutputs(hidden), depth, collected)

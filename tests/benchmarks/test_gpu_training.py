@@ -16,6 +16,7 @@ from benchmarks.gpu_training import METHODS, STEPS, TOKENS, Arm, arms, make_trac
 from data.batches import Batches
 from data.packing import PackedTraces
 from tests.kernels import chosen_as_on_a_gpu
+from tests.losses import listed
 from trainer.loop import Fit
 
 EAGER = {"trainer.compile": "null"}
@@ -70,7 +71,7 @@ def test_the_loss_is_that_of_the_steps_batches(recipe, texts):
         outputs = target.outputs(
             batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
         )
-        terms = objective.loss(drafter.train(), batch, outputs, index).terms
+        terms = listed(objective.loss(drafter.train(), batch, outputs, index).terms)
         losses.append(sum(weight * float(total.detach() / count) for total, count, weight in terms))
     # kernels add up in another order
     assert found["loss"] == pytest.approx(statistics.mean(losses), rel=1e-5)

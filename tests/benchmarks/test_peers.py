@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from benchmarks import peers
 from data.traces import Trace, TraceIdentity, TraceStore
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.text import Text
 from target.model import Target
 
 
@@ -73,7 +74,7 @@ def test_logits_of_another_convention_are_a_gap_and_the_drafters_own_are_none(
     ids = torch.tensor([one.prompt_ids + one.response_ids])
     outputs = toy.outputs(ids, layers=drafter.target_layers, logits=False)
     with torch.no_grad():
-        states = list(drafter.states(ids, outputs, peers.UNROLL))
+        states = list(drafter.states(Text(ids), outputs, peers.UNROLL))
     columns = slice(0, toy.vocab_size) if kept is None else kept
     logits = {
         str(j): drafter.project(one[0, j + 1 :], j + 1)[:, columns].detach()

@@ -22,6 +22,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_acceptance_head, load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
+from drafters.text import Text
 from eval.policies.base import Recorder
 from eval.policies.table import budget_for
 from recipes.specdecpp import weighted_loss
@@ -114,7 +115,7 @@ def test_a_token_is_judged_by_the_state_at_itself(kind, target):
     for row, n in enumerate(lengths):
         seen = {k: v[row : row + 1] for k, v in outputs_of(drafter, target, ids).hidden.items()}
         unrolled = list(
-            drafter.states(ids[row : row + 1], type(outputs)(seen) if seen else None, K)
+            drafter.states(Text(ids[row : row + 1]), type(outputs)(seen) if seen else None, K)
         )
         for depth in range(1, K):
             at = n - 1 + depth

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from drafters.attention import attend_unrolled
 from drafters.eagle3 import Eagle3Settings
 from drafters.hydra import HydraDrafter, HydraSettings
+from drafters.text import Text
 from target import attention
 from target.attention import BLOCK, Capability, Visible, flex
 from tests.eagle import build_eagle
@@ -236,7 +237,8 @@ def test_a_heads_states_are_the_same_by_every_kernel(name, tiny_target):
             found = []
             for kernel in KERNELS.values():
                 with kernel():
-                    states = drafter.states(ids, outputs, 3, columns=chosen, documents=apart)
+                    text = Text(ids, columns=chosen, documents=apart)
+                    states = drafter.states(text, outputs, 3)
                     found.append(torch.stack(list(states)))
             close(*found)
 

@@ -10,6 +10,7 @@ from drafters.bank import DrafterBank, NaiveBayes
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from drafters.round import Budget
+from drafters.text import Text
 from drafters.trees.table import parse_shape
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
@@ -69,7 +70,7 @@ def test_rows_read_at_once_are_those_of_their_member(bank):
             own = bank.members[member].draft_logits(ids[row : row + 1])[0]
             torch.testing.assert_close(found[row], own, rtol=1e-4, atol=1e-4)
     with pytest.raises(RunFault, match="RoutingError: 3 prompts were routed for 2"):
-        next(iter(bank.states(ids[:2], None, 1)))
+        next(bank.states(Text(ids[:2]), None, 1))
 
 
 @pytest.mark.parametrize("tree", [None, "dynamic:6:2:3"])

@@ -22,6 +22,7 @@ from drafters.layers import (
     start_from,
 )
 from drafters.round import Budget, Drafter
+from drafters.text import Text
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.table import parse_shape
 from drafters.trees.tree import WITHOUT_REPLACEMENT
@@ -172,7 +173,7 @@ def test_the_first_column_is_the_formula(kind, target):
         x = torch.cat([norm(drafter.input_layernorm.weight, token), normed])
         scored = norm(drafter.norm.weight, layer(normed if settings.norm_before_residual else g, x))
         head = drafter.lm_head.weight
-    close(next(drafter.states(ids, outputs, 1))[0, 1], scored)
+    close(next(drafter.states(Text(ids), outputs, 1))[0, 1], scored)
     logits = drafter.draft_logits(ids, outputs)[0, 1]
     if kind == "eagle3 kept":
         outside = torch.ones(VOCAB_SIZE, dtype=torch.bool)
@@ -191,7 +192,9 @@ def test_a_step_recycles_what_came_before_the_final_norm_unless_told(kind, targe
     seen = []
     inputs = drafter.layer_inputs
     drafter.layer_inputs = lambda feature, token: (seen.append(feature), inputs(feature, token))[1]
-    projected = [one[:, depth:] for depth, one in enumerate(drafter.states(ids, outputs, 2), 1)]
+    projected = [
+        one[:, depth:] for depth, one in enumerate(drafter.states(Text(ids), outputs, 2), 1)
+    ]
     recycled = seen[1][:, :7]
     if kind == "eagle3":
         assert not torch.allclose(recycled, projected[0], atol=1e-3)
@@ -210,7 +213,7 @@ def test_columns_asked_for_are_those_of_the_whole_unroll(kind, target):
     found = []
     for asked in (None, columns):
         drafter.zero_grad()
-        unrolled = list(drafter.states(ids, outputs, K, columns=asked))
+        unrolled = list(drafter.states(Text(ids, columns=asked), outputs, K))
         picked = []
         for depth, states in enumerate(unrolled, start=1):
             wanted = torch.zeros(3, 12, dtype=torch.bool)
@@ -226,11 +229,13 @@ def test_columns_asked_for_are_those_of_the_whole_unroll(kind, target):
     for name, gradient in found[0][1].items():
         close(found[1][1][name], gradient)
     nothing = torch.zeros_like(columns)
-    assert not any(bool(one.any()) for one in drafter.states(ids, outputs, K, columns=nothing))
+    assert not any(
+        bool(one.any()) for one in drafter.states(Text(ids, columns=nothing), outputs, K)
+    )
     most = torch.ones_like(columns)  # then it is less work to compute all of them
     most[:, :2] = False
-    whole = drafter.states(ids, outputs, K)
-    for one, other in zip(drafter.states(ids, outputs, K, columns=most), whole, strict=True):
+    whole = drafter.states(Text(ids), outputs, K)
+    for one, other in zip(drafter.states(Text(ids, columns=most), outputs, K), whole, strict=True):
         assert torch.equal(one, other)
 
 
@@ -285,9 +290,9 @@ def test_a_given_numbering_of_positions_is_followed(target):
     ids = torch.tensor(prompts_of([10]))
     outputs = outputs_of(drafter, target, ids)
     positions = torch.arange(10).unsqueeze(0)
-    plain = list(drafter.states(ids, outputs, 2))[1]
-    close(list(drafter.states(ids, outputs, 2, positions + 7))[1], plain, 1e-4)
-    moved = list(drafter.states(ids, outputs, 2, positions + 5 * (positions > 3)))[1]
+    plain = list(drafter.states(Text(ids), outputs, 2))[1]
+    close(list(drafter.states(Text(ids, positions + 7), outputs, 2))[1], plain, 1e-4)
+    moved = list(drafter.states(Text(ids, positions + 5 * (positions > 3)), outputs, 2))[1]
     close(moved[:, :5], plain[:, :5])
     assert bool((moved[:, 7:] - plain[:, 7:]).abs().amax() > 1e-3)
 
@@ -314,8 +319,10 @@ def test_checkpointing_changes_no_gradient(target):
 
     def gradients():
         drafter.zero_grad()
-        found = drafter(ids, outputs, 3, lambda depth, states: states.square().sum())
-        sum(found).backward()
+        squares = drafter(
+            Text(ids), outputs, 3, lambda unrolled: [x.square().sum() for x in unrolled]
+        )
+        sum(squares).backward()
         named = drafter.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
@@ -336,7 +343,7 @@ def test_detached_states_carry_no_gradient_to_the_step_before(target):
         drafter = randomised(build_eagle(target, settings)).train()
         outputs = outputs_of(drafter, target, ids)
         outputs.hidden["final_norm"].requires_grad_()
-        second = list(drafter.states(ids, outputs, 2))[1]
+        second = list(drafter.states(Text(ids), outputs, 2))[1]
         # column 5's second output, with the keys and values of columns 0..5 in between
         second[0, 7].sum().backward()
         got.append((second.detach(), outputs.hidden["final_norm"].grad))
@@ -518,7 +525,7 @@ def test_the_layer_starts_as_the_targets_last_one(tiny_target):
             getattr(drafter.layer, name).weight[:, :WIDTH] = 0
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     outputs = target.outputs(ids, layers=[2, "final_norm"])
-    (states,) = drafter.states(ids, outputs, 1)
+    (states,) = drafter.states(Text(ids), outputs, 1)
     torch.testing.assert_close(states[:, 1:-1], outputs.hidden["final_norm"][:, :-2])
     plain = build_eagle(target, three([2]), layer_from_target=False)
     assert not torch.equal(plain.layer.o_proj.weight, drafter.layer.o_proj.weight)

@@ -8,6 +8,7 @@ from transformers import LlamaModel
 
 from drafters.hydra import HydraDrafter, HydraSettings, prefix_config
 from drafters.round import Budget, Drafter
+from drafters.text import Text
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target
 from target.outputs import TargetOutputs
@@ -82,7 +83,7 @@ def test_a_head_is_the_formula_column_by_column(target):
     silu = torch.nn.functional.silu
     table = target.model.get_input_embeddings().weight
     with torch.no_grad():
-        for depth, states in enumerate(drafter.states(ids, outputs, K), start=1):
+        for depth, states in enumerate(drafter.states(Text(ids), outputs, K), start=1):
             head = drafter.heads[depth - 1]
             for row in range(2):
                 for t in range(9 - depth):
@@ -218,10 +219,10 @@ def test_a_given_numbering_of_positions_is_followed(target):
     ids = torch.tensor(prompts_of([10]))
     outputs = outputs_of(drafter, target, ids)
     positions = torch.arange(10).unsqueeze(0)
-    plain = next(drafter.states(ids, outputs, 1))
-    close(next(drafter.states(ids, outputs, 1, positions + 7)), plain, 1e-4)
+    plain = next(drafter.states(Text(ids), outputs, 1))
+    close(next(drafter.states(Text(ids, positions + 7), outputs, 1)), plain, 1e-4)
     gap = positions + 5 * (positions > 3)
-    moved = next(drafter.states(ids, outputs, 1, gap))
+    moved = next(drafter.states(Text(ids, gap), outputs, 1))
     close(moved[:, :4], plain[:, :4])
     assert bool((moved[:, 6:] - plain[:, 6:]).abs().amax() > 1e-3)
 
@@ -247,7 +248,7 @@ def test_dropout_is_of_training_alone(target):
     outputs = outputs_of(drafter, target, ids)
 
     def once():
-        return [states.detach() for states in drafter.states(ids, outputs, K)]
+        return [states.detach() for states in drafter.states(Text(ids), outputs, K)]
 
     def same():
         return [torch.equal(a, b) for a, b in zip(once(), once(), strict=True)]

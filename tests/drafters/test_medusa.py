@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget, Drafter
+from drafters.text import Text
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target
 from tests.heads import (
@@ -86,7 +87,7 @@ def test_the_loss_of_a_fresh_head_is_that_of_the_targets_law_on_a_later_token(ki
     mask[0, 5:12], mask[1, 3:] = True, True
     outputs = target.outputs(ids, layers=("final_norm",))
     law = outputs.logits.log_softmax(-1)
-    for depth, states in enumerate(drafter.states(ids, outputs, K), start=1):
+    for depth, states in enumerate(drafter.states(Text(ids), outputs, K), start=1):
         rows, index = supervised(mask, depth).nonzero(as_tuple=True)
         logits = drafter.output_head(depth).logits(states[rows, index])
         loss = F.cross_entropy(logits, ids[rows, index + 1])

@@ -24,6 +24,7 @@ from drafters.export.card import Export
 from drafters.export.hf import export
 from drafters.kinds import kind_of
 from drafters.round import Budget
+from drafters.text import Text
 from engines.vllm_run import Speculation, serve
 from eval.config import EvalConfig
 from eval.costs import Cost
@@ -92,7 +93,7 @@ def head(recipe, num_steps=30, **options):
             )
             terms = objective.loss(drafter, batch, outputs, step).terms
             optimizer.zero_grad()
-            sum(weight * total / n for total, n, weight in terms).backward()
+            sum(one.weight * one.total / one.count for one in terms.values()).backward()
             optimizer.step()
         return drafter
 
@@ -129,7 +130,7 @@ def decided(target, drafters, trace):
     laws = [target.outputs(ids).logits[0, first:-1]]
     for drafter in drafters:
         outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
-        for depth, states in enumerate(drafter.states(ids, outputs, K), start=1):
+        for depth, states in enumerate(drafter.states(Text(ids), outputs, K), start=1):
             laws.append(drafter.project(states[0, first + depth : -1], depth))
     best = [law.topk(2).values for law in laws]
     return min(float((top[:, 0] - top[:, 1]).min()) for top in best) > NEAR_TIE

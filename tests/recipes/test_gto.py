@@ -32,6 +32,7 @@ from target.model import Target
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.eagle import build_eagle, eagle_settings
 from tests.heads import PROMPTS, fitted, plain_texts, randomised
+from tests.losses import listed, ordered
 from tests.objectives import trained as prepared
 from tests.recipes.test_heads import outputs_of
 from trainer.errors import UserError
@@ -85,8 +86,9 @@ def tuned(target, *, moved=0.03, size=None, base="eagle3", **options):
 
 def terms_of(recipe, batch):
     output = recipe.loss(batch, outputs_of(recipe, batch), 0)
-    assert [float(n) for _, n, _ in output.terms] == recipe.denominators(batch, 0)
-    return output.terms
+    terms = listed(output.terms)
+    assert [float(n) for _, n, _ in terms] == ordered(recipe.denominators(batch, 0))
+    return terms
 
 
 def tree_term(recipe, batch):
@@ -265,10 +267,10 @@ def test_advantages_are_standardised_by_the_groups_population_and_flat_ones_are_
 def test_at_the_first_step_only_the_token_loss_is_left(base, target, batch):
     recipe = tuned(target, moved=0, base=base)
     module = {"eagle3": eagle3, "eagle": eagle}[base]
-    plain = module.Recipe(module.Config(**OPTIONS[base]), target)
-    plain = prepared(plain, recipe.drafter)
+    head = module.Recipe(module.Config(**OPTIONS[base]), target)
+    head = prepared(head, recipe.drafter)
     *terms, (total, _, weight) = terms_of(recipe, batch)
-    alone = plain.loss(batch, outputs_of(plain, batch), 0).terms
+    alone = listed(head.loss(batch, outputs_of(head, batch), 0).terms)
     for (a, n, w), (b, m, v) in zip(terms, alone, strict=True):
         assert torch.equal(a, b)
         assert (float(n), w) == (float(m), v)

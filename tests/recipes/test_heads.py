@@ -18,9 +18,9 @@ from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
-from recipes.common import draft_vocabulary, heads
+from recipes.common import draft_vocabulary, target_logits
 from recipes.common.draft_vocabulary import frequent_tokens
-from tests.losses import divergence
+from tests.losses import divergence, listed, ordered
 from tests.objectives import trained
 from tests.tiny import VOCAB_SIZE
 from trainer.config import load_yaml
@@ -76,8 +76,8 @@ def outputs_of(recipe, batch):
 
 
 def terms_of(recipe, batch):
-    terms = recipe.loss(batch, outputs_of(recipe, batch), 0).terms
-    assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+    terms = listed(recipe.loss(batch, outputs_of(recipe, batch), 0).terms)
+    assert [float(n) for _, n, _ in terms] == ordered(recipe.denominators(batch, 0))
     return terms
 
 
@@ -99,14 +99,13 @@ def test_depths_share_the_gradient_of_their_output_head(name, options, target, t
     batch = batch_of(traces)
     outputs = outputs_of(recipe, batch)
     own = recipe.denominators(batch, 0)
-    number = len(own) // recipe.depth
-    sums = [n * (1 + i // number) + 3 for i, n in enumerate(own)]
-    sums[-number:] = [0.0] * number
+    depths = {name: int(name.split("_")[1]) for name in own}
+    sums = {name: (n * depths[name] + 3) * (depths[name] < recipe.depth) for name, n in own.items()}
 
     def gradients(known):
         torch.manual_seed(2)
         terms = recipe.loss(batch, outputs, 0, known).terms
-        loss = sum(w * total / (n or 1) for (total, _, w), n in zip(terms, sums, strict=True))
+        loss = sum(one.weight * one.total / (sums[name] or 1) for name, one in terms.items())
         recipe.drafter.zero_grad()
         (2 * loss).backward()
         return {name: p.grad for name, p in recipe.drafter.named_parameters() if p.grad is not None}
@@ -167,12 +166,12 @@ def test_where_the_targets_logits_do_not_fit_they_are_made_anew_at_each_depth(
 
     monkeypatch.setattr(OutputHead, "logits", counted)
     found = []
-    usual = heads.KEEP_TEACHER_BYTES
+    usual = target_logits.HOLD_BYTES
     for limit, free, times in (
         (usual, None, 1), (10, None, recipe.depth), (10, 4 * usual, 1), (usual, 40, recipe.depth)
     ):  # fmt: skip
-        monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
-        monkeypatch.setattr(heads, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(target_logits, "HOLD_BYTES", limit)
+        monkeypatch.setattr(target_logits, "free_bytes", lambda device, free=free: free)
         made.clear()
         found.append([total for total, _, _ in terms_of(recipe, batch)])
         assert sum(made) == times
@@ -186,7 +185,7 @@ def test_with_a_summary_only_the_drafted_rows_of_the_targets_head_are_read(
     name, fits, target, traces, monkeypatch
 ):
     """Losses, gradients and metrics are those of all logits."""
-    monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", 1 << 28 if fits else 10)
+    monkeypatch.setattr(target_logits, "HOLD_BYTES", 1 << 28 if fits else 10)
     recipe, batch = make(name, target, traces, draft_vocab_size=30), batch_of(traces)
     assert recipe.target_request(batch, 0).summary
     assert not make(name, target, traces, draft_vocab_size=0).target_request(batch, 0).summary
@@ -204,9 +203,10 @@ def test_with_a_summary_only_the_drafted_rows_of_the_targets_head_are_read(
         recipe.drafter.zero_grad()
         read.clear()
         made = recipe.loss(batch, given, 0)
-        sum(weight * total for total, _, weight in made.terms).backward()
+        terms = listed(made.terms)
+        sum(weight * total for total, _, weight in terms).backward()
         found.append(
-            [*[total for total, _, _ in made.terms], *[value for value, _ in made.metrics.values()],
+            [*[total for total, _, _ in terms], *[value for value, _ in made.metrics.values()],
              *[p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]]
         )  # fmt: skip
         assert set(read) == {30 if given.summary else len(target.head.weight)}
@@ -225,13 +225,13 @@ def test_the_teacher_keeps_the_targets_dtype_under_autocast(
 
     def noted(head, states, _logits=OutputHead.logits):
         found = _logits(head, states)
-        if any(head is one for one in (target.head, recipe._kept_rows)):
+        if any(head is one for one in (target.head, recipe._kept_head)):
             dtypes.add(found.dtype)
         return found
 
     monkeypatch.setattr(OutputHead, "logits", noted)
     for limit, given in ((1 << 28, None), (10, None), (10, summary)):
-        monkeypatch.setattr(heads, "KEEP_TEACHER_BYTES", limit)
+        monkeypatch.setattr(target_logits, "HOLD_BYTES", limit)
         dtypes.clear()
         with torch.autocast("cpu", torch.bfloat16):
             recipe.loss(batch, dataclasses.replace(outputs, summary=given), 0)

@@ -27,7 +27,7 @@ from tests.heads import (
     assert_greedy_text_is_the_targets,
     assert_rounds_follow_the_unroll,
 )
-from tests.losses import divergence
+from tests.losses import divergence, listed, ordered
 from tests.objectives import trained
 from tests.recipes.test_heads import batch_of, make, outputs_of, terms_of
 from tests.tiny import VOCAB_SIZE
@@ -71,8 +71,8 @@ def joint(target, traces, moved=True, **options):
 
 def loss_of(recipe, batch, step=STEPS - 1):
     torch.manual_seed(2)
-    terms = recipe.loss(batch, outputs_of(recipe, batch), step).terms
-    assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, step)
+    terms = listed(recipe.loss(batch, outputs_of(recipe, batch), step).terms)
+    assert [float(n) for _, n, _ in terms] == ordered(recipe.denominators(batch, step))
     return sum(weight * total / max(float(n), 1) for total, n, weight in terms)
 
 
@@ -121,7 +121,7 @@ def test_the_heads_come_in_along_the_ramp(ramp, target, traces):
     recipe, batch = joint(target, traces, heads_ramp=ramp, heads_weight=0.5), batch_of(traces)
     outputs = outputs_of(recipe, batch)
     for step in (0, 3, 5, STEPS - 1):
-        (_, _, held), *heads = recipe.loss(batch, outputs, step).terms
+        (_, _, held), *heads = listed(recipe.loss(batch, outputs, step).terms)
         share = (step + 1) / STEPS
         known = {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}
         assert held == 1

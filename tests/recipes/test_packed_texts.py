@@ -20,6 +20,7 @@ from data.prompts import Prompt
 from data.shares import TextShares
 from target.shared_text import TextGroup
 from tests.commands import command, read_jsonl
+from tests.losses import listed, ordered
 from tests.objectives import trained
 from tests.tiny import ARCHITECTURES
 from trainer.errors import UserError
@@ -84,8 +85,8 @@ def assert_same_terms(recipe, packed, plain, outputs=None):
                 batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits,
                 project_later=True,
             )  # fmt: skip
-        terms = recipe.loss(batch, given, 0).terms
-        assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+        terms = listed(recipe.loss(batch, given, 0).terms)
+        assert [float(n) for _, n, _ in terms] == ordered(recipe.denominators(batch, 0))
         found.append(terms)
     assert len(packed.prompts) > len(packed.input_ids)
     for (a, n, w), (b, m, v) in zip(*found, strict=True):
@@ -219,8 +220,8 @@ def test_processes_that_share_texts_lose_together_what_one_loses(
             batch.input_ids, batch.position_ids,
             layers=recipe.target_request(batch, 0).layers, logits=False,
         )  # fmt: skip
-        terms = recipe.loss(batch, outputs, 0).terms
-        assert [float(n) for _, n, _ in terms] == recipe.denominators(batch, 0)
+        terms = listed(recipe.loss(batch, outputs, 0).terms)
+        assert [float(n) for _, n, _ in terms] == ordered(recipe.denominators(batch, 0))
         recipe.drafter.zero_grad()
         sum(weight * total for total, _, weight in terms).backward()
         gradients = [p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]
@@ -256,8 +257,8 @@ def test_so_do_processes_that_train_a_draft_model(
         outputs = None
         if not compressed:
             outputs = target.outputs(batch.input_ids, batch.position_ids, project_later=True)
-        [(total, count, _)] = recipe.loss(batch, outputs, 0).terms
-        assert [float(count)] == recipe.denominators(batch, 0) == [batch.num_supervised]
+        [(total, count, _)] = listed(recipe.loss(batch, outputs, 0).terms)
+        assert [float(count)] == ordered(recipe.denominators(batch, 0)) == [batch.num_supervised]
         recipe.drafter.zero_grad()
         total.backward()
         gradients = [p.grad.clone() for p in recipe.drafter.parameters() if p.grad is not None]

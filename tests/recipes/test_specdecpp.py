@@ -17,6 +17,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Settings
 from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.text import Text
 from recipes.base import Context
 from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted_loss
 from scripts import evaluate, export
@@ -25,6 +26,7 @@ from target.sampling import Sampling, warp
 from tests.commands import TWO, command, finish, read_jsonl, start
 from tests.eagle import build_eagle
 from tests.heads import randomised
+from tests.losses import listed
 from tests.objectives import trained
 from tests.tiny import EOS, perturbed
 from tests.watch import Watch
@@ -84,8 +86,8 @@ def drawn_of(recipe, traces, index=0):
 def loss_of(recipe, drawn):
     assert recipe.target_request(drawn, 0) is None  # the target has read the text already
     output = recipe.loss(drawn, None, 0)
-    ((total, mass, weight),) = output.terms
-    assert recipe.denominators(drawn, 0) == [pytest.approx(float(mass))]
+    ((total, mass, weight),) = listed(output.terms)
+    assert recipe.denominators(drawn, 0) == {"acceptance": pytest.approx(float(mass))}
     assert weight == 1
     return total / mass.detach()
 
@@ -197,7 +199,9 @@ def test_the_loss_is_the_weighted_cross_entropy_at_the_drafted_tokens(kind, targ
     for row, place, accept, depth in rows:
         line = int(row) % 4
         states = {} if outputs is None else {k: v[line, None] for k, v in outputs.hidden.items()}
-        *_, own = drafter.states(drawn.mixed[row, None], TargetOutputs(states), int(depth) + 1)
+        *_, own = drafter.states(
+            Text(drawn.mixed[row, None]), TargetOutputs(states), int(depth) + 1
+        )
         logits = drafter.acceptance(own[0, place]).double()
         f, a = logits.softmax(-1)[1], accept.double()
         total += -6 * (1 - a) * (1 - f).log() - a * f.log()
@@ -245,8 +249,8 @@ def test_only_the_head_trains_and_a_batch_without_drafts_gives_nothing(target, t
         assert (parameter.grad is not None) == name.startswith("acceptance.")
     raw = batch_of(traces)
     raw.loss_mask[:] = False
-    assert recipe.denominators(raw, 0) == [0.0]
-    ((total, mass, _),) = recipe.loss(raw, None, 0).terms
+    assert recipe.denominators(raw, 0) == {"acceptance": 0.0}
+    ((total, mass, _),) = listed(recipe.loss(raw, None, 0).terms)
     assert total.item() == mass.item() == 0
     assert total.requires_grad
 

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from drafters.causal_lm import CausalLMDrafter
+from drafters.text import Text
 from target.attention import Capability, packed
 from target.cache import CachedModel
 from target.nodes import place_tree
@@ -92,7 +93,7 @@ def test_a_causal_lm_trains_on_packed_rows_as_with_the_dense_mask(checkpointed, 
     for kernel in (contextlib.nullcontext, chosen_as_on_a_gpu):
         drafter.zero_grad()
         with kernel():
-            next(drafter.states(IDS, None, 1, SEVERAL)).square().sum().backward()
+            next(drafter.states(Text(IDS, SEVERAL), None, 1)).square().sum().backward()
         gradients.append([p.grad for p in drafter.parameters() if p.grad is not None])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.text import Text
 from target import layout
 from target.adapted import AdaptedTarget, LoraSettings
 from target.layout import can_pack, laid_out, lay_out
@@ -225,7 +226,7 @@ def test_a_drafter_is_laid_out_while_it_is_measured(
     outputs = target.outputs(ids, layers=drafter.target_layers)
 
     def logits() -> torch.Tensor:
-        states = list(drafter.states(ids, outputs, 2))
+        states = list(drafter.states(Text(ids), outputs, 2))
         return torch.stack([drafter.project(one, depth) for depth, one in enumerate(states, 1)])
 
     with torch.inference_mode():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from drafters.causal_lm import CausalLMDrafter
+from drafters.text import Text
 from phases.exits import end
 from target import shared_text
 from target.masks import LayerMasks
@@ -129,7 +130,7 @@ def read(words: list[str]) -> int:
         gradients = []
         for given, columns in (({}, slice(None)), ({"group": group}, own)):
             drafter.zero_grad()
-            states = next(drafter.states(ids, None, 1, several, **given))
+            states = next(drafter.states(Text(ids, several, **given), None, 1))
             (states * weights)[:, columns].sum().backward()
             gradients.append([p.grad for p in drafter.parameters() if p.grad is not None])
         for one, part in zip(*gradients, strict=True):

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from io import BufferedReader
@@ -40,7 +40,7 @@ from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
 from trainer.errors import RunFault, UserError
 from trainer.loop import Fit, fit, learning_rate, make_accelerator
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 from trainer.optimizer import make_optimizer
 from trainer.processes import PATIENCE
 from trainer.replicated import Replicated
@@ -128,8 +128,8 @@ class PlainLM(nn.Module):
 class CrossEntropy:
     computes_batches = False
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
-        return [batch.num_supervised]
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        return {"labels": batch.num_supervised}
 
     def refresh(self, step: int, context: object) -> Batch | None:
         raise NotImplementedError
@@ -145,7 +145,7 @@ class CrossEntropy:
         batch: Batch,
         target_outputs: object,
         step: int,
-        denominators: Sequence[float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:
         logits = drafter(batch.input_ids)[:, :-1].float()
         labels = batch.input_ids[:, 1:]
@@ -153,7 +153,8 @@ class CrossEntropy:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         right = (logits.argmax(-1) == labels) & mask
         count = mask.sum()
-        return LossOutput([((losses * mask).sum(), count, 1.0)], {"accuracy": (right.sum(), count)})
+        terms = {"labels": Term((losses * mask).sum(), count)}
+        return LossOutput(terms, {"accuracy": (right.sum(), count)})
 
 
 class Counting(CrossEntropy):
@@ -288,12 +289,13 @@ def test_how_often_one_evaluates_or_saves_changes_no_loss(tmp_path):
 
 def test_several_terms_are_divided_each_by_its_own_denominator(tmp_path):
     class TwoTerms(CrossEntropy):
-        def denominators(self, batch: Batch, step: int) -> list[float]:
-            return [float(batch.num_supervised), float(len(batch.input_ids))]
+        def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+            return {"tokens": batch.num_supervised, "rows": len(batch.input_ids)}
 
         def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
-            ((total, count, _),) = super().loss(drafter, batch, target_outputs, step).terms
-            return LossOutput([(total, count, 1.0), (total, len(batch.input_ids), 0.25)])
+            one = super().loss(drafter, batch, target_outputs, step).terms["labels"]
+            rows = Term(one.total, len(batch.input_ids), 0.25)
+            return LossOutput({"tokens": one, "rows": rows})
 
     settings = {"evaluate": None, "dropout": 0.0, "max_steps": 1}
     _, _, plain = train(tmp_path / "a", CrossEntropy(), **settings)
@@ -315,16 +317,38 @@ def test_a_loss_is_told_what_its_terms_are_divided_by(tmp_path):
     train(tmp_path, Told(), gradient_accumulation_steps=2, evaluate=None, max_steps=3)
     assert len(told) == 6
     for step, _, given in told:
-        assert given == [sum(number for of, number, _ in told if of == step)]
+        assert given == {"labels": sum(number for of, number, _ in told if of == step)}
 
 
 def test_a_loss_that_divides_by_something_unannounced_is_refused(tmp_path):
     class Wrong(CrossEntropy):
-        def denominators(self, batch: Batch, step: int) -> list[float]:
-            return [float(len(batch.input_ids))]
+        def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+            return {"labels": float(len(batch.input_ids))}
 
-    with pytest.raises(RunFault, match=r"Wrong: loss\(\) returned the denominator"):
+    with pytest.raises(RunFault, match=r"Wrong: loss\(\) returned the denominator .* of labels"):
         train(tmp_path, Wrong())
+
+
+def test_a_loss_with_other_terms_than_announced_is_refused(tmp_path):
+    class Other(CrossEntropy):
+        def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+            return {"tokens": batch.num_supervised}
+
+    says = r"returned the terms labels at step 1, but denominators\(\) had announced tokens"
+    with pytest.raises(RunFault, match=says):
+        train(tmp_path, Other())
+
+
+def test_a_batch_that_announces_other_terms_than_the_first_is_refused(tmp_path):
+    """Its counts would be added to other terms'."""
+
+    class Changing(CrossEntropy):
+        def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+            return {"labels" if step < 2 else "tokens": batch.num_supervised}
+
+    says = r"announced the terms tokens for a batch of step 3, but labels for the first one"
+    with pytest.raises(RunFault, match=says):
+        train(tmp_path, Changing())
 
 
 def test_batches_without_supervised_tokens_are_skipped_and_counted(tmp_path):
@@ -414,8 +438,8 @@ def test_a_stage_may_let_parameters_learn_at_their_own_rate(tmp_path):
 def test_weight_decay_shrinks_matrices_and_spares_biases_at_zero_gradient(tmp_path):
     class Still(CrossEntropy):
         def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
-            ((total, count, weight),) = super().loss(drafter, batch, target_outputs, step).terms
-            return LossOutput([(0.0 * total, count, weight)])
+            one = super().loss(drafter, batch, target_outputs, step).terms["labels"]
+            return LossOutput({"labels": Term(0.0 * one.total, one.count)})
 
     torch.manual_seed(0)
     before = TinyLM()
@@ -564,12 +588,13 @@ def test_numbers_that_are_not_finite_save_the_batch_and_stop(tmp_path, where):
     class Broken(CrossEntropy):
         def loss(self, drafter, batch, target_outputs, step, *denominators) -> LossOutput:
             output = super().loss(drafter, batch, target_outputs, step)
-            ((total, count, weight),) = output.terms
+            one = output.terms["labels"]
+            total = one.total
             if step == 6 and where == "loss":
                 total = total * torch.nan
             elif step == 6:  # the derivative of sqrt at 0 is infinite, its value is not
                 total = total + torch.sqrt(0 * total)
-            return LossOutput([(total, count, weight)])
+            return LossOutput({"labels": Term(total, one.count)})
 
     with pytest.raises(RunFault, match=r"step 7.*nan_batch\.safetensors"):
         train(tmp_path, Broken())
@@ -953,7 +978,7 @@ class Noting(CrossEntropy):
     def __init__(self, late: bool) -> None:
         self.computes_batches, self.events = late, list[str]()
 
-    def denominators(self, batch: Batch, step: int) -> list[float]:
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         num_batches = sum(event.startswith("batch") for event in self.events)
         self.events.append(f"batch {num_batches}")
         return super().denominators(batch, step)

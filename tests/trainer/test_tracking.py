@@ -20,7 +20,7 @@ from trainer import tracking
 from trainer.checkpoint import Tokens
 from trainer.config import TrainerConfig
 from trainer.errors import RunFault, UserError
-from trainer.losses import LossOutput
+from trainer.losses import LossOutput, Term
 from trainer.tracking import StepRecord, Tracker, Window, check_login, track_report
 
 
@@ -81,8 +81,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 def add(window, step, loss, count=2.0, seen=3.0):
     batch = Tokens(torch.tensor([[step]]), torch.ones(1, 1))
     record = StepRecord(step, [batch], [torch.tensor(loss)])
-    output = LossOutput([(torch.tensor(loss), count, 1.0)], {"seen": (torch.tensor(seen), count)})
-    record.add(output, [2.0])
+    terms = {"labels": Term(torch.tensor(loss), count)}
+    record.add(LossOutput(terms, {"seen": (torch.tensor(seen), count)}), {"labels": 2.0})
     window.add(record, torch.tensor(1.0))
 
 
@@ -135,7 +135,7 @@ def test_tokens_per_second_are_those_since_the_last_row_without_pauses(tmp_path,
 def test_denominators_other_than_announced_are_a_fault(tmp_path, count):
     window = Window(Accelerator(cpu=True), tmp_path, object)
     add(window, 0, 1.0, count=torch.tensor(count, dtype=torch.float64))
-    with pytest.raises(RunFault, match=rf"returned the denominator {count} at step 1, .* 2\.0"):
+    with pytest.raises(RunFault, match=rf"denominator {count} of labels at step 1, .* 2\.0"):
         window.settle()
 
 
