@@ -254,6 +254,8 @@ def test_so_do_processes_that_train_a_draft_model(
     found = []
     for group in (None, *(TextGroup(part, 3) for part in range(3))):
         batch = TextShares(source, group).at(0)
+        if group is not None:  # it computes the states of its own columns alone
+            assert not bool((batch.supervised() & ~batch.own[:-1]).any())
         outputs = None
         if not compressed:
             outputs = target.outputs(batch.input_ids, batch.position_ids, project_later=True)
