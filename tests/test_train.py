@@ -257,7 +257,7 @@ def test_a_turn_that_is_held_out_is_context_and_not_trained_on(
     prompts = write_jsonl(tmp_path / "chats.jsonl", rows)
     seen = []
 
-    def stop(run, recipe, start, traces, texts):
+    def stop(run, recipe, start, traces, *further):
         seen.extend(traces)
         raise UserError("enough")
 

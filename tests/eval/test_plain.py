@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.engine import Speculated
-from eval.plain import difference
+from eval.plain import difference, plain_generate
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
@@ -98,3 +98,22 @@ def test_one_position_of_a_long_text_is_projected(tiny_target):
         assert difference(target, prompt, [1, 2], ours) is not None
     assert (1, len(prompt) + 1) in watch.shapes
     assert not [s for s in watch.shapes if s[-1:] == (target.vocab_size,) and len(prompt) + 1 in s]
+
+
+def test_plain_decoding_ends_at_every_eos_of_the_target_and_keeps_no_default(
+    tiny_target, monkeypatch
+):
+    """The union of tokenizer and generation config, at which servers stop; a default of the model's
+    configuration, such as a penalty, is not plain decoding."""
+    target = tiny_target("llama")
+    monkeypatch.setattr(target, "eos_ids", ())
+    whole = plain_generate(target, PROMPT, Sampling(0.0), 12)
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", whole[0])
+    monkeypatch.setattr(target.model.generation_config, "repetition_penalty", 9.0)
+    assert plain_generate(target, PROMPT, Sampling(0.0), 12) == whole
+    for one in set(whole):
+        other = next(i for i in range(target.vocab_size) if i not in whole)
+        monkeypatch.setattr(target, "eos_ids", (other, one))
+        expected = whole[: whole.index(one) + 1]
+        assert plain_generate(target, PROMPT, Sampling(0.0), 12) == expected
+    assert target.model.generation_config.repetition_penalty == 9.0

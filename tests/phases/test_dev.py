@@ -87,9 +87,9 @@ def evaluated(monkeypatch, texts, kind, number, zero_stage=None):
     processes, own, read = Processes(number), drafter(kind, target), [0] * number
     states = own.states
 
-    def counted(ids, *given):
-        read[processes.here.rank] += ids.numel()
-        return states(ids, *given)
+    def counted(text, *given):
+        read[processes.here.rank] += text.ids.numel()
+        return states(text, *given)
 
     monkeypatch.setattr(own, "states", counted)
     monkeypatch.setattr(dev, "gather_object", processes.gather)
