@@ -1,4 +1,5 @@
-"""What must be opened and edited in order to add something: counted on a copy of the tree.
+"""What must be opened and edited in order to add something: counted on a copy of the tree. And what
+must be read in order to follow a training step.
 
 A verifier, a length policy, a tree shape or a training-free drafter is one new file, and one row of
 its folder's table; the command line then takes it by name, and reports measure with it.
@@ -6,6 +7,7 @@ its folder's table; the command line then takes it by name, and reports measure 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -16,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
+import train
 from scripts import evaluate
 from tests.commands import ROOT, command, only
+from trainer.loop import Fit
 
 ROOMS = ("trainer", "target", "drafters", "engines", "data", "eval", "recipes", "phases", "scripts")
 
@@ -299,3 +303,43 @@ def test_what_few_runs_need_is_imported_by_those_alone():
     )
     slow = {"peft", "bitsandbytes", "datasets", "matplotlib", "wandb", "deepspeed", "gguf", "vllm"}
     assert not slow & set(done.stdout.split())
+
+
+# of one step, between its batch and its optimiser: files, and lines of the functions that run. At
+# commit e87bdd5: 25 and 867, 29 and 1,062
+STEPS = {"medusa": (26, 820), "eagle3": (31, 1020)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", STEPS)
+def test_a_step_runs_so_much_of_the_code(recipe, tmp_path, tiny_folder, monkeypatch):
+    update, functions = Fit.update, {}
+
+    def note(frame, event, arg):
+        code = frame.f_code
+        path = Path(code.co_filename)
+        named = not code.co_name.startswith("<")  # not a comprehension or lambda inside of one
+        if event == "call" and named and path.parts[: len(ROOT.parts)] == ROOT.parts:
+            place = path.relative_to(ROOT)
+            if place.parts[0] in ROOMS:
+                functions[place, code.co_firstlineno] = len(inspect.getsourcelines(code)[0])
+
+    def traced(self, *given):
+        sys.setprofile(note)
+        try:
+            update(self, *given)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Fit, "update", traced)
+    words = command(
+        tmp_path, tiny_folder("llama"), f"recipe={recipe}", "trainer.max_steps=1",
+        "eval.temperatures=0", "eval.num_prompts=1", "eval.timing_prompts=0",
+    )  # fmt: skip
+    words = [word for word in words if not word.startswith("method.")]
+    assert train.main([*words, *["method.layers=[0,1]"] * (recipe == "eagle3")]) == 0
+    files = sorted({str(path) for path, _ in functions})
+    print(len(files), "files,", sum(functions.values()), "lines:", *files)
+    most_files, most_lines = STEPS[recipe]
+    assert len(files) <= most_files
+    assert sum(functions.values()) <= most_lines
