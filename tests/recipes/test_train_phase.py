@@ -14,6 +14,7 @@ from drafters import output_head
 from drafters.acceptance_head import AcceptanceHead
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
+from drafters.medusa2 import Medusa2Drafter
 from phases.run import Run
 from phases.stage import sample_drafter
 from phases.train import (
@@ -295,15 +296,19 @@ def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
     assert len(whole["kept"]) == 14
     assert set(first["kept"].tolist()) < set(whole["kept"].tolist())
 
-    steps, forward = iter([True]), TrainedDrafter.forward
+    steps = iter([True])
 
-    def stopping(*arguments, **options):
-        if torch.is_grad_enabled() and not next(steps, False):
-            raise InterruptedError
-        return forward(*arguments, **options)
+    def stopping(forward):
+        def stopped(*arguments, **options):
+            if torch.is_grad_enabled() and not next(steps, False):
+                raise InterruptedError
+            return forward(*arguments, **options)
+
+        return stopped
 
     with monkeypatch.context() as patched:
-        patched.setattr(TrainedDrafter, "forward", stopping)
+        for kind in (TrainedDrafter, Medusa2Drafter):  # which has a pass of its own
+            patched.setattr(kind, "forward", stopping(kind.forward))
         with pytest.raises(InterruptedError):
             drafted("halves", *given)
     capsys.readouterr()
