@@ -894,13 +894,17 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_fault_on_one_of_two_processes_ends_both(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [("fault", "no such batch"), ("terms", "the terms tokens for a batch of step 1, but labels")],
+)
+def test_a_fault_on_one_of_two_processes_ends_both(tmp_path, mode, says):
     """Within seconds, and not after the day that a process waits for another: the launcher sees to
     it. The fault is what is said."""
     began = time.monotonic()
-    code, out, err = finish(commands.start(*TWO, "-m", __name__, str(tmp_path), "fault"))
+    code, out, err = finish(commands.start(*TWO, "-m", __name__, str(tmp_path), mode))
     assert code != 0
-    assert "no such batch" in out + err
+    assert says in out + err
     assert time.monotonic() - began < 120
 
 
@@ -1000,10 +1004,19 @@ class BrokenBatches(Batches):
         return super().at(index)
 
 
-def break_down(folder: Path) -> None:
+class OtherTerms(Noting):
+    """On rank 1 the term has another name."""
+
+    def denominators(self, batch: Batch, step: int) -> dict[str, float]:
+        name = ("labels", "tokens")[torch.distributed.get_rank()]
+        return {name: super().denominators(batch, step)["labels"]}
+
+
+def break_down(folder: Path, mode: str) -> None:
     torch.distributed.init_process_group("gloo", timeout=PATIENCE)
+    batches, objective = (Batches, OtherTerms) if mode == "terms" else (BrokenBatches, Noting)
     rank = torch.distributed.get_rank()
-    train(folder, Noting(late=False), batches=BrokenBatches(2, rank, 2, EMPTY), **JOINT)
+    train(folder, objective(late=False), batches=batches(2, rank, 2, EMPTY), **JOINT)
 
 
 def join(folder: Path, mode: str) -> None:
@@ -1029,8 +1042,8 @@ def main(words: list[str]) -> int:
     folder, mode = Path(words[0]), words[1]
     if mode == "crash":
         crash(folder)
-    elif mode == "fault":
-        break_down(folder)
+    elif mode in ("fault", "terms"):
+        break_down(folder, mode)
     else:
         join(folder, mode)
     return 0
