@@ -312,23 +312,31 @@ def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
 
 
 def test_a_free_row_keeps_drafting_in_the_room_that_it_has(monkeypatch):
-    """Two answers go on, a token a round, long after the third ended: all that is drafted in its
-    row is accepted."""
+    """Of sixteen rows one ends at its first token; while a prompt waits and fewer than two rows are
+    free, it stays. The others go on, a token a round; all that is drafted in its row is accepted.
+    """
     model = tiny_model("llama")
-    prompts = prompts_of([6, 7, 8], seed=2)
+    *prompts, short = prompts_of([5, 6, 7, 8], seed=1)
     whole = [generated(model, p, 30) for p in prompts]
-    ended = whole[2][0]
-    assert all(ended not in text for text in whole[:2])
+    ended = generated(model, short, 1)[0]
+    assert all(ended not in text for text in whole)
+    asked = 0
 
     def continuation(context, count):
-        live = any(context[: len(p)].tolist() == p for p in prompts[:2])
-        return [] if live else generated(model, context.tolist(), count)
+        nonlocal asked
+        if any(context[: len(p)].tolist() == p for p in prompts):
+            return []
+        asked += 1
+        return generated(model, context.tolist(), count)
 
     drafter = PromptLookup()
     monkeypatch.setattr(drafter, "continuation", continuation)
-    found = speculated(model, drafter, prompts, eos_ids=(ended,), max_new_tokens=30)
-    assert [found[i].response_ids for i in range(3)] == [*whole[:2], [ended]]
-    assert len(found[0].rounds) == 29
+    waits, *started = [0] + [1] * 7 + [2] * 8
+    rows = [prompts[i] for i in (waits, *started)] + [short]
+    found = speculated(model, drafter, rows, eos_ids=(ended,), max_new_tokens=30, batch_size=16)
+    texts = [found[i].response_ids for i in range(len(rows))]
+    assert texts == [*(whole[i] for i in (waits, *started)), [ended]]
+    assert len(found[1].rounds) == 29 <= asked
 
 
 # --- keyed randomness --------------------------------------------------------------------------
