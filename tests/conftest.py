@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 
 import tests.offline.sitecustomize  # noqa: F401
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 
 @pytest.fixture(scope="session")

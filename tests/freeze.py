@@ -6,9 +6,9 @@
 One JSON of names and values. Every recipe trains four steps in seven ways: losses, gradient norms,
 a hash of the weights and of each export, or the line that refuses it. Each goes on from its
 second step. Every stored drafter of tests/fixtures/frozen is measured with chains, trees and
-policies, by replay and by decoding. Every wrong word of tests/wrong_words.py is refused in its
-line. Floats are hexadecimal; what depends on the clock is left out. Two trees are compared on one
-machine, as processors add in different orders.
+policies, by replay and by decoding. Every wrong word of tests/helpers/wrong_words.py is refused in
+its line. Floats are hexadecimal; what depends on the clock is left out. Two trees are compared on
+one machine, as processors add in different orders.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 import train
 from recipes import base
 from scripts import evaluate
-from tests.commands import command, own_words, read_jsonl
+from tests.helpers.commands import command, own_words, read_jsonl
+from tests.helpers.tiny import save_tiny
+from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS
 from tests.offline import sitecustomize  # noqa: F401
-from tests.tiny import save_tiny
-from tests.wrong_words import HEADS, MALFORMED, WORDS
 
 FROZEN = Path("tests/fixtures/frozen")
 WAYS = {

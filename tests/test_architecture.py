@@ -20,7 +20,7 @@ import pytest
 
 import train
 from scripts import evaluate
-from tests.commands import ROOT, command, only
+from tests.helpers.commands import ROOT, command, only
 from trainer.loop import Fit
 
 ROOMS = ("trainer", "target", "drafters", "engines", "data", "eval", "recipes", "phases", "scripts")

@@ -19,9 +19,9 @@ from phases import report
 from recipes import base
 from recipes.common.config import Config
 from scripts import evaluate, export, generate, request_log
-from tests.commands import command, only, pipe, training_stores, write_jsonl
-from tests.tiny import save_tiny
-from tests.wrong_words import HEADS, MALFORMED, WORDS
+from tests.helpers.commands import command, only, pipe, training_stores, write_jsonl
+from tests.helpers.tiny import save_tiny
+from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS
 from trainer.checks import require_folder
 from trainer.config import known_keys, sections
 from trainer.errors import UserError

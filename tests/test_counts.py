@@ -20,14 +20,21 @@ from recipes import base
 from recipes.common.online import Server
 from target.graphs import BEFORE_CAPTURE
 from target.sampling import Sampling
-from tests.commands import command, own_words, write_jsonl
-from tests.eagle import build_eagle, eagle_settings
 from tests.eval.test_engine import drafter_of, speculated, target_of
-from tests.kernels import chosen_as_on_a_gpu
-from tests.tape import decoding_as_on_a_gpu
+from tests.helpers.commands import command, own_words, write_jsonl
+from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.kernels import chosen_as_on_a_gpu
+from tests.helpers.tape import decoding_as_on_a_gpu
+from tests.helpers.tiny import (
+    VOCAB_SIZE,
+    perturbed,
+    prompts_of,
+    save_tiny,
+    tiny_model,
+    tiny_tokenizer,
+)
+from tests.helpers.watch import Waits
 from tests.target.test_decode import requests_for, responses
-from tests.tiny import VOCAB_SIZE, perturbed, prompts_of, save_tiny, tiny_model, tiny_tokenizer
-from tests.watch import Waits
 from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.logits import OutputHead, chunk_rows

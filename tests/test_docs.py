@@ -33,8 +33,8 @@ from scripts import (
     push_to_hub,
     request_log,
 )
-from tests.commands import ROOT
-from tests.shrunk import shrunk, words_of
+from tests.helpers.commands import ROOT
+from tests.helpers.shrunk import shrunk, words_of
 from trainer.config import known_keys, parse_overrides, sections
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -273,7 +273,8 @@ def workspace(tmp_path):
     for name in ("python", "accelerate"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.shrunk {name} "$@"\n')
+        words = f'-m tests.helpers.shrunk {name} "$@"'
+        program.write_text(f"#!/bin/sh\nexec {sys.executable} {words}\n")
         program.chmod(0o755)
     return tmp_path
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from data.traces import TraceStore
 from scripts import compare, evaluate, export
-from tests.commands import read_jsonl
+from tests.helpers.commands import read_jsonl
 
 PLACE = "tests/fixtures/frozen"
 SOURCE = Path(__file__).resolve().parents[1] / PLACE

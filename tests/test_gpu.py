@@ -25,9 +25,9 @@ from target.decode import Request
 from target.graphs import Weights
 from target.model import Target
 from target.sampling import Sampling, row_key
-from tests.commands import command, own_words
 from tests.eval.test_offline import drafter_of
-from tests.tiny import assert_same_greedy, generated, perturbed, prompts_of
+from tests.helpers.commands import command, own_words
+from tests.helpers.tiny import assert_same_greedy, generated, perturbed, prompts_of
 from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.logits import OutputHead

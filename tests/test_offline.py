@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT, finish, start
+from tests.helpers.commands import ROOT, finish, start
 
 RULE = r"tests reach no network \(tests/offline\): "
 AWAY = "192.0.2.1"  # an address that RFC 5737 keeps for documentation

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data.traces import TraceStore
-from tests.commands import command, finish, read_jsonl, start
+from tests.helpers.commands import command, finish, read_jsonl, start
 
 MAX_KILLS = 16
 TIMINGS = ("tokens_per_s", "t_draft", "t_verify", "t_other")

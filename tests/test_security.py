@@ -24,7 +24,7 @@ from phases import exits, run
 from recipes.common.config import compose
 from scripts import evaluate
 from target.causal_lm import load_causal_lm
-from tests.commands import ROOT, command, write_jsonl
+from tests.helpers.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
 from trainer.config import TrainerConfig, to_yaml
 from trainer.errors import UserError

@@ -25,8 +25,8 @@ from target.outputs import TargetOutputs
 from target.padding import MOST_TOKENS
 from target.sampling import Sampling
 from target.shared_text import TextGroup
-from tests.counting import VOCABULARY, Counting, target_of_8b
-from tests.kernels import chosen_as_on_a_gpu
+from tests.helpers.counting import VOCABULARY, Counting, target_of_8b
+from tests.helpers.kernels import chosen_as_on_a_gpu
 from trainer.config import TrainerConfig
 from trainer.logits import LogitsSummary
 from trainer.optimizer import make_optimizer

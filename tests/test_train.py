@@ -20,7 +20,7 @@ from phases import run as run_phase
 from phases.generate import choose_prompts
 from recipes import base
 from scripts import generate
-from tests.commands import (
+from tests.helpers.commands import (
     TWO,
     command,
     finish,
@@ -32,7 +32,7 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
-from tests.tiny import ARCHITECTURES, EOS, save_tiny
+from tests.helpers.tiny import ARCHITECTURES, EOS, save_tiny
 from trainer.errors import UserError
 
 CAUSAL_LM = ("distillspec", "fastdraft", "osd", "specdecpp")  # what these train drafts as one

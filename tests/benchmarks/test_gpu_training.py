@@ -15,8 +15,8 @@ from benchmarks.gpu import SHAPES, random_target
 from benchmarks.gpu_training import METHODS, STEPS, TOKENS, Arm, arms, make_traces, measure
 from data.batches import Batches
 from data.packing import PackedTraces
-from tests.kernels import chosen_as_on_a_gpu
-from tests.losses import listed
+from tests.helpers.kernels import chosen_as_on_a_gpu
+from tests.helpers.losses import listed
 from trainer.loop import Fit
 
 EAGER = {"trainer.compile": "null"}

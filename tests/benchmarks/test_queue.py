@@ -18,7 +18,7 @@ from benchmarks.cells import Cells
 from benchmarks.cells_table import engine_lines, speed_lines
 from recipes import base
 from scripts import evaluate
-from tests.commands import ROOT, SETTINGS
+from tests.helpers.commands import ROOT, SETTINGS
 
 TINY = " ".join(f"{key}={value}" for key, value in SETTINGS.items())
 ROW = """

@@ -6,7 +6,7 @@ import pytest
 
 from data.answers import AnswerFormat, Cut
 from tests.data.test_traces import make
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 
 LOOP = "{% for m in messages %}{% if m.role == 'assistant' %}"
 REST = "{% endfor %}{% if add_generation_prompt %}"

@@ -6,7 +6,7 @@ import pytest
 
 from data.bad_rows import DROP, NONE, ranges
 from data.prompts import load_prompts
-from tests.commands import write_jsonl
+from tests.helpers.commands import write_jsonl
 from trainer.errors import UserError
 
 

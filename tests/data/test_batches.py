@@ -11,7 +11,7 @@ import torch
 
 from data.batches import Batches, collate, few_lengths, longest_text, preview
 from data.traces import Trace
-from tests.tiny import EOS, PAD, tiny_tokenizer
+from tests.helpers.tiny import EOS, PAD, tiny_tokenizer
 from trainer.errors import UserError
 from trainer.losses import compress
 from trainer.shift import align

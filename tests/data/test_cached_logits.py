@@ -9,8 +9,8 @@ from data.batches import Batches, collate
 from data.cached_logits import CachedLogits
 from target.model import Target
 from tests.data.test_batches import make
-from tests.tiny import save_tiny, tiny_tokenizer  # noqa: F401
-from tests.watch import Reads
+from tests.helpers.tiny import save_tiny, tiny_tokenizer  # noqa: F401
+from tests.helpers.watch import Reads
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from data.config import DataConfig
 from data.prompts import load_prompts
 from eval.config import EvalConfig
-from tests.commands import write_jsonl
+from tests.helpers.commands import write_jsonl
 from trainer.errors import UserError
 
 CHAT = [

@@ -23,8 +23,8 @@ from data.corpus import TokenFile, read_blocks, tokenised
 from data.raw_text import Source
 from phases.exits import end
 from target.model import Target
-from tests.commands import TWO, finish, pipe, start, write_jsonl
-from tests.tiny import EOS
+from tests.helpers.commands import TWO, finish, pipe, start, write_jsonl
+from tests.helpers.tiny import EOS
 from trainer.errors import RunFault, UserError
 from trainer.processes import Spread
 

@@ -30,7 +30,7 @@ from data.features_local import LocalFolder
 from target.model import Target
 from target.outputs import TargetOutputs
 from tests.data.test_traces import cut, flip, make
-from tests.tiny import prompts_of, save_tiny, tiny_model
+from tests.helpers.tiny import prompts_of, save_tiny, tiny_model
 from trainer.errors import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]

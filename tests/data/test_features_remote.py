@@ -28,8 +28,8 @@ from data.features_layout import FeaturesPlan
 from data.features_remote import RemoteFolder, check_storage
 from data.file_cache import FileCache
 from target.model import Target
-from tests.commands import ROOT, command, read_jsonl
 from tests.data.test_features import FILES, LAYERS, PLAN, TRACES, answer, batch_of, shards
+from tests.helpers.commands import ROOT, command, read_jsonl
 from trainer.errors import RunFault, UserError
 
 

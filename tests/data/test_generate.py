@@ -18,9 +18,9 @@ from data.traces import TraceStore
 from scripts import generate
 from target.model import Target
 from target.sampling import row_key
-from tests.commands import TWO, command, finish, only, start, training_stores, write_jsonl
 from tests.data.test_traces import make
-from tests.tiny import EOS, save_tiny, tiny_tokenizer
+from tests.helpers.commands import TWO, command, finish, only, start, training_stores, write_jsonl
+from tests.helpers.tiny import EOS, save_tiny, tiny_tokenizer
 from trainer import progress
 from trainer.errors import UserError
 from trainer.losses import compress

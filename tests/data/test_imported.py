@@ -19,9 +19,9 @@ from data.render import render, with_answers
 from data.traces import TraceStore
 from scripts import evaluate, import_traces
 from target.sampling import Sampling, warp
-from tests.commands import ROOT, command, write_jsonl
-from tests.tiny import EOS, generated
-from tests.tiny import prompts_of as random_prompts
+from tests.helpers.commands import ROOT, command, write_jsonl
+from tests.helpers.tiny import EOS, generated
+from tests.helpers.tiny import prompts_of as random_prompts
 from trainer.errors import UserError
 
 NUM = 12

@@ -11,8 +11,8 @@ from data import corpus
 from data.batches import preview
 from data.packing import PackedBatches, PackedTraces, RawText
 from data.traces import Trace
-from tests.commands import write_jsonl
-from tests.tiny import EOS, tiny_tokenizer
+from tests.helpers.commands import write_jsonl
+from tests.helpers.tiny import EOS, tiny_tokenizer
 from trainer.errors import UserError
 
 CONTEXT = 16

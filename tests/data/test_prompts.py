@@ -25,7 +25,7 @@ from data.prompts import (
 )
 from data.render import fixed_response_ids, render, with_answers
 from data.split import held_out_turns
-from tests.commands import pipe
+from tests.helpers.commands import pipe
 from trainer.errors import UserError
 
 CHAT_TEMPLATE = (

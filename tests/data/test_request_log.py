@@ -14,9 +14,9 @@ from data.request_log import FOREIGN, HELD_OUT, RequestLog
 from data.split import HeldOut
 from target.model import Target
 from target.sampling import Sampling
-from tests.commands import ROOT, write_jsonl
 from tests.data.test_split import chat as asked_of
-from tests.tiny import EOS, VOCAB_SIZE
+from tests.helpers.commands import ROOT, write_jsonl
+from tests.helpers.tiny import EOS, VOCAB_SIZE
 from trainer.errors import UserError
 
 ROW = {"prompt_ids": [10, 11], "response_ids": [12, 13], "temperature": 0.7, "top_k": 5}

@@ -16,8 +16,8 @@ from data.split import (
     held_out_turns,
     split_by_hash,
 )
-from tests.commands import write_jsonl
-from tests.tiny import tiny_tokenizer
+from tests.helpers.commands import write_jsonl
+from tests.helpers.tiny import tiny_tokenizer
 from trainer.errors import UserError
 
 

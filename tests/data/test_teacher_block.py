@@ -8,7 +8,7 @@ import torch
 
 from data.generate import _Teacher
 from tests.data.test_generate import NEW, fill, plan
-from tests.watch import Reads
+from tests.helpers.watch import Reads
 
 BLOCK = ("teacher_ids", "teacher_logp", "teacher_log_tail", "tail_ids", "tail_logp")
 

@@ -11,8 +11,8 @@ from data.bad_rows import BadRow
 from data.messages import read_messages
 from data.prompts import load_prompts, user_turns
 from data.render import num_answers, render, with_answers
-from tests.commands import write_jsonl
 from tests.data.test_prompts import make_tokenizer
+from tests.helpers.commands import write_jsonl
 from trainer.errors import UserError
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "é"}'}}

@@ -26,9 +26,9 @@ from drafters.text import Text
 from eval.policies.base import Recorder
 from eval.policies.table import budget_for
 from recipes.specdecpp import weighted_loss
-from tests.eagle import build_eagle, eagle_settings
-from tests.heads import outputs_of, padded, prefilled, randomised, state_of
-from tests.tiny import perturbed, prompts_of
+from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.heads import outputs_of, padded, prefilled, randomised, state_of
+from tests.helpers.tiny import perturbed, prompts_of
 from trainer.errors import UserError
 
 WIDTH = 8

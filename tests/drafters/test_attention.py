@@ -15,10 +15,10 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.text import Text
 from target import attention
 from target.attention import BLOCK, Capability, Visible, flex
-from tests.eagle import build_eagle
-from tests.heads import close, outputs_of, randomised
-from tests.kernels import GPU, chosen_as_on_a_gpu, without
-from tests.tiny import prompts_of
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import close, outputs_of, randomised
+from tests.helpers.kernels import GPU, chosen_as_on_a_gpu, without
+from tests.helpers.tiny import prompts_of
 
 KERNELS = {"sdpa": contextlib.nullcontext, "flex": chosen_as_on_a_gpu}
 

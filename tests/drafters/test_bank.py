@@ -18,7 +18,7 @@ from scripts import export
 from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import Sampling
-from tests.tiny import assert_same_greedy, generated, perturbed, tiny_model
+from tests.helpers.tiny import assert_same_greedy, generated, perturbed, tiny_model
 from trainer.errors import RunFault, UserError
 
 A, B = [10, 11, 12], [50, 51, 52]  # the tokens of two domains

@@ -12,7 +12,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, Drafter, DraftState, StopRule
 from target.model import Target
 from target.sampling import KeyedRandom, Sampling, row_key, warp
-from tests.tiny import (
+from tests.helpers.tiny import (
     ARCHITECTURES,
     CONTEXT,
     EOS,
@@ -96,7 +96,7 @@ def test_layer_types_of_a_mixed_target_are_kept(tiny_target):
 
 
 def other_target(folder, model_type, **shape):
-    """Of a family that tests.tiny does not have."""
+    """Of a family that tests.helpers.tiny does not have."""
     config = AutoConfig.for_model(
         model_type, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
         **shape,

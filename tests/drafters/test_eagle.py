@@ -29,8 +29,8 @@ from drafters.trees.tree import WITHOUT_REPLACEMENT
 from target.model import Target, decoder_layers
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
-from tests.eagle import build_eagle
-from tests.heads import (
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
     assert_causal,
@@ -48,7 +48,7 @@ from tests.heads import (
     randomised,
     state_of,
 )
-from tests.tiny import EOS, VOCAB_SIZE, prompts_of, save_tiny, tiny_tokenizer
+from tests.helpers.tiny import EOS, VOCAB_SIZE, prompts_of, save_tiny, tiny_tokenizer
 from trainer.errors import UserError
 
 K = 4

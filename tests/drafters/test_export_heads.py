@@ -23,8 +23,8 @@ from phases.export import check_export
 from phases.serve import check_engine
 from scripts.export import main
 from target.model import Target
-from tests.eagle import build_eagle
-from tests.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
+from tests.helpers.eagle import build_eagle
+from tests.helpers.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
 from trainer.errors import RunFault, UserError
 
 WIDTH = 32

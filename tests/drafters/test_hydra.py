@@ -12,7 +12,7 @@ from drafters.text import Text
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target
 from target.outputs import TargetOutputs
-from tests.heads import (
+from tests.helpers.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
     assert_causal,
@@ -31,7 +31,7 @@ from tests.heads import (
     randomised,
     state_of,
 )
-from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model
+from tests.helpers.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model
 from trainer.errors import UserError
 
 K = 4

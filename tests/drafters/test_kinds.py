@@ -15,7 +15,7 @@ from drafters.medusa import MedusaDrafter
 from phases import report as report_phase
 from recipes import base, medusa
 from target.model import Target
-from tests.commands import command
+from tests.helpers.commands import command
 from trainer.errors import RunFault, UserError
 from trainer.files import rewrite
 

@@ -17,8 +17,8 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import kind_of
 from drafters.load import drafter_folder, load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
-from tests.eagle import build_eagle
-from tests.tiny import VOCAB_SIZE
+from tests.helpers.eagle import build_eagle
+from tests.helpers.tiny import VOCAB_SIZE
 from trainer.errors import UserError
 
 WIDTH, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 8

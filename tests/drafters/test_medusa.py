@@ -14,7 +14,7 @@ from drafters.round import Budget, Drafter
 from drafters.text import Text
 from drafters.trees.dynamic import DynamicTree
 from target.model import Target
-from tests.heads import (
+from tests.helpers.heads import (
     BUSHY,
     assert_branches_follow_the_unroll,
     assert_causal,
@@ -33,7 +33,7 @@ from tests.heads import (
     randomised,
     state_of,
 )
-from tests.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import VOCAB_SIZE, prompts_of, save_tiny, tiny_model, tiny_tokenizer
 from trainer.errors import UserError
 from trainer.shift import supervised
 

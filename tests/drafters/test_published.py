@@ -22,8 +22,8 @@ from target.decode import Request
 from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
-from tests.commands import command
-from tests.tiny import VOCAB_SIZE, generated, prompts_of
+from tests.helpers.commands import command
+from tests.helpers.tiny import VOCAB_SIZE, generated, prompts_of
 from trainer.errors import UserError
 
 WIDTH, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 8

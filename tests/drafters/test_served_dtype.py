@@ -15,7 +15,7 @@ from drafters.served_dtype import in_served_dtype
 from drafters.training_free.lookup import PromptLookup
 from eval.measure import Bench
 from target.model import Target
-from tests.commands import command
+from tests.helpers.commands import command
 
 
 def test_weights_are_in_the_targets_dtype_inside_the_block_alone(tiny_target, tiny_folder):

@@ -17,9 +17,9 @@ from recipes.common.config import compose
 from recipes.distillspec import Config
 from target.decode import Request
 from target.sampling import Sampling
-from tests.commands import command, report_stores, stored_traces, training_stores
-from tests.servers import MODELS, NEW, filled, plan_of, played
-from tests.tiny import EOS, VOCAB_SIZE
+from tests.helpers.commands import command, report_stores, stored_traces, training_stores
+from tests.helpers.servers import MODELS, NEW, filled, plan_of, played
+from tests.helpers.tiny import EOS, VOCAB_SIZE
 from trainer.errors import RunFault, UserError
 
 

@@ -27,10 +27,10 @@ from engines.distribution_check import (
 )
 from target.decode import Continuation, Request
 from target.sampling import Sampling
-from tests.commands import stored_traces
-from tests.servers import NEW, filled, plan_of, played
-from tests.tiny import EOS, VOCAB_SIZE, perturbed
-from tests.watch import Reads
+from tests.helpers.commands import stored_traces
+from tests.helpers.servers import NEW, filled, plan_of, played
+from tests.helpers.tiny import EOS, VOCAB_SIZE, perturbed
+from tests.helpers.watch import Reads
 from trainer.errors import RunFault, UserError
 
 COUNT = 40

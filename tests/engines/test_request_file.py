@@ -14,7 +14,7 @@ import pytest
 
 from data.request_log import RequestLog
 from engines import request_file
-from tests.commands import ROOT, read_jsonl, write_jsonl
+from tests.helpers.commands import ROOT, read_jsonl, write_jsonl
 from trainer.errors import UserError
 
 NOW = 1_000_000.0

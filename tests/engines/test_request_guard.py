@@ -9,8 +9,8 @@ import pytest
 
 from engines import request_proxy
 from engines.request_proxy import RequestProxy
-from tests import proxy as tools
-from tests.proxy import exchange, head, running
+from tests.helpers import proxy as tools
+from tests.helpers.proxy import exchange, head, running
 
 
 @pytest.fixture

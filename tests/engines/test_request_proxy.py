@@ -15,10 +15,10 @@ import pytest
 from data.request_log import RequestLog
 from engines import request_proxy
 from engines.request_proxy import RequestProxy, joined
-from tests import proxy as tools
-from tests.commands import read_jsonl, write_jsonl
-from tests.proxy import ANSWER, CHUNKS, EVENTS, exchange, head, running
-from tests.tiny import EOS
+from tests.helpers import proxy as tools
+from tests.helpers.commands import read_jsonl, write_jsonl
+from tests.helpers.proxy import ANSWER, CHUNKS, EVENTS, exchange, head, running
+from tests.helpers.tiny import EOS
 from trainer.errors import UserError
 
 

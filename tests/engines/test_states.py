@@ -28,9 +28,9 @@ from engines.vllm_server import vllm_server
 from phases.states import check_address, served_states
 from recipes.common.heads import HeadObjective
 from target.model import Target, decoder_layers, final_norm
-from tests.commands import ROOT, command, read_jsonl
 from tests.engines.states_server import LAYERS, Handler, Server, written
-from tests.tiny import ARCHITECTURES
+from tests.helpers.commands import ROOT, command, read_jsonl
+from tests.helpers.tiny import ARCHITECTURES
 from trainer.errors import RunFault, UserError
 from trainer.files import write_json
 

@@ -12,7 +12,7 @@ import train
 from engines.states import PLUGIN, StatesClient, states_options
 from engines.vllm_server import SERVER, free_port, vllm_server
 from target.model import Target
-from tests.commands import read_jsonl
+from tests.helpers.commands import read_jsonl
 
 LAYERS, STEPS = (1, 3, 4, "final_norm"), 8  # the layers that EAGLE-3 reads of the toy
 KILLS = (10, 40)  # after so many answers

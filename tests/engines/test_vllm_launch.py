@@ -18,7 +18,7 @@ import train
 from engines import vllm_server as module
 from engines.vllm_server import command_line, vllm_server
 from engines.web import urlopen
-from tests.commands import (
+from tests.helpers.commands import (
     ROOT,
     TWO,
     command,
@@ -28,7 +28,7 @@ from tests.commands import (
     stored_traces,
     training_stores,
 )
-from tests.servers import answers_of
+from tests.helpers.servers import answers_of
 from trainer.errors import RunFault, UserError
 
 FAKE = """

@@ -29,7 +29,7 @@ from eval.server import check_server, server_row
 from recipes.common.online import Served, expected_rounds, target_logits
 from target.model import Target
 from target.sampling import Sampling
-from tests.proxy import running
+from tests.helpers.proxy import running
 
 pytestmark = pytest.mark.engine
 

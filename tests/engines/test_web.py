@@ -20,7 +20,7 @@ from engines.vllm_run import scrape
 from engines.web import is_own, past_proxy, server_root, urlopen
 from target.decode import Request
 from target.sampling import Sampling
-from tests.commands import ROOT
+from tests.helpers.commands import ROOT
 from trainer.errors import RunFault, UserError
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")

@@ -24,7 +24,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
-from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
 
 GREEDY = Sampling(0.0)
 NEW = 25

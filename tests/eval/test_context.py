@@ -23,11 +23,11 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.rotary import served_context
 from target.sampling import Sampling
-from tests.eagle import build_eagle
 from tests.eval.test_measure import COST, bench_of
 from tests.eval.test_offline import K, decoded, numbers, traces_of
-from tests.heads import BUSHY, GREEDY, PROMPTS, fitted
-from tests.tiny import generated
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import BUSHY, GREEDY, PROMPTS, fitted
+from tests.helpers.tiny import generated
 from trainer.errors import UserError
 
 CONTEXT = 24  # of the head: some prompts leave room for rounds, others do not

@@ -6,7 +6,7 @@ import pytest
 
 from eval.costs import read_per_round, read_per_step
 from tests.eval.test_offline import drafter_of
-from tests.tiny import tiny_model
+from tests.helpers.tiny import tiny_model
 
 
 @pytest.mark.parametrize("sent", [1, 2])

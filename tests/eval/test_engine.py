@@ -20,7 +20,7 @@ from target.cache import CachedModel
 from target.decode import Request, decode
 from target.model import Target
 from target.sampling import Sampling, row_key, warp
-from tests.tiny import (
+from tests.helpers.tiny import (
     ARCHITECTURES,
     EOS,
     VOCAB_SIZE,

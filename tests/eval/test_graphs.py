@@ -11,11 +11,11 @@ from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.token import Token
 from target.model import Target
 from target.sampling import Sampling
-from tests.eagle import build_eagle, eagle_settings
 from tests.eval.test_engine import EOS, drafter_of, requests_for, speculated, target_of
-from tests.heads import randomised
-from tests.tape import decoding_as_on_a_gpu
-from tests.tiny import ARCHITECTURES, perturbed, prompts_of, tiny_model
+from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.heads import randomised
+from tests.helpers.tape import decoding_as_on_a_gpu
+from tests.helpers.tiny import ARCHITECTURES, perturbed, prompts_of, tiny_model
 
 LENGTHS = [1, 21, 4, 9, 33, 14]
 TREE, DYNAMIC = "eagle", "dynamic:6:3:2"

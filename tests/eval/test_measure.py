@@ -20,7 +20,7 @@ from target.cache import CachedModel
 from target.model import Target
 from target.sampling import Sampling
 from tests.eval.test_offline import drafter_of, offline, traces_of
-from tests.tiny import perturbed, prompts_of
+from tests.helpers.tiny import perturbed, prompts_of
 from trainer.errors import RunFault
 
 K = 4

@@ -25,11 +25,11 @@ from target.decode import Request, decode
 from target.model import Target
 from target.sampling import Sampling, row_key, warp
 from tests.drafters.test_eagle import three
-from tests.eagle import build_eagle
-from tests.heads import PROMPTS, fitted
-from tests.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
-from tests.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
-from tests.watch import Watch
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import PROMPTS, fitted
+from tests.helpers.tabular import PADDING, TabularModel, dirichlet_table, product, round_laws
+from tests.helpers.tiny import EOS, perturbed, prompts_of, tiny_model, tiny_tokenizer
+from tests.helpers.watch import Watch
 from trainer.errors import UserError
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0)

@@ -10,7 +10,7 @@ from eval.plain import difference, plain_generate
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling
-from tests.watch import Watch
+from tests.helpers.watch import Watch
 
 PROMPT = [3, 5, 7, 9]
 

@@ -21,8 +21,8 @@ from target.cache import CachedModel
 from target.decode import Request, decode
 from target.padding import by_length
 from target.sampling import KeyedRandom, Sampling, warp
-from tests.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
-from tests.watch import Watch
+from tests.helpers.heads import BUSHY, GREEDY, NEW_TOKENS, PROMPTS, fitted
+from tests.helpers.watch import Watch
 from trainer.errors import UserError
 
 K = 3

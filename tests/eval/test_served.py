@@ -37,7 +37,7 @@ from eval.report.schema import build_report
 from eval.report.tables import notes
 from eval.served import engine_row, prompt_counters, served_row
 from target.sampling import Sampling
-from tests.tiny import EOS, perturbed
+from tests.helpers.tiny import EOS, perturbed
 from trainer.errors import RunFault, UserError
 
 K, NEW = 3, 20

@@ -18,7 +18,7 @@ from eval.report.schema import build_report
 from eval.report.tables import notes
 from eval.server import check_server, server_row
 from tests.eval.test_served import NEW, K, measured, server  # noqa: F401
-from tests.tiny import VOCAB_SIZE
+from tests.helpers.tiny import VOCAB_SIZE
 from trainer.errors import RunFault, UserError
 
 COST = Cost(0.1, 1.0, 0.1, 0.1)

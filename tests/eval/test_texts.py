@@ -13,10 +13,10 @@ from eval.replay import TreeReplay
 from eval.texts import Texts
 from target.sampling import Sampling
 from tests.drafters.test_eagle import three
-from tests.eagle import build_eagle
 from tests.eval.test_offline import numbers, traces_of
-from tests.heads import fitted
-from tests.tiny import prompts_of
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import fitted
+from tests.helpers.tiny import prompts_of
 
 K = 3
 LAYERS = (1, "final_norm")

@@ -16,10 +16,10 @@ from eval.tree_reward import AGGREGATIONS, ScoredTrees, TreeScorer
 from eval.verifiers.token import Token
 from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
-from tests.eagle import build_eagle, eagle_settings
-from tests.heads import BUSHY, randomised
-from tests.kernels import chosen_as_on_a_gpu
-from tests.tiny import VOCAB_SIZE, prompts_of
+from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.heads import BUSHY, randomised
+from tests.helpers.kernels import chosen_as_on_a_gpu
+from tests.helpers.tiny import VOCAB_SIZE, prompts_of
 from trainer.errors import UserError
 
 TREE = DynamicTree(9, 4, 3)

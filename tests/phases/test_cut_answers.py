@@ -16,7 +16,7 @@ from eval.report.rows import prompts_of
 from eval.serving_defaults import unmeasured_defaults, unmeasured_words
 from phases.cut_answers import measured_on, show_cut
 from tests.data.test_traces import make
-from tests.tiny import EOS
+from tests.helpers.tiny import EOS
 
 ONE = Prompt("a", None, None, "test", "row 1", "c1")
 THREE = Prompt(

@@ -16,11 +16,11 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes import base
 from recipes import specdecpp as specdecpp_recipe
 from target.sampling import Sampling
-from tests import heads
 from tests.eval.test_offline import drafter_of, target_of, traces_of
+from tests.helpers import heads
+from tests.helpers.tiny import perturbed, prompts_of, tiny_model
 from tests.recipes import test_gto as gto
 from tests.recipes import test_specdecpp as specdecpp
-from tests.tiny import perturbed, prompts_of, tiny_model
 
 PATIENCE_S = 60
 

@@ -8,7 +8,7 @@ import shlex
 import train
 from drafters.kinds import KINDS, Writer
 from scripts import export
-from tests.commands import command
+from tests.helpers.commands import command
 
 
 def test_an_export_that_is_made_later_ends_the_run_with_0(

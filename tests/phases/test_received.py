@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import train
-from tests.commands import command
+from tests.helpers.commands import command
 from trainer.config import to_yaml
 from trainer.errors import UserError
 

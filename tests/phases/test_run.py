@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from phases.exits import stop_softly
 from phases.run import Run, load_target, provenance
 from recipes.base import names
-from tests.commands import command, start
+from tests.helpers.commands import command, start
 from train import main, resolve
 from trainer.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 import train
 from data.features_layout import FeaturesPlan
 from target.model import Target
-from tests.commands import command, read_jsonl
+from tests.helpers.commands import command, read_jsonl
 from trainer.logits import ReducedLogits
 
 

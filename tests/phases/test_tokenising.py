@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.commands import TWO, command, finish, own_words, start, write_jsonl
+from tests.helpers.commands import TWO, command, finish, own_words, start, write_jsonl
 
 CHILD = """
 import atexit, json, os, sys

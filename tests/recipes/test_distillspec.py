@@ -19,10 +19,10 @@ from phases.stage import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
-from tests.commands import command, read_jsonl
-from tests.losses import divergence, listed, ordered
-from tests.objectives import Trained, trained
-from tests.tiny import EOS, tiny_model
+from tests.helpers.commands import command, read_jsonl
+from tests.helpers.losses import divergence, listed, ordered
+from tests.helpers.objectives import Trained, trained
+from tests.helpers.tiny import EOS, tiny_model
 from trainer.divergence import DIVERGENCES
 from trainer.errors import RunFault, UserError
 from trainer.logits import OutputHead

@@ -24,7 +24,7 @@ from recipes.common import draft_size
 from recipes.common.draft_size import SizeSearch, TrialResult, _inner_parameters
 from recipes.fastdraft import Config, Recipe
 from target.model import Target
-from tests.commands import (
+from tests.helpers.commands import (
     TWO,
     command,
     finish,
@@ -35,9 +35,9 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
-from tests.losses import divergence, listed, ordered
-from tests.objectives import Trained, trained
-from tests.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
+from tests.helpers.losses import divergence, listed, ordered
+from tests.helpers.objectives import Trained, trained
+from tests.helpers.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.loop import learning_rate

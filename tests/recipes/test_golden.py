@@ -16,8 +16,8 @@ import pytest
 
 import train
 from recipes import base
-from tests.commands import command, own_words, read_jsonl
-from tests.tiny import save_tiny
+from tests.helpers.commands import command, own_words, read_jsonl
+from tests.helpers.tiny import save_tiny
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-5  # processors add in different orders

@@ -29,11 +29,11 @@ from recipes.common.reference_rewards import (
 from recipes.common.tree_loss import Paths, advantages, tree_loss
 from recipes.gto import Config, Recipe, TreeObjective
 from target.model import Target
-from tests.commands import TWO, command, finish, read_jsonl, start
-from tests.eagle import build_eagle, eagle_settings
-from tests.heads import PROMPTS, fitted, plain_texts, randomised
-from tests.losses import listed, ordered
-from tests.objectives import trained as prepared
+from tests.helpers.commands import TWO, command, finish, read_jsonl, start
+from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.heads import PROMPTS, fitted, plain_texts, randomised
+from tests.helpers.losses import listed, ordered
+from tests.helpers.objectives import trained as prepared
 from tests.recipes.test_heads import outputs_of
 from trainer.errors import UserError
 

@@ -20,9 +20,9 @@ from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
 from recipes.common import draft_vocabulary, target_logits
 from recipes.common.draft_vocabulary import frequent_tokens
-from tests.losses import divergence, listed, ordered
-from tests.objectives import trained
-from tests.tiny import VOCAB_SIZE
+from tests.helpers.losses import divergence, listed, ordered
+from tests.helpers.objectives import trained
+from tests.helpers.tiny import VOCAB_SIZE
 from trainer.config import load_yaml
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError

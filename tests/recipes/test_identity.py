@@ -17,7 +17,7 @@ from phases import shared
 from phases.generate import contents
 from phases.run import Run, claim
 from target.model import Target
-from tests.commands import command
+from tests.helpers.commands import command
 from train import resolve
 from trainer import checkpoint, files
 from trainer.errors import UserError

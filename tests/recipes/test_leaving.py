@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT
+from tests.helpers.commands import ROOT
 
 CODE = """
 import atexit, sys, torch, torch.distributed as dist

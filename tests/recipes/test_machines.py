@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from phases import run
-from tests.commands import command
+from tests.helpers.commands import command
 from train import resolve
 from trainer.errors import UserError
 

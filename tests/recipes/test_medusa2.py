@@ -20,17 +20,17 @@ from drafters.round import Budget
 from recipes.medusa2 import RAMPS, Config, Recipe
 from scripts import evaluate, export
 from target.model import Target
-from tests.commands import command, read_jsonl
-from tests.heads import (
+from tests.helpers.commands import command, read_jsonl
+from tests.helpers.heads import (
     assert_branches_follow_the_unroll,
     assert_drafts_kept_tokens_only,
     assert_greedy_text_is_the_targets,
     assert_rounds_follow_the_unroll,
 )
-from tests.losses import divergence, listed, ordered
-from tests.objectives import trained
+from tests.helpers.losses import divergence, listed, ordered
+from tests.helpers.objectives import trained
+from tests.helpers.tiny import VOCAB_SIZE
 from tests.recipes.test_heads import batch_of, make, outputs_of, terms_of
-from tests.tiny import VOCAB_SIZE
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.optimizer import make_optimizer

@@ -40,7 +40,7 @@ from recipes.common.online import (
 from recipes.osd import Config, Recipe
 from target.decode import Request
 from target.sampling import Sampling, row_key
-from tests.commands import (
+from tests.helpers.commands import (
     TWO,
     command,
     finish,
@@ -51,9 +51,9 @@ from tests.commands import (
     training_stores,
     write_jsonl,
 )
-from tests.losses import listed, ordered
-from tests.objectives import trained
-from tests.tiny import EOS, assert_same_greedy, generated, perturbed, prompts_of
+from tests.helpers.losses import listed, ordered
+from tests.helpers.objectives import trained
+from tests.helpers.tiny import EOS, assert_same_greedy, generated, perturbed, prompts_of
 from trainer.errors import RunFault, UserError
 from trainer.shift import supervised
 

@@ -19,10 +19,10 @@ from data.packing import PackedTraces
 from data.prompts import Prompt
 from data.shares import TextShares
 from target.shared_text import TextGroup
-from tests.commands import command, read_jsonl
-from tests.losses import listed, ordered
-from tests.objectives import trained
-from tests.tiny import ARCHITECTURES
+from tests.helpers.commands import command, read_jsonl
+from tests.helpers.losses import listed, ordered
+from tests.helpers.objectives import trained
+from tests.helpers.tiny import ARCHITECTURES
 from trainer.errors import UserError
 
 ROW = 64

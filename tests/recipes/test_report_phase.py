@@ -16,8 +16,8 @@ from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig, tree_depth
 from phases.generate import check_context
 from phases.report import check_drafter, facts, shapes_of
-from tests.eagle import build_eagle
-from tests.tiny import CONTEXT
+from tests.helpers.eagle import build_eagle
+from tests.helpers.tiny import CONTEXT
 from trainer.errors import UserError
 
 TABLE = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]

@@ -10,7 +10,7 @@ import pytest
 import train
 from phases import run as run_phase
 from recipes.common.draft_size import SizeSearch
-from tests.commands import command, read_jsonl
+from tests.helpers.commands import command, read_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ from recipes.specdecpp import Config, Recipe, area, binary_kl, quality, weighted
 from scripts import evaluate, export
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
-from tests.commands import TWO, command, finish, read_jsonl, start
-from tests.eagle import build_eagle
-from tests.heads import randomised
-from tests.losses import listed
-from tests.objectives import trained
-from tests.tiny import EOS, perturbed
-from tests.watch import Watch
+from tests.helpers.commands import TWO, command, finish, read_jsonl, start
+from tests.helpers.eagle import build_eagle
+from tests.helpers.heads import randomised
+from tests.helpers.losses import listed
+from tests.helpers.objectives import trained
+from tests.helpers.tiny import EOS, perturbed
+from tests.helpers.watch import Watch
 from trainer.errors import UserError
 
 PROMPTS = 12

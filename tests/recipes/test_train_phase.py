@@ -27,9 +27,9 @@ from phases.train import (
 )
 from recipes import base, eagle, eagle3, medusa, medusa2
 from recipes.base import Needs, Stage
-from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
-from tests.tiny import prompts_of
+from tests.helpers.commands import command, read_jsonl
+from tests.helpers.tiny import prompts_of
 from train import resolve
 from trainer.errors import UserError
 from trainer.loop import make_accelerator

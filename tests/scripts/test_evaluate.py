@@ -19,8 +19,8 @@ from eval.report.rows import draft_shape
 from eval.report.schema import read_report
 from eval.report.terminal import summary
 from scripts import evaluate
-from tests.commands import command, only, read_jsonl
-from tests.eagle import build_eagle
+from tests.helpers.commands import command, only, read_jsonl
+from tests.helpers.eagle import build_eagle
 
 BASELINES = {"plain", "untrained", "prompt_lookup", "target"}
 

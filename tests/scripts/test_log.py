@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import evaluate, generate
-from tests.commands import command, finish, only, start, write_jsonl
+from tests.helpers.commands import command, finish, only, start, write_jsonl
 
 ROWS = [{"prompt": text} for text in ("One? ", "Two? ", "Two?", "", "Three? ")]
 COMMANDS = {

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import scripts.push_to_hub as module
 from eval.report.schema import write_report
 from scripts.push_to_hub import main
-from tests.report_rows import report_with_readings
+from tests.helpers.report_rows import report_with_readings
 from trainer.redaction import MARK
 
 TOKEN = "hf_" + "secretsecretsecretsecret"

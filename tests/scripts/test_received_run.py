@@ -12,7 +12,7 @@ import yaml
 
 import train
 from scripts import evaluate, export
-from tests.commands import command
+from tests.helpers.commands import command
 from tests.test_security import foreign  # noqa: F401 - a fixture
 
 

@@ -13,8 +13,8 @@ import urllib.request
 import pytest
 
 from scripts import request_log
-from tests import proxy as tools
-from tests.commands import ROOT, read_jsonl, write_jsonl
+from tests.helpers import proxy as tools
+from tests.helpers.commands import ROOT, read_jsonl, write_jsonl
 
 BASE = ["script.server=http://h", "script.log=x"]
 

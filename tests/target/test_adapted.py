@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target, decoder_layers
-from tests.tiny import ARCHITECTURES, generated, prompts_of, save_tiny
+from tests.helpers.tiny import ARCHITECTURES, generated, prompts_of, save_tiny
 from trainer.errors import UserError
 
 IDS = torch.tensor(prompts_of([13, 13]))

@@ -14,10 +14,10 @@ from drafters.text import Text
 from target.attention import Capability, packed
 from target.cache import CachedModel
 from target.nodes import place_tree
-from tests.heads import close
-from tests.kernels import GPU, chosen_as_on_a_gpu
-from tests.tiny import prompts_of, tiny_model
-from tests.watch import Watch
+from tests.helpers.heads import close
+from tests.helpers.kernels import GPU, chosen_as_on_a_gpu
+from tests.helpers.tiny import prompts_of, tiny_model
+from tests.helpers.watch import Watch
 
 IDS = torch.tensor(prompts_of([12, 12]))
 ONE = torch.arange(12).expand(2, -1)

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from target.attention import BLOCK, Branches, branched
 from target.branches import TextBranches
 from target.cache import CachedModel
-from tests.kernels import chosen_as_on_a_gpu
-from tests.tiny import VOCAB_SIZE, prompts_of, tiny_model
-from tests.watch import Watch
+from tests.helpers.kernels import chosen_as_on_a_gpu
+from tests.helpers.tiny import VOCAB_SIZE, prompts_of, tiny_model
+from tests.helpers.watch import Watch
 from trainer.errors import UserError
 
 KERNELS = {"sdpa": contextlib.nullcontext, "flex": chosen_as_on_a_gpu}

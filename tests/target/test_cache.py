@@ -13,7 +13,7 @@ from drafters.causal_lm import parameters_read
 from target import cache
 from target.cache import CachedModel, place_tree
 from target.model import Target, captured, decoder_layers, output_head
-from tests.tiny import (
+from tests.helpers.tiny import (
     ARCHITECTURES,
     CONTEXT,
     EOS,
@@ -23,7 +23,7 @@ from tests.tiny import (
     tiny_model,
     tiny_tokenizer,
 )
-from tests.watch import Watch
+from tests.helpers.watch import Watch
 from trainer.errors import UserError
 
 SHAPE = {

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from target.cache import CachedModel
 from target.decode import Request, decode
 from target.sampling import Sampling, row_key, warp
-from tests.tiny import (
+from tests.helpers.tiny import (
     ARCHITECTURES,
     EOS,
     PAD,

@@ -9,7 +9,7 @@ import train
 from target.causal_lm import load_causal_lm
 from target.devices import own_memory
 from target.model import Target
-from tests.commands import command, read_jsonl
+from tests.helpers.commands import command, read_jsonl
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from scripts import get_smollm2
 from target.gguf import quantization, read
 from target.model import Target
-from tests.commands import ROOT
+from tests.helpers.commands import ROOT
 from trainer.errors import RunFault, UserError
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2

@@ -9,9 +9,9 @@ from target.cache import CachedModel
 from target.graphs import BEFORE_CAPTURE, Weights
 from target.nodes import place_tree
 from target.sampling import Sampling
-from tests.tape import decoding_as_on_a_gpu
+from tests.helpers.tape import decoding_as_on_a_gpu
+from tests.helpers.tiny import EOS, VOCAB_SIZE, prompts_of, tiny_model
 from tests.target.test_decode import LENGTHS, requests_for, responses
-from tests.tiny import EOS, VOCAB_SIZE, prompts_of, tiny_model
 
 GPU, OTHER, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

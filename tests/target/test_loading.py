@@ -16,8 +16,8 @@ import train
 from target.causal_lm import load_causal_lm
 from target.loading import is_finite, loaded_tensors, not_finite
 from target.model import Target
-from tests.commands import command
-from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.helpers.commands import command
+from tests.helpers.tiny import VOCAB_SIZE, tiny_tokenizer
 from trainer.errors import RunFault, UserError
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}

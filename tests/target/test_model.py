@@ -22,7 +22,7 @@ from target.fingerprint import (
 from target.model import Target, decoder_layers
 from target.rotary import context_of
 from target.vocabulary import check_same_vocabulary
-from tests.tiny import (
+from tests.helpers.tiny import (
     ARCHITECTURES,
     CONTEXT,
     EOS,

@@ -10,8 +10,8 @@ from phases.exits import end
 from target.adapted import LoraSettings, check_lora
 from target.loading import loaded_tensors, not_finite
 from target.model import Target, decoder_layers
-from tests.commands import TWO, finish, start
-from tests.tiny import assert_same_greedy
+from tests.helpers.commands import TWO, finish, start
+from tests.helpers.tiny import assert_same_greedy
 from trainer.errors import UserError
 
 LAYERS = (0, "final_norm")

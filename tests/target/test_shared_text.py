@@ -17,8 +17,8 @@ from target import shared_text
 from target.masks import LayerMasks
 from target.model import Target
 from target.shared_text import TextGroup, can_share
-from tests.commands import FOUR, TWO, finish, start
-from tests.kernels import chosen_as_on_a_gpu
+from tests.helpers.commands import FOUR, TWO, finish, start
+from tests.helpers.kernels import chosen_as_on_a_gpu
 from trainer.errors import UserError
 
 LENGTH = 33  # no whole number of blocks

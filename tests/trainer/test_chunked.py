@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.losses import chunked_divergence, divergence
-from tests.watch import Watch
+from tests.helpers.losses import chunked_divergence, divergence
+from tests.helpers.watch import Watch
 from trainer.chunked import JointGradients
 from trainer.device import adds_products_in_float32, free_bytes, shows_numbers_at_once
 from trainer.divergence import DIVERGENCES

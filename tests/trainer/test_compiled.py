@@ -17,10 +17,10 @@ from drafters.eagle import EagleDrafter
 from recipes import eagle3
 from target import attention
 from target.attention import Capability
-from tests.commands import command, read_jsonl
 from tests.eval.test_engine import target_of
-from tests.kernels import GPU
-from tests.tiny import tiny_model
+from tests.helpers.commands import command, read_jsonl
+from tests.helpers.kernels import GPU
+from tests.helpers.tiny import tiny_model
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig
 from trainer.errors import UserError

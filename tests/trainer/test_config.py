@@ -14,7 +14,7 @@ from data.config import DataConfig
 from eval.config import EvalConfig
 from recipes import base
 from recipes.common.config import Config, compose
-from tests.commands import ROOT
+from tests.helpers.commands import ROOT
 from trainer.checks import require_address
 from trainer.config import TrainerConfig, known_keys, parse_overrides, sections, to_yaml
 from trainer.errors import UserError

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
 
 from phases.exits import end
-from tests.commands import TWO, finish, start
+from tests.helpers.commands import TWO, finish, start
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.fsdp2 import ASKED, FSDP2, precision_of, take_over

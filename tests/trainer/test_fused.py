@@ -9,7 +9,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.exc import TritonMissing
 
-from tests.losses import chunked_divergence
+from tests.helpers.losses import chunked_divergence
 from trainer import fused as module
 from trainer.fused import FROM_VOCABULARY, _fused, fused
 from trainer.logits import OutputHead

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from phases.exits import end
-from tests import commands
-from tests.commands import TWO, finish
+from tests.helpers import commands
+from tests.helpers.commands import TWO, finish
 from trainer import tracking
 from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16

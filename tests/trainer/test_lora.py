@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from tests.commands import command
+from tests.helpers.commands import command
 from trainer.config import TrainerConfig
 from trainer.lora import attach
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.losses import divergence, named
+from tests.helpers.losses import divergence, named
 from trainer.divergence import DIVERGENCES, parse_divergence
 from trainer.errors import RunFault, UserError
 from trainer.losses import (

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from target.model import Target
-from tests.eagle import build_eagle, eagle_settings
+from tests.helpers.eagle import build_eagle, eagle_settings
 from tests.trainer.test_loop import TinyLM, losses_of, same_weights, train
 from trainer.config import TrainerConfig
 from trainer.errors import UserError

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import train
 from phases.exits import end
-from tests.commands import ROOT, command, finish, read_jsonl, start
+from tests.helpers.commands import ROOT, command, finish, read_jsonl, start
 from trainer.replicated import Replicated
 
 pytestmark = pytest.mark.zero

@@ -9,7 +9,7 @@ no sampling noise but the random tables. All seeds train side by side, Adam acts
 import pytest
 import torch
 
-from tests.losses import divergence
+from tests.helpers.losses import divergence
 from trainer.losses import overlap
 
 V = 24

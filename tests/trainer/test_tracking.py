@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from wandb.sdk.lib.wbauth import unauthenticate_session
 
 import train
-from tests.commands import command
+from tests.helpers.commands import command
 from trainer import tracking
 from trainer.checkpoint import Tokens
 from trainer.config import TrainerConfig

@@ -21,9 +21,9 @@ from eval.verifiers.token import Token
 from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import KeyedRandom, Sampling, row_key
-from tests.heads import GREEDY, randomised
-from tests.tabular import Replaying, dirichlet_table
-from tests.tiny import assert_same_greedy, generated, perturbed, prompts_of
+from tests.helpers.heads import GREEDY, randomised
+from tests.helpers.tabular import Replaying, dirichlet_table
+from tests.helpers.tiny import assert_same_greedy, generated, perturbed, prompts_of
 from trainer.errors import UserError
 
 K, V = 3, 3

@@ -29,8 +29,8 @@ from tests.eval.test_offline import (
     target_of,
     traces_of,
 )
-from tests.tiny import perturbed, prompts_of, tiny_model
-from tests.watch import Reads
+from tests.helpers.tiny import perturbed, prompts_of, tiny_model
+from tests.helpers.watch import Reads
 from trainer.errors import UserError
 
 K = 6

@@ -20,8 +20,8 @@ from tests.eval.test_offline import GREEDY, NOT_UNDER_A_STOP_RULE, K, decoded, n
 from tests.eval.test_offline import drafters as offline_drafters
 from tests.eval.test_offline import greedy as greedy
 from tests.eval.verifiers.test_chain import _Changed, error
-from tests.tabular import TabularDrafter
-from tests.tiny import generated, perturbed, prompts_of, tiny_model
+from tests.helpers.tabular import TabularDrafter
+from tests.helpers.tiny import generated, perturbed, prompts_of, tiny_model
 from trainer.errors import UserError
 
 V = 3

@@ -15,7 +15,7 @@ import pytest
 
 from eval.report.schema import read_report, write_report
 from scripts.compare import main as compare
-from tests.report_rows import report_with_readings
+from tests.helpers.report_rows import report_with_readings
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDTHS = (1300, 390)

@@ -20,7 +20,7 @@ from eval.report.readings import (
 from eval.report.schema import read_report, without_readings, write_report
 from eval.report.web import to_html
 from eval.rounds import Round, RoundIds
-from tests.report_rows import report_with_tree
+from tests.helpers.report_rows import report_with_tree
 from trainer.errors import UserError
 
 ABOUT = {"drafter": "after", "temperature": 0.0, "draft": "K 4", "finish_reason": "eos"}

@@ -20,8 +20,8 @@ from eval.report.schema import (
     read_report,
     write_report,
 )
-from tests.commands import pipe
-from tests.report_rows import measured, result_row
+from tests.helpers.commands import pipe
+from tests.helpers.report_rows import measured, result_row
 from trainer.errors import UserError
 
 NASTY = "<script>alert('x')</script> | $x$ & `y`"

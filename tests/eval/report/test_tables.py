@@ -6,7 +6,7 @@ from eval.report.render import to_markdown
 from eval.report.schema import build_report, headline_numbers, markdown_table, write_report
 from eval.report.terminal import summary
 from eval.speed_model import goodput
-from tests.report_rows import TREE, measured, report_with_tree, result_row, shaped
+from tests.helpers.report_rows import TREE, measured, report_with_tree, result_row, shaped
 
 
 def section(text, heading):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.report.terminal import summary
-from tests.report_rows import TREE, report_with_tree
+from tests.helpers.report_rows import TREE, report_with_tree
 
 
 def lines_of(report, name):

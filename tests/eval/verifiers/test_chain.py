@@ -15,7 +15,7 @@ from eval.verifiers.base import Verdict
 from eval.verifiers.lenient import Lenient
 from eval.verifiers.token import Token
 from target.sampling import Sampling, warp
-from tests.tabular import (
+from tests.helpers.tabular import (
     TabularModel,
     completed,
     dirichlet_table,

@@ -18,7 +18,7 @@ from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.token import Token
 from target.sampling import KeyedRandom
 from tests.eval.verifiers.test_tree import PLAIN, Tabular
-from tests.tabular import dirichlet_table
+from tests.helpers.tabular import dirichlet_table
 
 V, ROWS, LENGTH = 3, 200_000, 3
 # A chi-squared variable of 26 degrees of freedom (27 texts, whose sum is given) exceeds 75 with

@@ -24,8 +24,8 @@ from eval.verifiers.typical import Typical
 from target.cache import CachedModel
 from target.decode import Request
 from target.sampling import Sampling, warp
-from tests.tabular import Replaying, dirichlet_table
-from tests.tiny import assert_same_greedy, generated, prompts_of
+from tests.helpers.tabular import Replaying, dirichlet_table
+from tests.helpers.tiny import assert_same_greedy, generated, prompts_of
 from trainer.errors import UserError
 
 V = 3

@@ -1,8 +1,8 @@
 """The project's commands with settings under which they end within seconds.
 
-`python -m tests.shrunk <program> <words>` runs the program in place of this process; the tests of
-the documentation put it in front of `python` and `accelerate`. What a command says about sizes is
-replaced, all else is as it is written.
+`python -m tests.helpers.shrunk <program> <words>` runs the program in place of this process; the
+tests of the documentation put it in front of `python` and `accelerate`. What a command says about
+sizes is replaced, all else is as it is written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.commands import SETTINGS
+from tests.helpers.commands import SETTINGS
 
 TRAINING = {**SETTINGS, "trainer.lr_warmup_steps": 0, "trainer.gradient_accumulation_steps": 1}
 OF_RECIPE: dict[str, dict[str, object]] = {

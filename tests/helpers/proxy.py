@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from engines.request_proxy import RequestProxy
-from tests.tiny import EOS
+from tests.helpers.tiny import EOS
 
 ANSWER = {"choices": [{"text": "C", "token_ids": [40, EOS], "prompt_token_ids": [20, 21],
                        "finish_reason": "stop"}]}  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from data.traces import Trace, TraceStore
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "data.num_prompts": 8,
     "data.max_new_tokens": 8,

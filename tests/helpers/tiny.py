@@ -1,6 +1,6 @@
 """Tiny random models of the supported architectures with a tiny tokenizer, for all tests.
 
-from tests.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 The tokenizer has one id per character: exactly 100 ids, text round-trips for printable ASCII and
 newlines. Weights are drawn wide so that greedy text wanders and no two logits tie.

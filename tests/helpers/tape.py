@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from target.graphs import Weights
-from tests.watch import waiting
+from tests.helpers.watch import waiting
 
 GPU = Weights(frozenset([torch.device("cuda", 0)]), sharded=False)
 

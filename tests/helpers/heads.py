@@ -1,7 +1,7 @@
 """Checks that every head on the target must pass, whatever its network: what it drafts round by
 round is the law it is trained on, and decoding with it gives the target's own text.
 
-from tests.heads import assert_rounds_follow_the_unroll
+from tests.helpers.heads import assert_rounds_follow_the_unroll
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from target.cache import CachedModel
 from target.decode import Request, decode
 from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling, row_key
-from tests.tiny import VOCAB_SIZE, assert_same_greedy, prompts_of
+from tests.helpers.tiny import VOCAB_SIZE, assert_same_greedy, prompts_of
 
 GREEDY = Sampling(0.0)
 CAPACITY = 64
