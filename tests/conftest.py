@@ -3,6 +3,8 @@ leave this machine fails, here and in the processes that tests start."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 
 import tests.offline.sitecustomize  # noqa: F401
+from tests.helpers.reports import figures_left_empty, no_report
 from tests.helpers.tiny import save_tiny
+
+
+def pytest_collection_finish(session):
+    """Every training collects garbage, which would walk through all the tests there are."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Around the fixtures of all scopes: a module's run is made for the first test that asks."""
+    drawn = item.get_closest_marker("figures")
+    with contextlib.nullcontext() if drawn else figures_left_empty():
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +72,13 @@ def syncs(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     return found
+
+
+@pytest.fixture
+def unreported():
+    """For tests that look at the training alone."""
+    with no_report():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -54,8 +54,8 @@ SHAPES = {
     "head": ("eval.policy=head:0.5", "eval.baselines=[]"),
 }
 QUICK = (
-    "trainer.max_steps=4", "trainer.log_every=1", "eval.temperatures=0", "eval.num_prompts=1",
-    "eval.max_new_tokens=4", "eval.K=2", "eval.tree=[]", "eval.baselines=[]",
+    "method.control=true", "trainer.max_steps=4", "trainer.log_every=1", "eval.temperatures=0",
+    "eval.num_prompts=1", "eval.max_new_tokens=4", "eval.K=2", "eval.tree=[]", "eval.baselines=[]",
     "eval.timing_prompts=0", "eval.bootstrap_draws=1",
 )  # fmt: skip
 CLOCK = {"draft_s", "verify_s", "cost_ratio", "verify_cost", "draft_time_share", "modelled_speedup",
@@ -193,7 +193,8 @@ def refused(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
     for words, _ in MALFORMED:
         yield f"refuse {' '.join(words)}", called(train.main, words, folder)
     for word, _ in WORDS:
-        yield f"refuse {word}", called(train.main, command(folder, target, word), folder)
+        given = command(folder, target, "method.control=true", word)
+        yield f"refuse {word}", called(train.main, given, folder)
     for recipe, words, _ in HEADS:
         given = command(folder, target, f"recipe={recipe}", *words)
         given = [word for word in given if not word.startswith("method.") or word in words]

@@ -37,6 +37,8 @@ from tests.helpers.commands import ROOT
 from tests.helpers.shrunk import shrunk, words_of
 from trainer.config import known_keys, parse_overrides, sections
 
+pytestmark = pytest.mark.tools
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 REASON = re.compile(r"<!-- not run: (.*\b(?:network|GPU|server|minutes).*) -->")

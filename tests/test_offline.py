@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers.commands import ROOT, finish, start
 
+pytestmark = pytest.mark.tools
+
 RULE = r"tests reach no network \(tests/offline\): "
 AWAY = "192.0.2.1"  # an address that RFC 5737 keeps for documentation
 

@@ -45,7 +45,7 @@ def run(*words):
     assert train.main(list(words)) == 0
 
 
-def check_run_folder(folder, recipe="distillspec"):
+def check_run_folder(folder, recipe="distillspec", temperatures=(0.0,), control=False):
     """All that is promised of a run folder; returns the report."""
     head = recipe not in CAUSAL_LM
     stages = {"pretrained", "continued"} if recipe == "fastdraft" else set()
@@ -63,9 +63,10 @@ def check_run_folder(folder, recipe="distillspec"):
         assert "eval" in row or {"loss", "num_tokens", "lr", "grad_norm"} < row.keys()
     report = json.loads((folder / "report.json").read_text())
     check_readings(report, read_jsonl(folder / "rounds.jsonl"))
-    for temperature in (0.0, 1.0):
+    assert {r["temperature"] for r in report["results"]} == {*temperatures}
+    for temperature in temperatures:
         rows = [r for r in report["results"] if r["temperature"] == temperature]
-        reference = {"distillspec": {"control"}, "osd": {"offline"}}.get(recipe, set())
+        reference = {"control"} if control else {"offline"} if recipe == "osd" else set()
         assert {r["drafter"] for r in rows} == ROWS - {"control"} | reference | stages
         (target,) = [r for r in rows if r["drafter"] == "target"]
         assert target["alpha"] == pytest.approx(1, abs=1e-6)
@@ -143,20 +144,23 @@ def test_every_architecture_trains_reports_and_exports(
 
 
 @pytest.mark.slow
+@pytest.mark.figures
 @pytest.mark.parametrize("recipe", base.names())
 def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, recipe):
-    words = command(tmp_path, tiny_folder("llama", layers=8), f"recipe={recipe}")
+    given = (f"recipe={recipe}", "eval.temperatures=[0, 1]", "method.control=true")
+    words = command(tmp_path, tiny_folder("llama", layers=8), *given)
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
     words += own_words(recipe, tmp_path)
     if recipe == "fastdraft":
-        words += [f"eval.K={K}", "eval.temperatures=[0, 1]"]
+        words += [f"eval.K={K}"]
     if recipe == "gto":
         words += ["method.base_max_steps=2", "trainer.lr_warmup_steps=0"]
     run(*words)
-    check_run_folder(tmp_path / "run", recipe)
+    check_run_folder(tmp_path / "run", recipe, (0.0, 1.0), control=recipe == "distillspec")
 
 
+@pytest.mark.figures
 def test_the_same_command_again_reports_and_changes_nothing(
     tmp_path, tiny_folder, capsys, monkeypatch
 ):
@@ -209,13 +213,13 @@ def test_config_yaml_runs_the_same_thing_again(tmp_path, tiny_folder):
 
 
 def test_one_stage_alone_is_trained_and_not_reported(tmp_path, tiny_folder):
-    run(*command(tmp_path, tiny_folder("llama"), "run.stage=control"))
+    run(*command(tmp_path, tiny_folder("llama"), "method.control=true", "run.stage=control"))
     assert {r["stage"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")} == {"control"}
     assert not (tmp_path / "run" / "report.json").exists()
 
 
 def test_without_control_the_table_has_no_such_row(tmp_path, tiny_folder):
-    run(*command(tmp_path, tiny_folder("llama"), "method.control=false", "eval.temperatures=0"))
+    run(*command(tmp_path, tiny_folder("llama")))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert {r["drafter"] for r in report["results"]} == ROWS - {"control"}
     assert {(c["a"], c["b"]) for c in report["comparisons"]} == {("after", "before")}
@@ -386,13 +390,13 @@ def test_accelerate_launch_runs_the_main_command(tmp_path, tiny_folder):
 
 @pytest.mark.slow
 def test_two_processes_train_and_report(tmp_path, tiny_folder):
-    words = command(tmp_path, tiny_folder("llama"), "trainer.batch_size=2")
+    words = command(tmp_path, tiny_folder("llama"), "trainer.batch_size=2", "method.control=true")
     code, _, err = finish(start(*TWO, "train.py", *words))
     assert code == 0, err
-    check_run_folder(tmp_path / "run")
+    check_run_folder(tmp_path / "run", control=True)
     # the same prompts in the same global batches: the hard labels of the control see no difference
-    alone = command(tmp_path, tiny_folder("llama"), f"run.dir={tmp_path / 'alone'}")
-    run(*alone)
+    own = ("method.control=true", "run.stage=control", f"run.dir={tmp_path / 'alone'}")
+    run(*command(tmp_path, tiny_folder("llama"), *own))
     losses = [
         [r["loss"] for r in read_jsonl(tmp_path / name / "metrics.jsonl")
          if r["stage"] == "control" and "loss" in r]

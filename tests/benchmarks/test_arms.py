@@ -13,6 +13,8 @@ from benchmarks import gpu, gpu_training
 from benchmarks.arms import chat_lengths, run_arms, sizes_of
 from benchmarks.gpu_training import Arm
 
+pytestmark = pytest.mark.tools
+
 
 def results(path):
     return json.loads(path.read_text())["results"]

@@ -19,6 +19,8 @@ from tests.helpers.kernels import chosen_as_on_a_gpu
 from tests.helpers.losses import listed
 from trainer.loop import Fit
 
+pytestmark = pytest.mark.tools
+
 EAGER = {"trainer.compile": "null"}
 
 

@@ -15,6 +15,8 @@ from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.text import Text
 from target.model import Target
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture(scope="module")
 def toy():

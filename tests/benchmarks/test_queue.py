@@ -20,6 +20,8 @@ from recipes import base
 from scripts import evaluate
 from tests.helpers.commands import ROOT, SETTINGS
 
+pytestmark = pytest.mark.tools
+
 TINY = " ".join(f"{key}={value}" for key, value in SETTINGS.items())
 ROW = """
 [[row]]

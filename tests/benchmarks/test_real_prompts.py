@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.real_prompts import main
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize(
     ("words", "complaint"),

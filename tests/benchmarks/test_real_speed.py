@@ -13,6 +13,8 @@ from eval.policies.head import HeadPolicy
 from target.model import Target
 from trainer.errors import UserError
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize(
     ("words", "complaint"),

@@ -8,6 +8,8 @@ from benchmarks.vllm_counters import main
 from drafters.hydra import HydraDrafter, HydraSettings
 from target.model import Target
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize(
     ("words", "complaint"),

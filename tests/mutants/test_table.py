@@ -9,6 +9,8 @@ import pytest
 
 from tests.mutants.__main__ import ROOT, main, outcome, read_table
 
+pytestmark = pytest.mark.tools
+
 TABLE = read_table(ROOT)
 
 

@@ -717,6 +717,7 @@ def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
     assert list((tmp_path / "cache" / "stages").iterdir()) == before
 
 
+@pytest.mark.usefixtures("unreported")
 def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)

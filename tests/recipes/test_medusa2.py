@@ -270,7 +270,8 @@ def test_saved_and_loaded_it_is_the_same(target, traces, tmp_path):
 # one conversation leaves none to choose a checkpoint by: the last one is taken
 SETTINGS = ("recipe=medusa2", "data.num_prompts=1", "eval.tree=null", "trainer.max_steps=6",
             "trainer.lr=3e-3", "trainer.log_every=1", "trainer.save_every=2",
-            "trainer.keep_checkpoints=9", "method.heads_weight=1")  # fmt: skip
+            "trainer.keep_checkpoints=9", "method.heads_weight=1",
+            "eval.temperatures=[0, 1]")  # fmt: skip
 
 
 def words_of(folder, target, *given):
@@ -366,6 +367,7 @@ def test_a_finished_drafter_is_measured_on_its_own_target(finished, tmp_path):
             assert now[key] == pytest.approx(before[key])
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_stopped_in_the_second_stage_it_goes_on_with_the_same_losses(
     step, finished, tiny_folder, tmp_path

@@ -780,6 +780,7 @@ def test_the_report_shows_acceptance_over_requests_beside_both_references(finish
     assert last.read_bytes() == (finished / "run/drafter/model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     "step", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -188,6 +188,7 @@ def imports(folder, **files):
     return subprocess.run([tool, "--no-cache"], cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.tools
 def test_arrows_may_run_down(tmp_path):
     done = imports(
         tmp_path,
@@ -201,6 +202,7 @@ def test_arrows_may_run_down(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("room", "line"),
     [

@@ -35,6 +35,7 @@ def tensors(run):
 
 
 # the layers of heads are their own, those of a causal LM the target's
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     ("recipe", "family"), [*((name, "llama") for name in RECIPES), ("distillspec", "gpt2")]
 )
@@ -103,6 +104,7 @@ def test_merged_it_drafts_what_it_drafted(tiny_target):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_run_that_was_stopped_goes_on(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr("phases.stage.dev_evaluation", lambda *given, **options: None)
     target = tiny_folder("llama")
@@ -117,7 +119,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, tiny_folder, monkeypatch):
     for path in stage.glob("checkpoints/**/step-000002"):
         for file in path.iterdir():
             file.write_bytes(b"")
-    (tmp_path / "tuned" / "report.json").unlink()
     assert train.main(words(tmp_path, target, "medusa", *given)) == 0
     for name, tensor in tensors(tmp_path / "tuned").items():
         assert torch.equal(tensor, whole[name]), name

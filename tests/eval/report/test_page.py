@@ -17,6 +17,7 @@ from eval.report.schema import read_report, write_report
 from scripts.compare import main as compare
 from tests.helpers.report_rows import report_with_readings
 
+pytestmark = pytest.mark.figures
 ROOT = Path(__file__).resolve().parents[3]
 WIDTHS = (1300, 390)
 OLD = sorted((ROOT / "tests" / "fixtures" / "first_edition").glob("*/report.json"))

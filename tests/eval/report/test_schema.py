@@ -69,6 +69,7 @@ def cells(markdown):
     return [line.split(" | ")[0].strip("| *") for line in markdown.splitlines() if "|" in line]
 
 
+@pytest.mark.figures
 def test_rows_stand_in_the_fixed_order_in_all_three_files(written):
     report, folder = written
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -89,6 +90,7 @@ def test_rows_stand_in_the_fixed_order_in_all_three_files(written):
         assert shown in page
 
 
+@pytest.mark.figures
 def test_html_is_one_file_with_its_plots(written):
     page = (written[1] / "report.html").read_text()
     assert page.count("<svg") == page.count("</svg>") == 13  # six per temperature and the series
@@ -98,6 +100,7 @@ def test_html_is_one_file_with_its_plots(written):
     assert "nan" not in page.lower().replace("financ", "")
 
 
+@pytest.mark.figures
 def test_everything_a_user_names_is_escaped(tmp_path):
     report = example_report()
     report["run"]["recipe"] = report["target"]["name"] = report["run"][NASTY] = NASTY
@@ -120,6 +123,7 @@ def test_everything_a_user_names_is_escaped(tmp_path):
     assert all("\\|" in line for line in rows if line.startswith("|"))
 
 
+@pytest.mark.figures
 def test_same_report_gives_the_same_bytes(written, tmp_path):
     write_report(example_report(), tmp_path)
     for kind in ("json", "md", "html"):

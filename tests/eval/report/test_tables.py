@@ -1,5 +1,7 @@
 """Chains and trees beside each other: names, gains, acceptance by depth, modelled speed."""
 
+import pytest
+
 from eval.metrics import per_domain
 from eval.report.page import headline, report_blocks
 from eval.report.render import to_markdown
@@ -7,6 +9,8 @@ from eval.report.schema import build_report, headline_numbers, markdown_table, w
 from eval.report.terminal import summary
 from eval.speed_model import goodput
 from tests.helpers.report_rows import TREE, measured, report_with_tree, result_row, shaped
+
+pytestmark = pytest.mark.figures
 
 
 def section(text, heading):
