@@ -163,9 +163,10 @@ def results(tmp_path_factory, tiny_folder):
     root = copied(folder / "tree")
     for dummy in DUMMIES.values():
         dummy.add(root)
-    words = only(command(folder, tiny_folder("llama")), *evaluate.READS)
+    words = command(folder, tiny_folder("llama"), "eval.temperatures=1")
+    words = only(words, *evaluate.READS)
     words += [dummy.word for dummy in DUMMIES.values()]
-    words += [f"eval.drafter={tiny_folder('gpt2', layers=1, width=16)}", "eval.temperatures=1"]
+    words += [f"eval.drafter={tiny_folder('gpt2', layers=1, width=16)}"]
     given = [sys.executable, "-m", "scripts.evaluate", *words, f"script.out={folder / 'out'}"]
     done = subprocess.run(given, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -246,7 +247,7 @@ def test_a_head_without_an_engine_is_three_files_and_a_row(tmp_path, tiny_folder
 
     words = [word for word in command(tmp_path, tiny_folder("llama")) if "method." not in word]
     words = [word for word in words if not word.startswith(("recipe=", "eval.K="))]
-    given = [sys.executable, "train.py", *words, "recipe=linear", "eval.temperatures=0"]
+    given = [sys.executable, "train.py", *words, "recipe=linear"]
     done = subprocess.run(given, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "no engine serves a drafter of kind 'linear'" in done.stdout

@@ -28,7 +28,8 @@ BASELINES = {"plain", "untrained", "prompt_lookup", "target"}
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_folder):
     folder = tmp_path_factory.mktemp("finished")
-    assert train.main(command(folder, tiny_folder("llama"))) == 0
+    words = command(folder, tiny_folder("llama"), "eval.temperatures=[0, 1]")
+    assert train.main(words) == 0
     return folder
 
 
@@ -143,7 +144,7 @@ def test_words_of_the_command_line_go_before_the_runs_configuration(tmp_path, fi
 def test_the_exported_drafter_measures_the_same(tmp_path, finished, tiny_folder):
     name = str(finished / "run" / "export" / "transformers")
     words = only(command(finished, tiny_folder("llama")), *evaluate.READS)
-    report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
+    report = measured(tmp_path, f"eval.drafter={name}", *words)
     trained = json.loads((finished / "run" / "report.json").read_text())
     for key in COUNTED:
         ours, theirs = row(report, "transformers", 0.0)[key], row(trained, "after", 0.0)[key]
@@ -154,7 +155,7 @@ def test_a_drafter_in_a_folder_called_target_keeps_a_row_of_its_own(tmp_path, ti
     name = tmp_path / "target"
     shutil.copytree(tiny_folder("gpt2", layers=1, width=16), name)
     words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
-    report = measured(tmp_path, f"eval.drafter={name}", *words, "eval.temperatures=0")
+    report = measured(tmp_path, f"eval.drafter={name}", *words)
     assert row(report, "./target", 0.0)["alpha"] < row(report, "target", 0.0)["alpha"] == 1
 
 
@@ -188,7 +189,7 @@ def test_a_training_free_drafter_is_measured_by_name(tmp_path, tiny_folder, caps
 
 def test_baselines_are_those_that_are_named(tmp_path, tiny_folder):
     words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
-    words += ["eval.temperatures=0", "eval.drafter=lookup:3"]
+    words += ["eval.drafter=lookup:3"]
     report = measured(tmp_path, *words, "eval.baselines=[lookup:1, lookup:3, 'lookup,max_ngram=4']")
     roles = {r["drafter"]: r["role"] for r in report["results"]}
     assert roles == {
@@ -298,8 +299,8 @@ def test_drafts_deeper_than_a_head_was_trained_for_are_warned_of(
 
 def test_any_folder_of_transformers_is_measured(tmp_path, tiny_folder):
     name = str(tiny_folder("gpt2", layers=1, width=16))
-    words = only(command(tmp_path, tiny_folder("llama")), *evaluate.READS)
-    report = measured(tmp_path, f"eval.drafter={name}", *words)
+    given = command(tmp_path, tiny_folder("llama"), "eval.temperatures=[0, 1]")
+    report = measured(tmp_path, f"eval.drafter={name}", *only(given, *evaluate.READS))
     assert row(report, "gpt2", 1.0)["alpha"] > 0
     decoded = row(report, "gpt2", 0.0, "decoding")
     assert decoded["identical_to_plain"] == 1
