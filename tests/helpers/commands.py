@@ -19,7 +19,6 @@ SETTINGS = {
     "data.batch_size": 4,
     "trainer.max_steps": 2,
     "trainer.batch_size": 4,
-    "eval.temperatures": 0,  # a second temperature doubles the report, a control the training
     "eval.num_prompts": 4,
     "eval.max_new_tokens": 11,  # one token of the prefill, two full rounds of K + 1
     "eval.timing_prompts": 1,
@@ -55,6 +54,7 @@ def command(folder: Path, target: Any, *given: str) -> list[str]:
         "model.drafter": "null",
         "method.draft_hidden_size": 16,
         **SETTINGS,
+        "eval.temperatures": 0,  # a second one doubles the report, a control the training
     }
     words |= dict(word.split("=", 1) for word in given)
     if words["recipe"] == "distillspec":

@@ -43,6 +43,8 @@ def shrunk(command: list[str]) -> list[str]:
             small["method.search_steps"] = 2
     else:
         small = {k: v for k, v in SETTINGS.items() if k.startswith(SECTIONS[str(entry)])}
+    if entry != "scripts.generate" and "eval.temperatures" not in given:
+        small["eval.temperatures"] = 0
     kept = [word for word in words if word.partition("=")[0] not in small]
     return [*command[:begin], *kept, *(f"{key}={value}" for key, value in small.items())]
 
