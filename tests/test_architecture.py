@@ -189,6 +189,7 @@ def test_one_new_file_and_a_row_of_its_table_add_it(kind, tmp_path, results):
     assert all(row["tokens_per_round"] >= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_lossy_verifier_says_so_and_is_not_replayed(results):
     rows = [row for row in results if row["verifier"] == "warm:2"]
     assert {row["measured_by"] for row in rows} == {"decoding"}
@@ -197,6 +198,7 @@ def test_a_lossy_verifier_says_so_and_is_not_replayed(results):
     assert all(row["lossless"] for row in results if row["verifier"] == "token")
 
 
+@pytest.mark.slow
 def test_a_row_says_what_its_drafter_is_there_for(results):
     roles = {row["drafter"]: row["role"] for row in results}
     assert (roles["repeat"], roles["gpt2"]) == ("baseline", "measured")

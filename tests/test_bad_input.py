@@ -225,6 +225,7 @@ def test_prompts_that_cannot_be_used(refused, tmp_path, content, words, says):
     assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
 
 
+@pytest.mark.slow
 def test_long_prompts_are_dropped_where_asked(tmp_path, tiny_folder, capsys):
     rows = [{"prompt": text} for text in ("short one", "another", "long " * 60, 7)]
     prompts = write_jsonl(tmp_path / "own.jsonl", rows)

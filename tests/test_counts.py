@@ -192,6 +192,7 @@ def test_decoding_waits_for_its_device_to_read_a_token_and_for_nothing_else(samp
         assert waits.found == {"tolist": new_tokens}
 
 
+@pytest.mark.slow
 @TEMPERATURES
 @pytest.mark.parametrize("tree", [None, DynamicTree(8, 3, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("head", [False, True])
@@ -254,6 +255,7 @@ def test_a_longer_answer_takes_no_more_forwards_in_python(speculative, batch_siz
     assert forwards == [launched + 3, launched]  # the first run also tries the cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_captures_are_few_where_rows_are_dropped(batch_size):
     """At most one for each shape, number of rows and power of two of visible slots."""

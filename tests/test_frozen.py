@@ -63,6 +63,7 @@ def assert_same(now, before, where):
         assert now == before, where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_drafter_is_measured_as_it_was(name, place):
     """Every column of the report, every round, and no text generated again."""

@@ -100,6 +100,7 @@ def test_a_drafter_with_code_of_its_own_is_measured_and_exported_where_that_is_a
     assert hf.write(drafter, tmp_path / "out", Export("card", "org/target", 3)).exists()
 
 
+@pytest.mark.slow
 def test_names_in_a_prompt_file_are_only_text(tiny_folder, tmp_path):
     """As a domain or an id they could name a file elsewhere, or run in the report's page."""
     folder = tmp_path / "here" / "deep"

@@ -244,6 +244,7 @@ def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound
     assert counts.peak < bound * GB, counts.largest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2**11, 2**13, pytest.param(2**15, marks=SLOW)])
 def test_an_evaluation_at_8b_fits_a_gpu(length):
     """Of as many texts as are read together, in chunks that the memory of 80 GB leaves room for."""
@@ -263,6 +264,7 @@ def test_an_evaluation_at_8b_fits_a_gpu(length):
     assert 1000 < max(positions) <= 2**29 // VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafted", "summary"), [(None, False), (32_000, False), (32_000, True)])
 def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted, summary):
     """The operations that its formulas need, as a share of all that matrix products and attention
@@ -290,6 +292,7 @@ def test_an_eagle3_step_computes_the_target_and_every_head_once(drafted, summary
     assert 0.9 <= share <= 1.001
 
 
+@pytest.mark.slow
 def test_an_eagle3_loss_reads_its_head_less_often_than_it_computes():
     """With chunks as large as a GPU of 80 GB has room for. A position needs three products with the
     output matrix, 3.7 GFLOP, in whose time an H100 reads 12 MB."""

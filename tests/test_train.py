@@ -125,6 +125,7 @@ def check_export(folder, target_folder):
     assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"), CASES, ids=[n + "-sharded" * bool(o) for n, o in CASES]
 )
@@ -160,6 +161,7 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     check_run_folder(tmp_path / "run", recipe, (0.0, 1.0), control=recipe == "distillspec")
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_the_same_command_again_reports_and_changes_nothing(
     tmp_path, tiny_folder, capsys, monkeypatch
@@ -196,6 +198,7 @@ def test_the_default_run_folder_is_named_by_the_configuration(tmp_path, tiny_fol
     assert (tmp_path / "runs" / f"distillspec-{config.hash()}" / "report.json").exists()
 
 
+@pytest.mark.slow
 def test_config_yaml_runs_the_same_thing_again(tmp_path, tiny_folder):
     words = command(tmp_path, tiny_folder("llama"))
     run(*words)
@@ -225,6 +228,7 @@ def test_without_control_the_table_has_no_such_row(tmp_path, tiny_folder):
     assert {(c["a"], c["b"]) for c in report["comparisons"]} == {("after", "before")}
 
 
+@pytest.mark.slow
 def test_a_drafter_starts_where_model_drafter_says(tmp_path, tiny_folder):
     target, drafter = tiny_folder("llama"), tiny_folder("llama", seed=1, layers=1, width=16)
     words = (f"model.drafter={drafter}", "trainer.lr=1e-12", "eval.temperatures=0")
@@ -234,6 +238,7 @@ def test_a_drafter_starts_where_model_drafter_says(tmp_path, tiny_folder):
         torch.testing.assert_close(trained.get_parameter(name).detach(), weight.detach())
 
 
+@pytest.mark.slow
 def test_evaluation_prompts_are_held_out_by_hash_where_none_are_named(tmp_path, tiny_folder):
     rows = [{"prompt": f"Number {i}: "} for i in range(40)]
     prompts = write_jsonl(tmp_path / "many.jsonl", rows)

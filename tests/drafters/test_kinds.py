@@ -98,6 +98,7 @@ def test_a_kind_without_a_row_is_refused_before_it_is_trained(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_export_leaves_drafter_and_report_and_ends_with_3(
     monkeypatch, tiny_folder, tmp_path, capsys
 ):
@@ -138,6 +139,7 @@ def test_what_the_runs_own_export_would_refuse_is_refused_before_it_is_trained(
     assert train.main([*given, "run.stage=train"]) == 0  # which exports nothing
 
 
+@pytest.mark.slow
 def test_the_drafter_is_exported_before_it_is_measured(monkeypatch, tiny_folder, tmp_path, capsys):
     given = words(tmp_path, tiny_folder("llama", layers=4), "medusa")
     measure = report_phase.measure

@@ -258,6 +258,7 @@ def test_a_bias_of_fc_is_stored_trained_and_given_to_engines_that_add_it(target,
     assert not (tmp_path / "vllm").exists()
 
 
+@pytest.mark.slow
 def test_a_head_with_a_bias_is_measured_and_trained_further(target, tmp_path):
     config, tensors = eagle1_by_hand(target, bias=True)
     given = save(tmp_path / "published", config, tensors)

@@ -265,6 +265,7 @@ def losses(folder: Path, target: Any, *words: str) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["live", "cached"])
 def test_a_run_on_an_engines_states_has_the_same_losses(features, tiny_folder, server, tmp_path):
     folder = tiny_folder("llama", layers=3)

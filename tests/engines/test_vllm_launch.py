@@ -191,6 +191,7 @@ def test_a_server_that_does_not_start_is_a_fault_with_its_last_words(target, sta
         vllm_server(target, {}).__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 def test_a_process_that_is_killed_leaves_no_server_behind(starts, tmp_path):
     code = (

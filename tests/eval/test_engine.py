@@ -274,6 +274,7 @@ def sampled_texts(sampling, drafter_sampling=None, eos=(), policy="fixed"):
     return observed, text_law(model, PROMPT, sampling, 3, eos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "drafter_sampling", "eos", "policy"),
     [
@@ -292,6 +293,7 @@ def test_decoded_texts_follow_the_targets_law(sampling, drafter_sampling, eos, p
         assert p_value(marginal(observed, position), marginal(law, position), COUNT) > 1e-3
 
 
+@pytest.mark.slow
 def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
     def broken(self, tree, logits, sampling, random, first, live=None):
         p = warp(logits, sampling)
@@ -342,6 +344,7 @@ def test_a_free_row_keeps_drafting_in_the_room_that_it_has(monkeypatch):
 # --- keyed randomness --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sampled_text_does_not_depend_on_batch_size_order_or_refill():
     # float64, see tests/target/test_decode.py
     model = tiny_model("llama").double()

@@ -63,6 +63,7 @@ def test_text_and_counters_are_those_of_eager_decoding(tree, batch_size, tempera
     assert sum(graphs) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
 def test_every_architecture_is_captured(name):
     model = tiny_model(name)

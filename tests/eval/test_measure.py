@@ -89,6 +89,7 @@ def bench_of(target, traces, sampling=1.0, **settings):
     return Bench(target, traces, Sampling(sampling), config, {"name": "tiny", "hash": ""})
 
 
+@pytest.mark.slow
 def test_a_drafter_has_its_own_temperature_in_replay_and_in_decoding(target, drawn):
     """Both see the tempered distribution; at T=0 there is none."""
     drafter = drafter_of(perturbed(target.model, 0.1), target)

@@ -147,6 +147,7 @@ def drafters(target):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal_lm", "poor", "itself", "wrong", "lookup"])
 def test_greedy_counters_equal_decoding_exactly(kind, greedy):
     target, traces = greedy

@@ -36,6 +36,7 @@ def reads(target):
     hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0)], ids=["greedy", "sampled"])
 def test_all_rows_of_a_report_read_each_text_once(target, reads, sampling):
     """Two heads as chains and one of them as a tree; their counters are those that each has

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
+import pytest
+
 import train
 from drafters.kinds import KINDS, Writer
 from scripts import export
 from tests.helpers.commands import command
 
 
+@pytest.mark.slow
 def test_an_export_that_is_made_later_ends_the_run_with_0(
     tmp_path, tiny_folder, monkeypatch, capsys
 ):

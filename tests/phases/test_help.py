@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import pytest
+
 import train
 from phases import help as helping
 from recipes import base
@@ -81,6 +83,7 @@ def test_a_default_is_written_as_on_the_command_line():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning():
     page = helping.config_page()
     without = [line for line in page.splitlines() if line.endswith("|  |")]
@@ -88,6 +91,7 @@ def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning():
     assert PAGE.read_text() == page, "stale: run python -m scripts.config_page"
 
 
+@pytest.mark.slow
 def test_help_shows_the_values_of_the_recipe_and_of_the_command_line():
     config = helping.composed("eagle3")
     assert config.trainer.adam_beta2 == 0.95  # of its YAML
@@ -99,6 +103,7 @@ def test_help_shows_the_values_of_the_recipe_and_of_the_command_line():
     assert max(map(len, text.splitlines()[1:])) <= 100
 
 
+@pytest.mark.slow
 def test_help_loads_no_model_and_knows_its_recipes(capsys):
     words = ["help=true", "model.target=nowhere"]
     assert train.main(["recipe=medusa", *words]) == 0

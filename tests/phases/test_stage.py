@@ -13,6 +13,7 @@ from tests.recipes.test_train_phase import TRACES, run_of, staged
 from trainer.interrupt import stop_requested
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_of_a_stage_stops_the_run_behind_it(
     tmp_path, tiny_target, monkeypatch
 ):

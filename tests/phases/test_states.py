@@ -36,6 +36,7 @@ def test_a_recipe_reads_the_states_that_another_one_stored(tmp_path, tiny_folder
     assert shared == losses("own", "other", "recipe=medusa")
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_trains_the_same_from_stored_summaries(
     tmp_path, tiny_folder, capsys, monkeypatch
 ):

@@ -442,6 +442,7 @@ def test_pitfall_8_the_softmax_of_bfloat16_logits_is_taken_in_float32(target, tr
     torch.testing.assert_close(half, loss_of(recipe, batch))
 
 
+@pytest.mark.slow
 def test_pitfall_10_the_checkpoint_is_chosen_by_acceptance_on_held_out_traces(
     tmp_path, tiny_folder
 ):

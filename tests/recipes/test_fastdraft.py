@@ -542,6 +542,7 @@ def test_a_stage_alone_is_what_the_whole_run_goes_on_from(finished, tiny_folder,
     assert losses == {name: whole[name] for name in ("pretrain", "continue")}
 
 
+@pytest.mark.slow
 def test_a_pretrained_drafter_is_continued_and_aligned(finished, tiny_folder, tmp_path):
     drafter = finished / "run" / "drafter"
     words = words_of(

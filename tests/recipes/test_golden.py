@@ -22,6 +22,7 @@ from tests.helpers.tiny import save_tiny
 FOLDER = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-5  # processors add in different orders
 NEAR_ZERO = 1e-6  # what that makes of a loss that begins at zero
+SLOW = ("fastdraft", "gto", "osd")  # a second or more
 
 
 def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list[float]]]:
@@ -54,7 +55,10 @@ def measure(recipe: str, folder: Path, target: Path) -> dict[str, dict[str, list
     return found
 
 
-@pytest.mark.parametrize("recipe", base.names())
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in base.names()],
+)
 @pytest.mark.usefixtures("unreported")
 def test_losses_and_gradients_are_the_golden_ones(tmp_path, tiny_folder, recipe):
     expected = json.loads((FOLDER / f"{recipe}.json").read_text())

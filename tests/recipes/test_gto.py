@@ -173,6 +173,7 @@ def law_along(drafter, target, ids, path):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -366,6 +367,7 @@ def test_another_reference_is_another_loss(target, batch, tmp_path):
     assert abs(values[0] - values[1]) > 1e-4
 
 
+@pytest.mark.slow
 def test_trees_come_to_be_worth_more_than_the_references(target, batch):
     """Rewards rise from 0, and with them what the target accepts, where there is much to learn."""
     recipe = tuned(target, aggregation="node_sum")
@@ -737,6 +739,7 @@ def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_fol
     assert written == (finished / "run" / "drafter" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
     finished, tiny_folder, tmp_path, capsys
 ):

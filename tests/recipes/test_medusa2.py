@@ -401,6 +401,7 @@ def test_layers_may_be_computed_again_to_save_memory(finished, tiny_folder, tmp_
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "medusa2"])
 def test_trained_heads_stand_for_the_first_stage(kind, finished, tiny_folder, tmp_path):
     target, start = tiny_folder("llama"), finished / "run" / "drafter"

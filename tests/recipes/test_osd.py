@@ -634,6 +634,7 @@ def test_text_that_another_model_wrote_is_left_out_and_counted(target, traces, t
     )
 
 
+@pytest.mark.slow
 def test_sampled_text_of_another_model_is_told_by_what_it_costs():
     """The target's own text passes, of whatever length; random text does not."""
     generator = torch.Generator().manual_seed(0)
@@ -811,6 +812,7 @@ def test_the_served_drafter_is_the_last_one(finished, tiny_target):
     assert all(torch.equal(after[name], value) for name, value in last.items())
 
 
+@pytest.mark.slow
 def test_a_bank_trains_reports_and_is_measured_again(tiny_folder, tmp_path):
     from scripts import evaluate
 
@@ -863,6 +865,7 @@ def logged_traffic(finished, folder):
     return write_jsonl(folder / "log.jsonl", rows * 3)
 
 
+@pytest.mark.slow
 def test_a_run_follows_a_log_and_goes_on_in_it_after_a_kill(finished, tiny_folder, tmp_path):
     log, run = logged_traffic(finished, tmp_path), tmp_path / "run"
     (held_out, *_), *_ = map(stored_traces, report_stores(finished / "cache"))

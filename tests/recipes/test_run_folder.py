@@ -151,6 +151,7 @@ def test_a_longer_training_is_a_new_run_by_the_command_that_is_printed(
 # versions
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_under_other_versions_says_so(begun, capsys, monkeypatch):
     run, words = begun
     (run / "report.json").unlink()

@@ -381,6 +381,7 @@ def test_the_export_carries_head_and_threshold(finished, tiny_target):
     assert "up to 5 tokens, fewer after one less likely" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["head:0.9", "heuristic"])
 def test_the_policy_of_a_finished_drafter_is_a_setting(policy, finished, tmp_path):
     drafter = finished / "run" / "drafter"

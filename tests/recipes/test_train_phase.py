@@ -165,6 +165,7 @@ def test_text_of_its_own_is_drawn_without_dropout_and_leaves_the_mode_as_it_is(t
     assert drafter.training == drafter.model.training == training
 
 
+@pytest.mark.slow
 def test_a_large_target_with_the_settings_of_the_toy_is_named(
     tmp_path, target, capsys, monkeypatch
 ):
@@ -234,6 +235,7 @@ def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
         assert ("warning: eval" in said) == warned, said
 
 
+@pytest.mark.slow
 def test_preset_hass_trains_a_head_of_eagle_first_or_starts_from_one(tmp_path, tiny_folder, capsys):
     """Its held-out lines say that alpha is that of the first drafted token."""
     words = (

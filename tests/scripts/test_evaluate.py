@@ -212,6 +212,7 @@ def earlier(tmp_path):
     return drafter.parent, [f"eval.drafter={drafter}", f"data.cache_dir={tmp_path / 'cache'}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
@@ -232,6 +233,7 @@ def test_a_configuration_of_an_earlier_version_is_translated(tmp_path, earlier, 
     assert trees == expected
 
 
+@pytest.mark.slow
 def test_a_static_tree_has_drawn_children_and_their_exact_verifier_at_temperatures_above_0(
     tmp_path, earlier
 ):

@@ -251,6 +251,7 @@ def installed(copy):
     return copy
 
 
+@pytest.mark.slow
 def test_quickstart_launches_the_main_job_without_warnings(installed, tmp_path):
     (installed / "train.py").write_text(FAKE_TRAIN)
     environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}

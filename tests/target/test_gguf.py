@@ -228,6 +228,7 @@ def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, c
     assert "is there already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_original_says_what_quantising_costs(tmp_path, model, monkeypatch, capsys):
     quantised, original = tmp_path / "smollm2", tmp_path / "original"
     file = tmp_path / "tiny.gguf"

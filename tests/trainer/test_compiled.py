@@ -86,6 +86,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_layers_read_packed_rows_in_one_graph(monkeypatch):
     as_on_a_gpu(monkeypatch)

@@ -42,6 +42,7 @@ def loss(name, reduced):
     return {name: part.detach() for name, part in parts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reduced"), [("fkl", False), ("nla", True), ("tvd_pp", True)])
 def test_a_fused_loss_is_the_plain_one(name, reduced, monkeypatch):
     monkeypatch.setattr(module, "FROM_VOCABULARY", 2**62)

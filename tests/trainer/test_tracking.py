@@ -139,6 +139,7 @@ def test_denominators_other_than_announced_are_a_fault(tmp_path, count):
         window.settle()
 
 
+@pytest.mark.slow
 def test_offline_wandb_leaves_a_run_folder_and_keeps_its_id(tmp_path):
     config = TrainerConfig(wandb="offline")
     for step in (1, 2):  # the second time as a resumed run
@@ -195,6 +196,7 @@ def test_a_report_that_cannot_be_sent_is_a_line(tmp_path, fault, monkeypatch, ca
     assert f"{tmp_path / 'report.json'}, and `wandb sync {tmp_path / 'wandb/run-abc'}`" in line
 
 
+@pytest.mark.slow
 def test_a_finished_report_is_an_artifact_and_its_numbers_the_summary(
     tmp_path, tiny_folder, monkeypatch
 ):

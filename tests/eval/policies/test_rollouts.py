@@ -222,6 +222,7 @@ def test_the_matching_confidence_verifies_as_often_as_the_head():
     assert rates[0] != pytest.approx(rates[2], abs=0.01)  # the law's largest is another number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_bank_gives_what_replay_gives_exactly(sampling, target, drafter):
     """From all places alike, or from those of chains of fixed length, it is off by several
@@ -236,6 +237,7 @@ def test_the_bank_gives_what_replay_gives_exactly(sampling, target, drafter):
         assert banked == pytest.approx(expected, rel=0.01 if sampling is GREEDY else 0.03), policy
 
 
+@pytest.mark.slow
 def test_every_policy_has_rounds_of_its_own(target, drafter):
     """With every place of greedy text the bank's numbers are those of decoding, whatever the
     policy; counted as often as chains of fixed length start there, they are not."""
@@ -374,6 +376,7 @@ def oracle_bank(seed, size=32, num_prompts=150, starts=6, K=16):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_exact_head_gains_over_every_fixed_length():
     """Five chains: at least 5 % more modelled throughput in the mean, at both costs."""
     banks = [oracle_bank(seed) for seed in range(5)]

@@ -129,6 +129,7 @@ def check(found, width, dark):
     assert found["texts"] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_report_fits_and_can_be_read(look, tmp_path, width, dark):
@@ -148,6 +149,7 @@ def test_a_report_of_the_first_edition_still_makes_a_page(look, tmp_path, path):
     check(look(tmp_path / "report.html", 390, False), 390, False)
 
 
+@pytest.mark.slow
 def test_a_leaderboard_has_the_same_style(look, tmp_path):
     write_report(report_with_readings(), tmp_path / "run")
     compare([str(tmp_path / "run" / "report.json"), f"script.out={tmp_path / 'board'}"])

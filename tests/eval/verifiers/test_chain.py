@@ -88,6 +88,7 @@ def test_greedy_drafts_under_a_sampling_target_leave_its_law(monkeypatch, seed):
     assert error(monkeypatch, seed=seed, gamma=3, draft_sampling=Sampling(0.0)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
 def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature):
     lengths, verify = set(), Token.__call__

@@ -143,6 +143,7 @@ def test_static_trees_that_have_a_name_draw_their_children_and_keep_the_targets_
     assert error(Budget.of(top)) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_the_target_has_every_drawn_child_accepted():
     """Its best tokens would be accepted as often as they are drawn."""
     law = dirichlet_table([V] * 2, 7)
@@ -198,6 +199,7 @@ def test_control_typical_acceptance_is_seen_to_change_the_law():
     assert error(Budget(2, tree=STATIC), verify=Typical()) > 0.01
 
 
+@pytest.mark.slow
 def test_control_sampled_children_taken_as_deterministic_are_exact_too():
     """Drawing from the target is exact for every tree that does not look at the draw."""
 
