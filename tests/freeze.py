@@ -31,7 +31,7 @@ from recipes import base
 from scripts import evaluate
 from tests.helpers.commands import command, own_words, read_jsonl
 from tests.helpers.tiny import save_tiny
-from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS
+from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS, WORDS_OF_TARGET
 from tests.offline import sitecustomize  # noqa: F401
 
 FROZEN = Path("tests/fixtures/frozen")
@@ -192,7 +192,7 @@ def measured(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
 def refused(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
     for words, _ in MALFORMED:
         yield f"refuse {' '.join(words)}", called(train.main, words, folder)
-    for word, _ in WORDS:
+    for word, _ in WORDS + WORDS_OF_TARGET:
         given = command(folder, target, "method.control=true", word)
         yield f"refuse {word}", called(train.main, given, folder)
     for recipe, words, _ in HEADS:

@@ -19,9 +19,10 @@ from phases import report
 from recipes import base
 from recipes.common.config import Config
 from scripts import evaluate, export, generate, request_log
+from target.model import Target
 from tests.helpers.commands import command, only, pipe, training_stores, write_jsonl
 from tests.helpers.tiny import save_tiny
-from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS
+from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS, WORDS_OF_TARGET
 from trainer.checks import require_folder
 from trainer.config import known_keys, sections
 from trainer.errors import UserError
@@ -49,18 +50,29 @@ def refused(tmp_path, tiny_folder, capsys):
     return call
 
 
+@pytest.fixture
+def unloaded(monkeypatch):
+    """No model may be loaded."""
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+
+
 # the command line
 
 
-@pytest.mark.parametrize(
-    ("word", "says"),
-    WORDS,
-)
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("word", "says"), WORDS)
 def test_a_wrong_word_is_named(refused, tmp_path, word, says):
+    refused(word, says=says)
+    assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
+
+
+@pytest.mark.parametrize(("word", "says"), WORDS_OF_TARGET)
+def test_a_wrong_word_for_this_target_is_named(refused, tmp_path, word, says):
     refused("method.control=true", word, says=says)
     assert not list(tmp_path.glob("cache/traces/*/*.parquet"))
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("key", ["run.dir", "data.cache_dir", "data.traces", "script.out"])
 @pytest.mark.parametrize("folder", ["file", "file/below", "a" * 256, "a/" * 2000])
 def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
@@ -75,6 +87,7 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
     assert {p.name for p in tmp_path.iterdir()} <= {"file", "train.jsonl", "eval.jsonl"}
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("key", ["run.dir", "data.cache_dir", "data.traces"])
 def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_loaded(
     refused, tmp_path, monkeypatch, key
@@ -88,6 +101,7 @@ def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_loaded(
     require_folder(key, closed)  # what is there already may be only read
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_a_folder_of_something_else_is_no_place_for_traces(refused, tmp_path):
     """Least of all one whose files have names of ours, which a failed import would remove."""
     mine = tmp_path / "mine"
@@ -101,12 +115,14 @@ def test_a_folder_of_something_else_is_no_place_for_traces(refused, tmp_path):
     assert {path.name for path in mine.iterdir()} == {"rows.json", "answers.jsonl", "manifest.json"}
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("word", ["split=validation", "column=text", "config=de"])
 def test_an_option_of_evaluation_prompts_that_are_not_named_is_refused(refused, word):
     key = f"eval.prompts_{word.partition('=')[0]}"
     refused("eval.prompts=null", f"eval.prompts_{word}", says=f"{key} must be left at")
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -139,10 +155,8 @@ def test_the_longest_name_is_no_mistake(tmp_path):
         require_folder("run.dir", tmp_path / "broken" / "below")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    MALFORMED,
-)
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("arguments", "says"), MALFORMED)
 def test_a_malformed_command_is_one_line(capsys, arguments, says):
     assert train.main(arguments) == 2
     err = capsys.readouterr().err
@@ -151,11 +165,13 @@ def test_a_malformed_command_is_one_line(capsys, arguments, says):
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_a_divergence_that_is_not_linear_needs_full_logits(refused):
     words = ("method.teacher=compressed", "method.data_mix={target: 1}", "data.teacher_top_k=4")
     refused(*words, says=["CompressedTeacherError", "jsd", "method.approx=bucket"])
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_draft_text_needs_a_live_teacher(refused):
     words = ("method.teacher=compressed", "method.divergence=fkl", "data.teacher_samples=4")
     draft = "method.data_mix={draft: 1}"
@@ -306,6 +322,7 @@ def test_a_model_of_an_endless_name_is_refused(refused, capsys):
     assert "script.drafter: no drafter in" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_the_toys_drafter_serves_no_other_target(refused):
     words = ("model.drafter=assets/toy/draft",)
     refused(*words, says=["belongs to assets/toy/target", "model.drafter=null"])
@@ -434,6 +451,7 @@ def test_the_scripts_complain_in_the_same_way(refused, module):
     refused(*extra, "model.target=nowhere", script=module, says=["model.target", "'nowhere'"])
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(
     ("module", "word", "says"),
     [
