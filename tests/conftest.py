@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,26 @@ def syncs(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     return found
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, tiny_folder):
+    """(folder, words) of a whole run of tests.helpers.commands, shared: do not change it."""
+    import train
+    from tests.helpers.commands import command
+
+    folder = tmp_path_factory.mktemp("finished")
+    words = command(folder, tiny_folder("llama"))
+    assert train.main(words) == 0
+    return folder, words
+
+
+@pytest.fixture
+def begun(finished_run, tmp_path):
+    """The same run, copied: (run folder, words)."""
+    folder, words = finished_run
+    shutil.copytree(folder / "run", tmp_path / "run")
+    return tmp_path / "run", [word.replace(f"={folder}/run", f"={tmp_path}/run") for word in words]
 
 
 @pytest.fixture

@@ -31,10 +31,15 @@ from trainer.errors import UserError
 @pytest.fixture
 def refused(tmp_path, tiny_folder, capsys):
     """refused(*words, target=..., says=[...]): the command line, given on top of a tiny one, ends
-    with the exit code and one line that says all of this. `script`: of that module, not train."""
+    with the exit code and one line that says all of this. `script`: of that module, not train;
+    `begun`: the words of a run that they are given on top of."""
 
-    def call(*words, says, target=None, code=2, written=False, script=None):
-        arguments = command(tmp_path, target or tiny_folder("llama"), *words)
+    def call(*words, says, target=None, code=2, written=False, script=None, begun=None):
+        if begun is None:
+            arguments = command(tmp_path, target or tiny_folder("llama"), *words)
+        else:
+            keys = {word.partition("=")[0] for word in words}
+            arguments = [w for w in begun if w.partition("=")[0] not in keys] + [*words]
         if script is not None:
             kept = only(arguments, *getattr(script, "READS", ()))
             arguments = [word for word in arguments if word in words or word in kept]
@@ -409,22 +414,19 @@ def test_a_damaged_shard_is_named_and_its_removal_heals(refused, tmp_path, tiny_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_run_folder_of_another_configuration(refused, tmp_path, tiny_folder, finished):
-    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
+def test_a_run_folder_of_another_configuration(refused, begun, finished):
+    run, words = begun
     if not finished:
-        (tmp_path / "run" / "report.json").unlink()
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+        (run / "report.json").unlink()
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     says = ["holds a run of another configuration", "trainer.lr", "choose another run.dir"]
-    refused("trainer.lr=0.5", says=says, written=True)
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+    refused("trainer.lr=0.5", begun=words, says=says, written=True)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
 @pytest.mark.slow
-def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
-    refused, tmp_path, tiny_folder
-):
-    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
-    run = tmp_path / "run"
+def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(refused, begun):
+    run, words = begun
     (run / "report.json").unlink()
     kept = yaml.safe_load((run / "config.yaml").read_text())
     del kept["trainer"]["pack_tokens"], kept["model"]["device_map"]
@@ -434,10 +436,11 @@ def test_a_run_begun_before_a_setting_was_there_goes_on_with_its_default(
         del finished["setting"]["trainer.pack_tokens"]
         path.write_text(json.dumps(finished))
     before = {p: p.stat().st_mtime_ns for p in run.glob("stages/*/finished.json")}
-    assert train.main(command(tmp_path, tiny_folder("llama"))) == 0
+    assert train.main(words) == 0
     assert before
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    refused("trainer.pack_tokens=200", says=["trainer.pack_tokens"], written=True)
+    says = ["trainer.pack_tokens"]
+    refused("trainer.pack_tokens=200", begun=words, says=says, written=True)
 
 
 # the other commands

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from eval.report.readings import NUM_PROMPTS
 from eval.report.terminal import summary
-from phases import run as run_phase
 from phases.generate import choose_prompts
 from recipes import base
 from scripts import generate
@@ -180,14 +179,13 @@ def test_the_same_command_again_reports_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_report_cut_short_by_a_kill_is_written_again(tmp_path, tiny_folder):
-    words = command(tmp_path, tiny_folder("llama"))
+def test_a_report_cut_short_by_a_kill_is_written_again(begun):
+    folder, words = begun
+    (folder / "report.json").unlink()  # the last file of a run
+    before = (folder / "metrics.jsonl").read_text()
     run(*words)
-    (tmp_path / "run" / "report.json").unlink()  # the last file of a run
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    run(*words)
-    check_run_folder(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    check_run_folder(folder)
+    assert (folder / "metrics.jsonl").read_text() == before
 
 
 def test_the_default_run_folder_is_named_by_the_configuration(tmp_path, tiny_folder, monkeypatch):
@@ -221,9 +219,8 @@ def test_one_stage_alone_is_trained_and_not_reported(tmp_path, tiny_folder):
     assert not (tmp_path / "run" / "report.json").exists()
 
 
-def test_without_control_the_table_has_no_such_row(tmp_path, tiny_folder):
-    run(*command(tmp_path, tiny_folder("llama")))
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+def test_without_control_the_table_has_no_such_row(finished_run):
+    report = json.loads((finished_run[0] / "run" / "report.json").read_text())
     assert {r["drafter"] for r in report["results"]} == ROWS - {"control"}
     assert {(c["a"], c["b"]) for c in report["comparisons"]} == {("after", "before")}
 
@@ -321,22 +318,20 @@ def test_each_side_reads_the_columns_that_are_named_for_it(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_being_worked_on_is_left_alone(tmp_path, tiny_folder, capsys):
-    words = command(tmp_path, tiny_folder("llama"))
-    run(*words)
-    (tmp_path / "run" / "report.json").unlink()
-    run_phase._locks.pop().close()  # as if that run had been another process
+def test_a_run_that_is_being_worked_on_is_left_alone(begun, capsys):
+    folder, words = begun
+    (folder / "report.json").unlink()
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys; file = open(sys.argv[1], 'a'); "
          "fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
-         tmp_path / "run" / ".lock"],
+         folder / ".lock"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout.readline() == b"held\n"
-    before = sorted((tmp_path / "run").rglob("*"))
+    before = sorted(folder.rglob("*"))
     assert train.main(words) == 2
     assert "is being worked on by another process" in capsys.readouterr().err
-    assert sorted((tmp_path / "run").rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
     holder.communicate()
     run(*words)
 

@@ -13,28 +13,6 @@ from recipes.common.draft_size import SizeSearch
 from tests.helpers.commands import command, read_jsonl
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_folder):
-    """(folder, words) of a run of one temperature."""
-    folder = tmp_path_factory.mktemp("finished")
-    words = command(folder, tiny_folder("llama"), "eval.temperatures=0", "method.control=false")
-    assert train.main(words) == 0
-    return folder, words
-
-
-@pytest.fixture
-def begun(finished, tmp_path):
-    """The same run, copied: (run folder, words)."""
-    folder, words = finished
-    for path in folder.rglob("*"):
-        place = tmp_path / path.relative_to(folder)
-        if path.is_dir():
-            place.mkdir(exist_ok=True)
-        else:
-            place.write_bytes(path.read_bytes())
-    return tmp_path / "run", [word.replace(f"={folder}/run", f"={tmp_path}/run") for word in words]
-
-
 def times(folder):
     """Of all files but the lock, which everybody opens who asks for it."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
@@ -174,8 +152,8 @@ def test_a_run_that_goes_on_under_other_versions_says_so(begun, capsys, monkeypa
     assert len(json.loads((run / "run.json").read_text())["resumed"]) == 1
 
 
-def test_the_versions_of_the_project_and_its_libraries_are_known(finished):
-    facts = json.loads((finished[0] / "run" / "run.json").read_text())
+def test_the_versions_of_the_project_and_its_libraries_are_known(finished_run):
+    facts = json.loads((finished_run[0] / "run" / "run.json").read_text())
     assert set(run_phase.VERSIONS) <= facts.keys()
     assert facts["torch"]
 
