@@ -24,7 +24,8 @@ check() { # command ...; a program in the background would ignore SIGINT
 } >"$beside/said" 2>&1 &
 linters=$!
 if (($# == 0)); then
-    set -- -n auto --maxprocesses 4 # one thread each
+    # one thread each; a file goes to one process, which makes its runs once
+    set -- -n auto --maxprocesses 4 --dist loadfile
 fi
 tests=passed
 python -m pytest "$@" || tests=failed
