@@ -40,7 +40,7 @@ def words_for(tmp_path, name, target, *given):
         f"run.dir={tmp_path / name / 'run'}", f"data.cache_dir={tmp_path / name / 'cache'}",
         "data.rows_per_shard=1", "data.batch_size=2", "data.max_new_tokens=24",
         "trainer.max_steps=40", "trainer.save_every=2", "trainer.eval_every=5",
-        "trainer.log_every=3", "eval.temperatures=1",
+        "trainer.log_every=3", "eval.temperatures=1", "method.control=true",
     )  # fmt: skip
     return command(tmp_path, target, *settings, *given)
 
