@@ -297,8 +297,8 @@ def report(kind: type[Experiment], scale: Scale) -> str:
             for domain in (*kind.domains, None):
                 one = [c for s in seeds for c in load(scale, cell, s, temperature, domain)]
                 found = summarise(one, draws=0)
-                cells.append(f"{found['draft_acceptance_rate']:.3f} / {found['alpha']:.3f}")
-            cells.append(f"{found['tokens_per_round']:.3f}")
+                cells.append(f"{found.draft_acceptance_rate:.3f} / {found.alpha:.3f}")
+            cells.append(f"{found.tokens_per_round:.3f}")
             lines.append(f"| {cell} | {temperature} | {len(seeds)} | {' | '.join(cells)} |")
     lines += [
         "",

@@ -31,7 +31,7 @@ from eval.measure import Bench
 from eval.plain import next_token_loss
 from eval.policies.table import budget_for, parse_policy
 from eval.replay import follows_the_text, measure_accuracies
-from eval.report.rows import BASELINE, Row, draft_shape
+from eval.report.rows import BASELINE, Report, draft_shape
 from eval.report.schema import (
     build_report,
     headline_numbers,
@@ -41,6 +41,7 @@ from eval.report.schema import (
     write_report,
 )
 from eval.report.terminal import summary
+from eval.row import Json, Row
 from eval.serving_defaults import unmeasured_defaults
 from phases.commands import published
 from phases.cut_answers import answer_format, measured_on
@@ -180,9 +181,9 @@ class Measured:
     """The measurements of a report."""
 
     rows: list[Row]
-    comparisons: list[Row]
+    comparisons: list[Json]
     rounds: list[dict[str, object]]  # lines of rounds.jsonl
-    readings: list[Row]
+    readings: list[Json]
 
 
 def measure(
@@ -221,14 +222,15 @@ def measure(
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
         for n in free:
-            measured[n].row["role"] = BASELINE
+            measured[n].row.role = BASELINE
         bench = benches[decoded]
         real = bench.decoded(decoded, subject, costs[decoded], shown=shown)
         readings.add(real)
         mine = measured[decoded]
         merge(mine, real, temperature, config)
-        timed = {"plain_tokens_per_s": real.row["plain_tokens_per_s"]}
-        out.rows += [plain_row(mine.row | timed), real.row, *(one.row for one in measured.values())]
+        speed = real.row.plain_tokens_per_s
+        plain = plain_row(dataclasses.replace(mine.row, plain_tokens_per_s=speed))
+        out.rows += [plain, real.row, *(one.row for one in measured.values())]
         out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
@@ -244,7 +246,7 @@ def measure(
                 best = bench.replayed_tree(decoded, subject, tree_cost, tree)
                 merge(best, real, temperature, config)
                 out.rows.append(best.row)
-            if best.row["lossless"]:
+            if best.row.lossless:
                 out.comparisons += against(best, mine, temperature, config)
     progress.close()
     out.readings = readings.all()
@@ -283,7 +285,7 @@ def target_facts(run: Run) -> dict[str, object]:
     return facts | {"serving_defaults_not_measured": left_out} if left_out else facts
 
 
-def written(folder: Path) -> dict[str, Any] | None:
+def written(folder: Path) -> Report | None:
     """Read the report of a finished run; None where there is none, or a damaged one."""
     path = folder / "report.json"
     if not path.exists():
@@ -295,7 +297,7 @@ def written(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def show(report: dict[str, Any], folder: Path) -> None:
+def show(report: Report, folder: Path) -> None:
     """Print the report's main numbers, and where its pages are; write these again where they are
     missing."""
     pages = folder / "report.md", folder / "report.html"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import pytest
+
 import train
 from phases import help as helping
 from recipes import base
-from scripts.config_page import PAGE
+from scripts.config_page import PAGES
 from trainer.errors import UserError, require
 
 
@@ -81,11 +83,12 @@ def test_a_default_is_written_as_on_the_command_line():
     }  # fmt: skip
 
 
-def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning():
-    page = helping.config_page()
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning(path):
+    page = PAGES[path]()
     without = [line for line in page.splitlines() if line.endswith("|  |")]
     assert without == [], "put a comment at these fields"
-    assert PAGE.read_text() == page, "stale: run python -m scripts.config_page"
+    assert path.read_text() == page, "stale: run python -m scripts.config_page"
 
 
 def test_help_shows_the_values_of_the_recipe_and_of_the_command_line():
