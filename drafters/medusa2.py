@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drafters.base import S
-from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.stored import read_stored
 from drafters.text import Text
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target

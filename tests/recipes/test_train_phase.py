@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from drafters import output_head
-from drafters.acceptance_head import AcceptanceHead
+from drafters.acceptance import fresh_head
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from drafters.medusa2 import Medusa2Drafter
@@ -147,7 +147,7 @@ def test_a_text_longer_than_the_drafter_sees_is_refused(target):
 def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):
     recipe = eagle.Recipe(eagle.Config(), target)
     given = recipe.build([])
-    given.acceptance = AcceptanceHead.build(given)
+    given.acceptance = fresh_head(given)
     given.save_pretrained(tmp_path / "given")
     run = run_of(tmp_path, target, "recipe=eagle", f"model.drafter={tmp_path / 'given'}")
     assert prepare(run, recipe, []).acceptance is None
