@@ -20,7 +20,7 @@ from drafters.export import hf
 from drafters.export.card import Export
 from engines.vllm_server import PYTHON_VARIABLE
 from eval.config import EvalConfig
-from phases import exits, run
+from phases import exits, pipeline, run
 from recipes.common.config import compose
 from scripts import evaluate
 from target.causal_lm import load_causal_lm
@@ -236,7 +236,7 @@ def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):
     code, shown = said(train.main, rotated)
     assert (code, "report: " in shown) == (0, True), shown
     nameless = [[w for w in some if not w.startswith("run.dir=")] for some in (words, rotated)]
-    first, second = (train.resolve(some)[0] for some in nameless)
+    first, second = (pipeline.resolve(some)[0] for some in nameless)
     assert first.run_dir == second.run_dir
     assert first.data.chat_template_kwargs["hf_token"] == FIRST[0]  # the run itself has it
     other = [word.replace("note: see", "note: watch") for word in rotated]
