@@ -51,8 +51,8 @@ from recipes import base
 from recipes.base import Needs, Start
 from recipes.common.config import compose
 from target.model import Target, decoder_layers
-from trainer.loop import make_accelerator
 from trainer.objective import BatchSource
+from trainer.setup import make_accelerator
 
 GOAL = 0.45
 STEPS = 8  # that are timed, after as many to warm up

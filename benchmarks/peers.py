@@ -86,7 +86,8 @@ from target.model import Target
 from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import Fit, fit, make_accelerator
+from trainer.loop import Fit, fit
+from trainer.setup import make_accelerator
 from trainer.shift import supervised
 from trainer.tracking import Tracker
 

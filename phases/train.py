@@ -33,8 +33,9 @@ from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.errors import UserError, excerpt
 from trainer.lock import lock
-from trainer.loop import FitResult, checkpointing_of
+from trainer.loop import FitResult
 from trainer.progress import working
+from trainer.setup import checkpointing_of
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
 TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so

@@ -40,8 +40,8 @@ from tests.objectives import Trained, trained
 from tests.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
-from trainer.loop import learning_rate
 from trainer.losses import ce_hard
+from trainer.optimizer import learning_rate
 from trainer.shift import align
 
 STEPS = 6

@@ -15,6 +15,7 @@ from drafters.acceptance import fresh_head
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from drafters.medusa2 import Medusa2Drafter
+from phases.pipeline import resolve
 from phases.run import Run
 from phases.stage import sample_drafter
 from phases.train import (
@@ -30,9 +31,8 @@ from recipes.base import Needs, Stage
 from tests.commands import command, read_jsonl
 from tests.data.test_traces import make
 from tests.tiny import prompts_of
-from train import resolve
 from trainer.errors import UserError
-from trainer.loop import make_accelerator
+from trainer.setup import make_accelerator
 
 TEXTS = zip(prompts_of([5, 8, 3, 6]), prompts_of([9, 7, 11, 4], seed=1), strict=True)
 # of one conversation: none is held out to choose a checkpoint, so that the last weights are kept
