@@ -68,10 +68,12 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
     """A recipe that trains a head in one stage. `drafter_type`: the class of its drafters."""
 
     drafter_type: ClassVar[type[TrainedDrafter]]
+    captures: tuple[LayerId, ...] = ("final_norm",)  # the target's layers that the head reads
 
     def __init__(self, config: ConfigT, target: Target):
         self.config, self.target = config, target
-        self._objective: HeadObjective | None = None
+        # a given drafter may read other layers, or draft another part of the vocabulary: `accept`
+        self.objective = HeadObjective(config, target, self.depth, self.captures, self.is_reduced)
 
     @property
     def depth(self) -> int:
@@ -79,24 +81,9 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         raise NotImplementedError
 
     @property
-    def captures(self) -> tuple[LayerId, ...]:
-        """The target's layers that the head reads."""
-        return ("final_norm",)
-
-    @property
     def is_reduced(self) -> bool:
         """Whether the head drafts some of the target's tokens only."""
         return False
-
-    @property
-    def objective(self) -> HeadObjective:
-        """The objective of the stage, made at its first use: a given drafter, which decides what is
-        captured, is known by then."""
-        if self._objective is None:
-            self._objective = HeadObjective(
-                self.config, self.target, self.depth, self.captures, self.is_reduced
-            )
-        return self._objective
 
     def stages(self) -> list[Stage]:
         text = Needs({"target": 1.0})
