@@ -10,8 +10,8 @@ import yaml
 
 from phases import exits, export, generate, received, report, run, states, train
 from phases.commands import command_of
-from phases.dev import split_dev
 from phases.help import recipe_help
+from phases.stage import RunText
 from recipes import base
 from recipes.common.config import Config, compose
 from trainer.errors import UserError, require
@@ -77,19 +77,19 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     this = run.Run.open(config)
     recipe = module.Recipe(config.method, this.target)
     start = train.prepare(this, recipe, train_prompts)
-    texts = train.raw_texts(this, recipe)
+    raw = train.raw_texts(this, recipe)
     if start is not None:
         report.check_start(this, start, recipe.trains_acceptance)
-    traces = generate.all_traces(this, train_prompts, eval_prompts)
+    text = RunText.split(this, generate.all_traces(this, train_prompts, eval_prompts), raw)
     if start is None:
-        start = train.build(this, recipe, traces, texts)
+        start = train.build(this, recipe, text)
         report.check_start(this, start, recipe.trains_acceptance)
     generate.check_texts(this, start, eval_prompts)
-    run.claim(this, command, generate.contents(this, start, traces, texts))
-    recipe.widen(start, traces)  # after the claim: new rows are rounded as the threads add
+    run.claim(this, command, generate.contents(this, start, text.traces, raw))
+    recipe.widen(start, text.traces)  # after the claim: new rows are rounded as the threads add
     held_out = generate.held_out_in(this, eval_prompts)
-    trained, results = train.train_stages(this, recipe, start, traces, texts, held_out)
+    trained, results = train.train_stages(this, recipe, start, text, held_out)
     if config.run.stage is None and this.accelerator.is_main_process:
-        dev = split_dev(traces, config.run.seed)[1]
-        report.finish(this, start, trained, results, eval_prompts, dev, recipe.about(), unread)
+        about = recipe.about()
+        report.finish(this, start, trained, results, eval_prompts, text.dev, about, unread)
     this.target.sync()

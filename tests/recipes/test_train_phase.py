@@ -17,7 +17,7 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.medusa2 import Medusa2Drafter
 from phases.pipeline import resolve
 from phases.run import Run
-from phases.stage import sample_drafter
+from phases.stage import RunText, sample_drafter
 from phases.train import (
     check_context,
     chosen_stages,
@@ -71,6 +71,11 @@ def run_of(folder, target, *given) -> Run:
     return Run(config, make_accelerator(config.trainer, cpu=True), target, config.run_dir)
 
 
+def trained(run, recipe, base):
+    """What `train_stages` returns."""
+    return train_stages(run, recipe, base, RunText.split(run, TRACES))
+
+
 def staged(target) -> tuple[Staged, medusa.MedusaDrafter]:
     recipe = Staged(medusa.Config(num_heads=2), target)
     recipe.begun = []
@@ -81,7 +86,7 @@ def staged(target) -> tuple[Staged, medusa.MedusaDrafter]:
 def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
     recipe, base = staged(target)
     before = weights_hash(base)
-    rows, results = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+    rows, results = trained(run_of(tmp_path, target), recipe, base)
     (first, *_), (second, *_), (third, *_) = recipe.begun
     starts = [begun[1] for begun in recipe.begun]
     assert weights_hash(base) == before
@@ -94,7 +99,7 @@ def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
 
 def test_text_of_one_conversation_id_holds_nothing_out_and_says_so(target, tmp_path, capsys):
     recipe, base = staged(target)
-    train_stages(run_of(tmp_path, target, "run.stage=first"), recipe, base, TRACES)
+    trained(run_of(tmp_path, target, "run.stage=first"), recipe, base)
     assert "warning: all training text has the conversation_id 'c'" in capsys.readouterr().out
 
 
@@ -102,7 +107,7 @@ def test_what_a_stage_draws_does_not_depend_on_whether_those_before_are_done(tar
     drawn = []
     for _ in range(2):
         recipe, base = staged(target)
-        rows, _ = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+        rows, _ = trained(run_of(tmp_path, target), recipe, base)
         drawn.append(([begun[2] for begun in recipe.begun], weights_hash(rows["after"])))
     assert drawn[0] == drawn[1]
 
@@ -122,7 +127,7 @@ def test_a_shared_stage_is_trained_again_where_nothing_may_be_resumed(target, tm
     for name, resume in (("one", "auto"), ("two", "auto"), ("three", "never")):
         recipe, base = staged(target)
         words = f"run.dir={tmp_path / name}", f"trainer.resume={resume}", "run.stage=third"
-        rows, _ = train_stages(run_of(tmp_path, target, *words), recipe, base, TRACES)
+        rows, _ = trained(run_of(tmp_path, target, *words), recipe, base)
         found.append(("third: trained before" in capsys.readouterr().out, rows["after"]))
     assert [taken for taken, _ in found] == [False, True, False]
     assert len({weights_hash(drafter) for _, drafter in found}) == 1
