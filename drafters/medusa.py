@@ -60,6 +60,7 @@ class MedusaDrafter(TrainedDrafter):
     """A set of Medusa heads."""
 
     kind = "medusa"
+    one_pass = True
     target_layers = ("final_norm",)
 
     def __init__(self, settings: MedusaSettings, target: Target, kept: torch.Tensor | None = None):
@@ -101,6 +102,10 @@ class MedusaDrafter(TrainedDrafter):
         for number in range(1, depth + 1):
             hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
             yield at_index(self.blocks[number - 1](hidden), number, length)
+
+    def drafting_parameters(self, depth: int | None = None) -> list[nn.Parameter]:
+        heads = [self.blocks, *([self.lm_heads] if self.settings.own_head else [])]
+        return [p for modules in heads for p in modules[:depth].parameters()]
 
     def network(self) -> dict[str, object]:
         own = dataclasses.asdict(self.settings)
