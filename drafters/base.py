@@ -105,8 +105,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
 
         Index i holds the state that scores token i + 1 when it is the depth-th of its round and the
         tokens before it are those of the text; 0 where the round would have begun before the text,
-        or, in some drafters, at a column outside of `text.columns`. A drafter whose distribution is
-        the same at every depth yields one object again and again.
+        or, in a drafter with `one_pass` and some others, at a column outside of `text.columns`. A
+        drafter whose distribution is the same at every depth yields one object again and again.
         """
         raise NotImplementedError
 
@@ -216,8 +216,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     def drafting_parameters(self, depth: int | None = None) -> Iterable[torch.nn.Parameter]:
         """The parameters that drafting reads, without the acceptance head's.
 
-        `depth`: of the round, which a drafter with `one_pass` leaves some of them out for; None: as
-        deep as it can.
+        `depth`: of the round; a drafter with `one_pass` leaves out what no depth up to it reads.
+        None: as deep as it can draft.
         """
         own = self.named_parameters()
         return [p for name, p in own if not name.startswith(f"{ACCEPTANCE}.")]
