@@ -58,6 +58,7 @@ class MedusaDrafter(TrainedDrafter):
     """A set of Medusa heads."""
 
     kind = "medusa"
+    one_pass = True
     target_layers = ("final_norm",)
 
     def __init__(self, settings: MedusaSettings, target: Target, kept: torch.Tensor | None = None):
@@ -95,10 +96,16 @@ class MedusaDrafter(TrainedDrafter):
         self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         assert outputs is not None
-        length = text.ids.shape[1]
+        hidden, length = outputs.hidden["final_norm"], text.ids.shape[1]
         for number in range(1, depth + 1):
-            hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
-            yield at_index(self.blocks[number - 1](hidden), number, length)
+            made = self.blocks[number - 1](hidden[:, : max(length - number, 0)])
+            if text.columns is not None:
+                made = torch.where(text.columns[:, : made.shape[1], None], made, 0.0)
+            yield at_index(made, number, length)
+
+    def drafting_parameters(self, depth: int | None = None) -> list[nn.Parameter]:
+        heads = [self.blocks, *([self.lm_heads] if self.settings.own_head else [])]
+        return [p for modules in heads for p in modules[:depth].parameters()]
 
     def network(self) -> dict[str, object]:
         own = dataclasses.asdict(self.settings)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from eval.report.readings import NUM_PROMPTS
+from eval.report.schema import read_report
 from eval.report.terminal import summary
 from phases import pipeline
 from phases import run as run_phase
@@ -168,7 +169,7 @@ def test_the_same_command_again_reports_and_changes_nothing(
     for name in ("__init__", "__call__"):  # no network is built, none computes
         monkeypatch.delattr(torch.nn.Module, name)
     run(*words)
-    shown = summary(json.loads((tmp_path / "run" / "report.json").read_text()))
+    shown = summary(read_report(tmp_path / "run" / "report.json"))
     assert capsys.readouterr().out.lstrip().startswith(shown)
     assert shown in first
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
@@ -258,8 +259,8 @@ def test_a_turn_that_is_held_out_is_context_and_not_trained_on(
     prompts = write_jsonl(tmp_path / "chats.jsonl", rows)
     seen = []
 
-    def stop(run, recipe, start, traces, *further):
-        seen.extend(traces)
+    def stop(run, recipe, start, text, *further):
+        seen.extend(text.traces)
         raise UserError("enough")
 
     monkeypatch.setattr("phases.train.train_stages", stop)
