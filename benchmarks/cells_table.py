@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.cells import DONE, Cells, Json
 from benchmarks.verdict import ENOUGH_SEEDS
 from eval.report.rows import MEASURED, TRAINED, draft_shape
+from eval.row import row_with
 
 MILLISECONDS = ("draft_ms", "verify_ms", "other_ms")  # of a round
 WANTED = 1.4  # times plain decoding: the goal of `benchmarks.real_speed`
@@ -120,7 +121,7 @@ def measurements(done: Sequence[Json], domains: Sequence[str]) -> Iterator[list[
     for found in done:
         own: dict[tuple[float, str], list[Json]] = {}
         for row in drafts(found):
-            shape = DEPTH.sub(r"\1", draft_shape({"tree": None, **row}))
+            shape = DEPTH.sub(r"\1", draft_shape(row_with(**row)))
             own.setdefault((row["temperature"], shape), []).append(row)
         for key, rows in own.items():
             groups.setdefault(key, []).append(rows)

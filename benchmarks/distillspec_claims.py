@@ -47,7 +47,8 @@ from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import Fit, fit, make_accelerator
+from trainer.loop import Fit, fit
+from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)

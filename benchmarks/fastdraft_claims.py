@@ -52,7 +52,8 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import Fit, fit, make_accelerator
+from trainer.loop import Fit, fit
+from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -297,8 +298,8 @@ def report(kind: type[Experiment], scale: Scale) -> str:
             for domain in (*kind.domains, None):
                 one = [c for s in seeds for c in load(scale, cell, s, temperature, domain)]
                 found = summarise(one, draws=0)
-                cells.append(f"{found['draft_acceptance_rate']:.3f} / {found['alpha']:.3f}")
-            cells.append(f"{found['tokens_per_round']:.3f}")
+                cells.append(f"{found.draft_acceptance_rate:.3f} / {found.alpha:.3f}")
+            cells.append(f"{found.tokens_per_round:.3f}")
             lines.append(f"| {cell} | {temperature} | {len(seeds)} | {' | '.join(cells)} |")
     lines += [
         "",

@@ -30,8 +30,9 @@ from recipes.distillspec import Config, Recipe
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer.config import TrainerConfig
-from trainer.loop import Fit, fit, make_accelerator
+from trainer.loop import Fit, fit
 from trainer.losses import LossOutput
+from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
 ROWS, NEW, STEPS, DOCUMENTS = 48, 12, 24, 60

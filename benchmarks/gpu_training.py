@@ -45,14 +45,14 @@ from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from phases.run import Run
-from phases.stage import StageRun
+from phases.stage import RunText, StageRun
 from phases.train import build
 from recipes import base
 from recipes.base import Needs, Start
 from recipes.common.config import compose
 from target.model import Target, decoder_layers
-from trainer.loop import make_accelerator
 from trainer.objective import BatchSource
+from trainer.setup import make_accelerator
 
 GOAL = 0.45
 STEPS = 8  # that are timed, after as many to warm up
@@ -247,10 +247,11 @@ def measure(target: Target, size: str, arm: Arm) -> Result:
         traces = make_traces(arm, size, target.vocab_size)
         try:
             recipe = module.Recipe(config.method, target)
-            stage, fresh = recipe.stages()[-1], build(run, recipe, traces)
+            text = RunText(traces, traces, [], {})
+            stage, fresh = recipe.stages()[-1], build(run, recipe, text)
             start = Start(fresh, traces, {"before": fresh}, config.trainer.max_steps, 1)
             drafter = stage.prepare(start)
-            training = TimedStage(run, stage, 0, drafter, traces, traces, [], {})
+            training = TimedStage(run, stage, 0, drafter, text)
             with loss_at_once(arm.at_once), contextlib.suppress(Ended):
                 training.fit()
         finally:

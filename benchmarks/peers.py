@@ -86,7 +86,8 @@ from target.model import Target
 from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
-from trainer.loop import Fit, fit, make_accelerator
+from trainer.loop import Fit, fit
+from trainer.setup import make_accelerator
 from trainer.shift import supervised
 from trainer.tracking import Tracker
 
@@ -582,7 +583,7 @@ def quality(data: Data, sizes: argparse.Namespace) -> dict[str, Any]:
                 row: dict[str, Any] = {"network": network, "tool": name, "lr": rates[name]}
                 row |= {"temperature": T, "K": K}
                 row["tokens_per_round"] = [tokens_per_round(one[T, K]) for one in seeds]
-                row["alpha"] = [summarise(one[T, K], draws=0)["alpha"] for one in seeds]
+                row["alpha"] = [summarise(one[T, K], draws=0).alpha for one in seeds]
                 if name != "ours":
                     pairs = [
                         (a[T, K], b[T, K]) for a, b in zip(counters["ours"], seeds, strict=True)

@@ -19,6 +19,7 @@ from data.trace_rows import lengths, num_tokens
 from data.traces import Trace
 from drafters.text import Text
 from target.padding import right_padded
+from target.sampling import keyed_uniform, row_key
 from target.shared_text import TextGroup
 from trainer.device import sent
 from trainer.errors import UserError
@@ -74,9 +75,26 @@ class Batch:
         """Row and column of the first token of each text."""
         return self.text_starts or [(row, 0) for row in range(len(self.prompts))]
 
-    def supervised(self, depth: int = 0) -> torch.Tensor:
+    def supervised(self, depth: int = 0, anchors: torch.Tensor | None = None) -> torch.Tensor:
         """`trainer.shift.supervised` of these texts, [B, L-1] bool: of this process's columns."""
-        return supervised(self.loss_mask, depth, self.documents, self.own)
+        return supervised(self.loss_mask, depth, self.documents, self.own, anchors)
+
+    def uniform(self, stream: str) -> torch.Tensor:
+        """Random numbers of the tokens, [B, L] float64 in [0, 1), those of padding included.
+
+        A function of `index`, of the text, of the place in it and of `stream`: the same on every
+        device and in a resumed run, in whatever row a text stands and on whatever process. A text
+        has other numbers in the next epoch, where it comes with another index.
+        """
+        texts, device = zip(self.prompts, self.responses, strict=True), self.input_ids.device
+        keys = [row_key(self.index, [*prompt, *response], 0) for prompt, response in texts]
+        if self.text_starts is None:
+            rows, columns = (torch.arange(n, device=device) for n in self.input_ids.shape)
+            owner, places = rows.unsqueeze(1), columns.expand_as(self.input_ids)
+        else:  # padding, of no text, takes numbers of the first one
+            owner, places = self.document_ids.clamp(min=0), self.position_ids
+        owner = owner.expand_as(places)
+        return keyed_uniform(torch.tensor(keys, device=device)[owner], places, stream)
 
     @property
     def own(self) -> torch.Tensor | None:

@@ -10,21 +10,16 @@ in Llama-like models.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafters.base import TrainedDrafter, add_to_hash
-from drafters.medusa import ResidualLayers
-from target.loading import check_finite, check_plain
-from trainer.errors import UserError
+from drafters.layers import ResidualLayers
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
 ACCEPT = 1  # the index of the logit; 0: reject
@@ -65,14 +60,6 @@ class AcceptanceHead(nn.Module):
         )
         self.out = nn.Linear(settings.width, 2)
 
-    @classmethod
-    def build(cls, drafter: TrainedDrafter, **settings: object) -> AcceptanceHead:
-        """A fresh head for this drafter, on its device. `settings`: of `AcceptanceSettings`."""
-        check_exposed(drafter)
-        plain = AcceptanceSettings(width_of(drafter), draft=weights_hash(drafter))
-        head = cls(dataclasses.replace(plain, **settings))
-        return head.to(next(drafter.parameters()).device)
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Score hidden [..., width]: logits [..., 2] float32 of rejection and acceptance."""
         return self.out(self.blocks(hidden.float())).float()
@@ -109,69 +96,6 @@ def calibrate(f: torch.Tensor, reject_weight: float) -> torch.Tensor:
     The optimum of the weighted loss is f = a / (a + w (1 - a)), so that a = w f / (1 - f + w f).
     """
     return reject_weight * f / (1 - f + reject_weight * f)
-
-
-def width_of(drafter: TrainedDrafter) -> int:
-    """Width of the states that the drafter's output head reads."""
-    return drafter.output_head(1).weight.shape[1]
-
-
-def check_exposed(drafter: TrainedDrafter) -> None:
-    """Raise UserError where the drafter has no state that an acceptance head could judge."""
-    if not drafter.exposes_hidden:
-        raise UserError(
-            f"CapabilityError: a drafter of kind {drafter.kind!r} has no state of the tokens it "
-            "drafts, so no acceptance head can judge them: name a causal LM or an EAGLE head"
-        )
-
-
-def check_width(drafter: TrainedDrafter, head: AcceptanceHead, folder: Path, key: str) -> None:
-    """Raise UserError where the head in `folder` reads states of another width."""
-    width = width_of(drafter)
-    if head.settings.width != width:
-        raise UserError(
-            f"CompatibilityError: {key}: the acceptance head in {folder} reads states "
-            f"{head.settings.width} wide, the drafter's are {width}"
-        )
-
-
-def weights_hash(drafter: TrainedDrafter) -> str:
-    """Hash of the weights that draft, without an acceptance head: its states depend on them."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(drafter.draft_weights().items()):
-        digest.update(name.encode())
-        add_to_hash(digest, tensor)
-    return digest.hexdigest()[:16]
-
-
-def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
-    """Load the acceptance head beside the drafter in `folder`, if there is one.
-
-    `key`: the setting that names the folder, for messages. Raises UserError where the head is
-    damaged or was trained for another drafter.
-    """
-    if not (folder / SETTINGS).exists():
-        return
-    check_exposed(drafter)
-    try:
-        check_plain(key, str(folder), [folder / WEIGHTS])
-        head = AcceptanceHead.from_pretrained(folder)
-        check_finite(key, str(folder), head.state_dict().items())
-    except UserError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{key}: the acceptance head in {folder} is damaged ({reason})") from error
-    own = head.settings
-    check_width(drafter, head, folder, key)
-    found = weights_hash(drafter)
-    if own.draft != found:
-        raise UserError(
-            f"CompatibilityError: {key}: the acceptance head in {folder} was trained for another "
-            f"drafter (weights {own.draft}, these are {found}): train it again with "
-            f"recipe=specdecpp, or remove {SETTINGS}"
-        )
-    drafter.acceptance = head.to(next(drafter.parameters()).device)
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,9 @@ class DrafterBank(TrainedDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
-    def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
+    def drafting_parameters(self, depth: int | None = None) -> Iterable[torch.nn.Parameter]:
         """Parameters of one member: a step reads no other one."""
-        return self.members[0].drafting_parameters()
+        return self.members[0].drafting_parameters(depth)
 
     def fresh(self) -> DrafterBank:
         return DrafterBank([member.fresh() for member in self.members], copy.deepcopy(self.router))

@@ -64,10 +64,12 @@ class TrainedDrafter(torch.nn.Module, Drafter):
     `vocab_size`: the target's true vocabulary; `fingerprint`: that of the target it was made for;
     `start_width`: tokens that `start` feeds. `exposes_hidden`: its state after each token it is fed
     depends on that token, so that an acceptance head can judge the token; `extend` then sets
-    `hidden` [B, d] to the state that `states` has there.
+    `hidden` [B, d] to the state that `states` has there. `one_pass`: `start` computes all tokens of
+    a round, so that a round is one forward, whatever its shape, and reads each weight once.
     """
 
     kind: ClassVar[str]
+    one_pass: ClassVar[bool] = False
     exposes_hidden: ClassVar[bool] = False
     hidden: torch.Tensor
     acceptance: AcceptanceHead | None
@@ -103,8 +105,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
 
         Index i holds the state that scores token i + 1 when it is the depth-th of its round and the
         tokens before it are those of the text; 0 where the round would have begun before the text,
-        or, in some drafters, at a column outside of `text.columns`. A drafter whose distribution is
-        the same at every depth yields one object again and again.
+        or, in a drafter with `one_pass` and some others, at a column outside of `text.columns`. A
+        drafter whose distribution is the same at every depth yields one object again and again.
         """
         raise NotImplementedError
 
@@ -195,6 +197,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """Draft a round: a chain, or the tree of `budget`; rows that do not fit draft nothing."""
         shape = budget.tree or Chain(budget.max_tokens, budget.stop)
         tree, K = shape.grow(self, state), budget.max_tokens
+        if self.one_pass:
+            tree.draft_forwards = 1
         if not self.fits(state.max_length, K):
             tree.lengths = tree.lengths * self.fits(state.lengths, K)
         return tree
@@ -209,8 +213,12 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """
         return self, None
 
-    def drafting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """The parameters that drafting reads, without the acceptance head's."""
+    def drafting_parameters(self, depth: int | None = None) -> Iterable[torch.nn.Parameter]:
+        """The parameters that drafting reads, without the acceptance head's.
+
+        `depth`: of the round; a drafter with `one_pass` leaves out what no depth up to it reads.
+        None: as deep as it can draft.
+        """
         own = self.named_parameters()
         return [p for name, p in own if not name.startswith(f"{ACCEPTANCE}.")]
 

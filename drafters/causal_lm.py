@@ -234,7 +234,7 @@ class CausalLMDrafter(TrainedDrafter):
 
     # --- own format ------------------------------------------------------------------------------
 
-    def drafting_parameters(self) -> list[torch.nn.Parameter]:
+    def drafting_parameters(self, depth: int | None = None) -> list[torch.nn.Parameter]:
         return parameters_read(self.model)
 
     def save_weights(self, folder: Path) -> None:

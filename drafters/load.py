@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from drafters import acceptance_head
-from drafters.acceptance_head import attach, check_exposed, check_width, weights_hash
+from drafters.acceptance import attach, check_exposed, check_width, weights_hash
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.acceptance import read_acceptance_head

@@ -10,20 +10,18 @@ predictor; the layers of a head are distinct modules.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn import functional as F
 
-from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
-from drafters.layers import Shared
-from drafters.output_head import copy_rows, head_over
+from drafters.base import TrainedDrafter
+from drafters.layers import ResidualLayers, Shared
+from drafters.output_head import copy_head, head_of, own_heads
 from drafters.round import Budget, DraftState
+from drafters.stored import read_stored, restore, save_tensors, without
 from drafters.text import Text
 from target.model import Target
 from target.outputs import TargetOutputs
@@ -60,6 +58,7 @@ class MedusaDrafter(TrainedDrafter):
     """A set of Medusa heads."""
 
     kind = "medusa"
+    one_pass = True
     target_layers = ("final_norm",)
 
     def __init__(self, settings: MedusaSettings, target: Target, kept: torch.Tensor | None = None):
@@ -97,10 +96,16 @@ class MedusaDrafter(TrainedDrafter):
         self, text: Text, outputs: TargetOutputs | None, depth: int
     ) -> Iterator[torch.Tensor]:
         assert outputs is not None
-        length = text.ids.shape[1]
+        hidden, length = outputs.hidden["final_norm"], text.ids.shape[1]
         for number in range(1, depth + 1):
-            hidden = outputs.hidden["final_norm"][:, : max(length - number, 0)]
-            yield at_index(self.blocks[number - 1](hidden), number, length)
+            made = self.blocks[number - 1](hidden[:, : max(length - number, 0)])
+            if text.columns is not None:
+                made = torch.where(text.columns[:, : made.shape[1], None], made, 0.0)
+            yield at_index(made, number, length)
+
+    def drafting_parameters(self, depth: int | None = None) -> list[nn.Parameter]:
+        heads = [self.blocks, *([self.lm_heads] if self.settings.own_head else [])]
+        return [p for modules in heads for p in modules[:depth].parameters()]
 
     def network(self) -> dict[str, object]:
         own = dataclasses.asdict(self.settings)
@@ -145,109 +150,3 @@ class MedusaDrafter(TrainedDrafter):
         drafter = cls(MedusaSettings(**about["settings"]), target, tensors.get("kept"))
         restore(drafter, Path(folder), about, tensors)
         return drafter.eval()
-
-
-# --- shared with Hydra's heads ----------------------------------------------------------------
-
-
-class ResidualLayers(nn.Module):
-    """`count` layers z + SiLU(A z + b), with dropout before each.
-
-    A and b start at zero, so that z passes unchanged. `tie`: one module for all layers.
-    """
-
-    def __init__(self, width: int, count: int, tie: bool = False, dropout: float = 0.0):
-        super().__init__()
-        made = [zero_linear(width, width) for _ in range(min(count, 1) if tie else count)]
-        self.layers = nn.ModuleList(made * count if tie else made)
-        self.dropout = dropout
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Map z [..., width] to [..., width] in the dtype of the weights."""
-        if len(self.layers):
-            z = z.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
-        for layer in self.layers:
-            z = F.dropout(z, self.dropout, self.training)
-            z = z + F.silu(layer(z))
-        return z
-
-
-def zero_linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer of zeros."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def own_heads(target: Target, count: int, bias: bool, kept: torch.Tensor | None) -> nn.ModuleList:
-    """Output matrices in the shape of the target's, over its true vocabulary or the ids `kept`.
-
-    Raises UserError where the target's head does not read its last layer's width.
-    """
-    width = target.head.weight.shape[1]
-    if width != target.hidden_size:
-        raise UserError(
-            f"the target's head reads states {width} wide, its last layer gives "
-            f"{target.hidden_size}: heads on its states cannot start from it"
-        )
-    rows = target.vocab_size if kept is None else len(kept)
-    return nn.ModuleList(nn.Linear(width, rows, bias=bias) for _ in range(count))
-
-
-def copy_head(target: Target, heads: nn.ModuleList, kept: torch.Tensor | None) -> None:
-    """Copy the target's head into `heads`, also where it is one tensor with the embedding."""
-    for head in heads:
-        assert isinstance(head, nn.Linear)
-        copy_rows(target, head, kept)
-
-
-def head_of(
-    target: Target, heads: nn.ModuleList | None, depth: int, kept: torch.Tensor | None
-) -> OutputHead:
-    """The output head of a depth; the target's where `heads` is None."""
-    if heads is None:
-        return target.head
-    head = heads[depth - 1]
-    assert isinstance(head, nn.Linear)
-    return head_over(head, kept, target.head.transform)
-
-
-def without(settings: dict[str, object], *names: str) -> dict[str, object]:
-    """The settings but for these."""
-    return {name: value for name, value in settings.items() if name not in names}
-
-
-def save_tensors(drafter: TrainedDrafter, folder: Path) -> None:
-    """Write all tensors of the drafter to model.safetensors."""
-    # copies: a tied module is written once per name
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-
-
-def read_stored(folder: Path, target: Target) -> tuple[DrafterJson, dict[str, torch.Tensor]]:
-    """Read drafter.json and the tensors that `save_tensors` wrote.
-
-    Raises UserError where the drafter was made for another target.
-    """
-    about: DrafterJson = json.loads((folder / "drafter.json").read_text())
-    check_fingerprint(about["target"], target.fingerprint, str(folder))
-    return about, load_file(folder / "model.safetensors")
-
-
-def restore(
-    drafter: TrainedDrafter, folder: Path, about: DrafterJson, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Load what `read_stored` read: the weights, and the accuracies of drafter.json.
-
-    Raises UserError where weights and settings disagree.
-    """
-    try:
-        drafter.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder}: weights and drafter.json disagree ({reason})") from error
-    drafter.rank_accuracy = about.get("rank_accuracy")

@@ -8,7 +8,7 @@ its output: `served_target`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drafters.base import S
-from drafters.medusa import MedusaDrafter, MedusaSettings, read_stored
+from drafters.medusa import MedusaDrafter, MedusaSettings
+from drafters.stored import read_stored
 from drafters.text import Text
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
@@ -79,10 +80,6 @@ class Medusa2Drafter(MedusaDrafter):
 
     def served_target(self) -> Target | None:
         return self.adapted.as_target() if self.adapted.changes else None
-
-    def drafting_parameters(self) -> Iterable[nn.Parameter]:
-        own = self.named_parameters()
-        return [p for name, p in own if not name.startswith(f"{ADAPTER}.")]
 
     def servable(self, folder: Path, ours: bool = False) -> tuple[MedusaDrafter, Target]:
         """The heads as plain Medusa heads, and the target with its adapter merged."""

@@ -76,16 +76,18 @@ def read_per_step(model: PreTrainedModel) -> tuple[float, float]:
     return _amounts(parameters_read(model), routed_shares(model))
 
 
-def read_per_round(drafter: TrainedDrafter, forwards: int) -> tuple[float, float]:
-    """(bytes, parameters) that a round of `forwards` draft forwards reads.
+def read_per_round(drafter: TrainedDrafter, depth: int) -> tuple[float, float]:
+    """(bytes, parameters) that drafting a round of `depth` tokens reads.
 
-    They include the target's head where the drafter uses it. A drafter with one head per depth
-    reads each head once.
+    They include the target's head where the drafter uses it. A drafter with `one_pass` reads once
+    what it drafts with, and of heads for the depths only those of this round; other drafters read
+    all in each of `depth` forwards, but for a head of one depth, which one of them reads.
     """
-    own = list(drafter.drafting_parameters())
+    own = list(drafter.drafting_parameters(depth))
     head = drafter.output_head(1).weight
     shared = [] if any(p is head for p in own) else [head]
-    share = forwards if drafter.max_depth is None else forwards / drafter.max_depth
+    forwards = 1 if drafter.one_pass else depth
+    share = forwards if drafter.one_pass or drafter.max_depth is None else depth / drafter.max_depth
     own_read, shared_read = _amounts(own, routed_shares(drafter)), _amounts(shared, {})
     size, count = (a * share + b * forwards for a, b in zip(own_read, shared_read, strict=True))
     return size, count

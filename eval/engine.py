@@ -17,7 +17,7 @@ import torch
 from drafters.round import Budget, Drafter, DraftState
 from drafters.trees.tree import TokenTree
 from eval.rounds import Round, RoundIds
-from eval.verifiers.base import Verdict, Verifier
+from eval.verifiers.base import Verdict, Verification, Verifier
 from eval.verifiers.token import Token
 from target.cache import CachedModel
 from target.decode import Request
@@ -257,7 +257,9 @@ class SpeculativeDecoder:
                 f"the verifier {self.verifier.name} judges {', '.join(self.verifier.judges)}: what "
                 f"was drafted is {tree.form}"
             )
-        return self.verifier(tree, logits, self.sampling, random, self.lengths, active)
+        return self.verifier(
+            Verification(tree, logits, self.sampling, random, self.lengths, active)
+        )
 
     def _commit(
         self, tree: TokenTree, verdict: Verdict, found: dict[LayerId, torch.Tensor]

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -16,14 +17,14 @@ from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated, SpeculativeDecoder
-from eval.metrics import Row, per_domain, per_position, summarise
+from eval.metrics import per_domain, per_position, summarise
 from eval.offline import OfflineEvaluator
 from eval.plain import Parting, difference, next_token_loss, plain_generate, timed
 from eval.policies.table import budget_for
 from eval.replay import TreeReplay
 from eval.report.rows import role_of
-from eval.report.schema import COUNTING
 from eval.rounds import Round
+from eval.row import COUNTING, Row
 from eval.speed_model import COST_RATIOS, expected_tokens_iid, mbsu, modelled_speedup
 from eval.verifiers.base import Verifier
 from eval.verifiers.table import exact_verifier, parse_verifier
@@ -68,16 +69,16 @@ class Bench:
         sampling: Sampling,
         config: EvalConfig,
         prompts: Mapping[str, object],
-        about: Mapping[str, object] | None = None,
+        about: Mapping[str, Any] | None = None,
         progress: TokenProgress | None = None,
     ):
-        """`prompts`: their name and hash; `about`: entries of all rows beside their numbers."""
+        """`prompts`: their name and hash; `about`: further fields of all rows."""
         self.progress = progress or TokenProgress("", enabled=False)
         self.target, self.traces = target, list(traces)
         self.sampling, self.config = sampling, config
         self.draft_sampling = config.draft_sampling(sampling)
         self.prompts = dict(prompts)
-        self.about: dict[str, object] = dict(about or {})
+        self.about = dict(about or {})
         if self.draft_sampling != sampling:
             self.about["draft_temperature"] = self.draft_sampling.temperature
         if target.sharded is not None:
@@ -98,13 +99,12 @@ class Bench:
         result = self.offline(
             drafter, self.draft_sampling, budget=budget, on_tokens=self.progress.advance
         )
-        extra: Row = {"calibration": result.calibration} if result.calibration else {}
-        if result.alpha_by_depth:
-            extra["alpha_by_depth"] = result.alpha_by_depth
-        if result.draft_vocabulary is not None:
-            extra["draft_vocabulary"] = result.draft_vocabulary
-        row = self.row(name, result.counters, cost, "offline", budget) | extra
-        return Measurement(row | beyond_context(drafter, row), result.counters)
+        row = self.row(name, result.counters, cost, "offline", budget)
+        row.calibration = result.calibration or None
+        row.alpha_by_depth = result.alpha_by_depth or None
+        row.draft_vocabulary = result.draft_vocabulary
+        row.beyond_context = beyond_context(drafter, row)
+        return Measurement(row, result.counters)
 
     def replayed_tree(self, name: str, drafter: Drafter, cost: Cost, budget: Budget) -> Measurement:
         """Acceptance of deterministic trees without decoding."""
@@ -115,7 +115,8 @@ class Bench:
         )  # fmt: skip
         counters = replay(drafter)
         row = self.row(name, counters, cost, "offline", budget)
-        return Measurement(row | beyond_context(drafter, row), counters)
+        row.beyond_context = beyond_context(drafter, row)
+        return Measurement(row, counters)
 
     def _replays(self, name: str) -> None:
         total = sum(len(trace.response_ids) for trace in self.traces)
@@ -166,28 +167,28 @@ class Bench:
         for one in counters:  # alpha is a mean over all response positions, not over tested ones
             one.overlap_sum = one.overlap_count = 0.0
         row = self.row(name, counters, cost, "decoding", budget)
-        row |= beyond_context(drafter, row)
+        row.beyond_context = beyond_context(drafter, row)
         seconds = [
             sum(getattr(r, part) for r in rounds) for part in ("t_draft", "t_verify", "t_other")
         ]
-        row["draft_time_share"] = seconds[0] / sum(seconds) if sum(seconds) else None
+        row.draft_time_share = seconds[0] / sum(seconds) if sum(seconds) else None
         if self.sampling.temperature == 0:
-            row["num_compared"] = sum(one.identical is not None for one in counters)
-            row["differing_prompts"] = differing
-            row["lossless"] = row["lossless"] and all(one["near_tie"] for one in differing)
+            row.num_compared = sum(one.identical is not None for one in counters)
+            row.differing_prompts = differing
+            row.lossless = row.lossless and all(one["near_tie"] for one in differing)
         if not self.verifier(budget).lossless(self.sampling):
-            row |= self._quality(finished)
+            row.quality, row.quality_metric = self._quality(finished)
         return Measurement(row, counters, rounds, [finished[tag] for tag in shown])
 
-    def _quality(self, finished: Mapping[str, Speculated]) -> Row:
-        """The quality of answers that a lossy rule let through."""
+    def _quality(self, finished: Mapping[str, Speculated]) -> tuple[float, str]:
+        """The quality of answers that a lossy rule let through, and its unit."""
         texts = [
             dataclasses.replace(trace, response_ids=finished[trace.prompt_hash].response_ids)
             for trace in self.traces
         ]
         own = next_token_loss(self.target, self.traces)
         metric = f"nats per token under the target, whose own text has {own:.3f}"
-        return {"quality": next_token_loss(self.target, texts), "quality_metric": metric}
+        return next_token_loss(self.target, texts), metric
 
     def requests(self) -> list[Request]:
         """A request for each trace; its tag is the prompt's hash."""
@@ -297,7 +298,7 @@ class Bench:
         """A row of the report: these counters, how they were measured and what they cost."""
         config = self.config
         summary = summarise(counters, draws=config.bootstrap_draws, seed=config.seed)
-        tokens, rounds = summary["tokens_per_round"], summary["num_rounds"]
+        tokens, rounds = summary.tokens_per_round, summary.num_rounds
         K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
@@ -309,59 +310,59 @@ class Bench:
         # many rounds copy and draft nothing depends on the text
         paid = None if copies or (budget.stop is not None and drafted == 0) else tokens
         verifier = self.verifier(budget, measured_by)
-        sampled = tree is not None and tree.siblings != TOP and self.sampling.temperature > 0
-        children = None if tree is None or copies else "sampled" if sampled else "top"
-        return summary | {
-            "drafter": name,
-            "role": role_of(name),
-            "prompts": self.prompts,
-            "temperature": self.sampling.temperature,
-            "top_k": self.sampling.top_k,
-            "top_p": self.sampling.top_p,
-            "verifier": spelled(verifier),
-            "policy": budget.policy,
-            "K": K,
-            "tree": None if tree is None else tree.describe(),
-            "tree_children": children,
-            "nodes": budget.max_nodes,
-            "counting": COUNTING,
-            "bonus_counted": True,
-            "lossless": verifier.lossless(self.sampling),
-            "measured_by": measured_by,
-            "cost_ratio": cost.round_time / K,
-            "verify_cost": cost.verify,
-            "cost_source": cost.source,
-            "modelled_speedup": modelled_speedup(paid, share, cost.round_time, cost.verify)
-            if paid is not None
-            else None,
+        row = Row(
+            **vars(summary),
+            drafter=name,
+            role=role_of(name),
+            prompts=self.prompts,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            verifier=spelled(verifier),
+            policy=budget.policy,
+            K=K,
+            nodes=budget.max_nodes,
+            counting=COUNTING,
+            bonus_counted=True,
+            lossless=verifier.lossless(self.sampling),
+            measured_by=measured_by,
+            max_new_tokens=config.max_new_tokens,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            cost_ratio=cost.round_time / K,
+            verify_cost=cost.verify,
+            cost_source=cost.source,
+            modelled_speedup=None,
+            mbsu=None,
+            **self.about,
+        )
+        row.by_domain = per_domain(counters, draws=config.bootstrap_draws, seed=config.seed)
+        row.by_position = per_position(counters, draws=config.bootstrap_draws, seed=config.seed)
+        if tree is not None:
+            row.tree = tree.describe()
+            sampled = tree.siblings != TOP and self.sampling.temperature > 0
+            row.tree_children = None if copies else "sampled" if sampled else "top"
+        elif summary.alpha_hat is not None:
+            row.tokens_per_round_iid = expected_tokens_iid(summary.alpha_hat, K)
+        if paid is not None:
+            row.modelled_speedup = modelled_speedup(paid, share, cost.round_time, cost.verify)
             # memory-bound: a drafting step costs this ratio, verification one forward
-            "modelled_speedup_at": {
+            row.modelled_speedup_at = {
                 str(ratio): modelled_speedup(paid, share * K, ratio) for ratio in COST_RATIOS
             }
-            if paid is not None
-            else None,
-            "mbsu": mbsu(paid, share, cost.round_bytes) if paid is not None else None,
-            "mbsu_params": mbsu(paid, share, cost.round_parameters) if paid is not None else None,
-            "tokens_per_round_iid": expected_tokens_iid(summary["alpha_hat"], K)
-            if summary["alpha_hat"] is not None and tree is None
-            else None,
-            "max_new_tokens": config.max_new_tokens,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
-            "by_domain": per_domain(counters, draws=config.bootstrap_draws, seed=config.seed),
-            "by_position": per_position(counters, draws=config.bootstrap_draws, seed=config.seed),
-            **self.about,
-        }
+            row.mbsu = mbsu(paid, share, cost.round_bytes)
+            row.mbsu_params = mbsu(paid, share, cost.round_parameters)
+        return row
 
 
-def beyond_context(drafter: object, row: Row) -> Row:
-    """What a row says of the rounds that its drafter's context leaves without drafts; nothing where
+def beyond_context(drafter: object, row: Row) -> dict[str, float] | None:
+    """What a row says of the rounds that its drafter's context leaves without drafts; None where
     there are none."""
     context = drafter.context if isinstance(drafter, TrainedDrafter) else None
-    if context is None or row["engine_drafts"] == row["num_rounds"]:
-        return {}
-    share = 1 - row["engine_drafts"] / row["num_rounds"]
-    return {"beyond_context": {"context": context, "share": share}}
+    drafts = row.engine_drafts
+    if context is None or drafts is None or drafts == row.num_rounds:
+        return None
+    return {"context": context, "share": 1 - drafts / row.num_rounds}
 
 
 def spread(domains: Sequence[str], count: int) -> list[int]:

@@ -15,36 +15,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from eval.counters import NUM_RANGES, POSITIONS, RANGES, PromptCounters, range_bounds
+from eval.row import AtPosition, ByDomain, Summary, Worst
 from trainer.errors import UserError
-
-# A row of the report: what `summarise` returns, and what identifies the measurement
-# (`eval.report.schema.ROW_KEYS`). Values are numbers, lists of them, text or null.
-Row = dict[str, Any]
-
-
-class Worst(TypedDict):
-    """The domain with the lowest value of a metric."""
-
-    domain: str
-    value: float
-
-
-class ByDomain(TypedDict):
-    """Headline metrics by domain, their mean over domains, and the worst domain of each."""
-
-    domains: dict[str, Row]
-    mean: dict[str, float | None]
-    worst: dict[str, Worst | None]
-
-
-class AtPosition(TypedDict):
-    """Tokens per round of the rounds that begin in a range of positions of the answer."""
-
-    first: int
-    last: int | None  # None: no end
-    num_rounds: int | float
-    tokens_per_round: float
-    tokens_per_round_ci95: list[float] | None
 
 
 class Difference(TypedDict):
@@ -84,7 +56,7 @@ _RATIOS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 HEADLINE = tuple(_RATIOS)
 
 
-def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0) -> Row:
+def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: int = 0) -> Summary:
     """Every metric of a report row that counters determine; None where a denominator is zero.
 
     `<metric>_ci95` is a percentile bootstrap over prompts, None below two prompts.
@@ -98,32 +70,33 @@ def summarise(counters: Sequence[PromptCounters], *, draws: int = 1000, seed: in
     identical = [c.identical for c in counters if c.identical is not None]
     emitted, rounds = (table[:, _COLUMNS.index(name)] for name in ("emitted", "rounds"))
     per_prompt = emitted[rounds > 0] / rounds[rounds > 0]
-    row: Row = {"num_prompts": len(table), "num_rounds": _whole(total["rounds"])}
+    headline: dict[str, Any] = {}
     for name in HEADLINE:
-        draws_of = _bootstrap(table, name, draws, seed)
-        row[name] = _number(_ratio(_usable(table, name).sum(axis=0), name))
-        row[f"{name}_ci95"] = _interval(draws_of)
+        headline[name] = _number(_ratio(_usable(table, name).sum(axis=0), name))
+        headline[f"{name}_ci95"] = _interval(_bootstrap(table, name, draws, seed))
     drafts = total["engine_drafts"]
-    row |= {
-        "tokens_per_round_prompt_mean": float(per_prompt.mean()) if len(per_prompt) else None,
-        "truncated_rounds": _whole(total["truncated_rounds"]),
-        "alpha_pos": [_divide(r, t) for r, t in zip(reach, tested, strict=True)],
-        "reach_pos": [_divide(r, total["rounds"]) for r in reach],
-        "discard_rate": _divide(total["submitted"] - total["accepted"], total["submitted"]),
-        "verification_rate": _divide(total["rounds"], total["emitted"]),
-        "engine_drafts": _whole(drafts),
+    return Summary(
+        num_prompts=len(table),
+        num_rounds=_whole(total["rounds"]),
+        **headline,
+        tokens_per_round_prompt_mean=float(per_prompt.mean()) if len(per_prompt) else None,
+        truncated_rounds=_whole(total["truncated_rounds"]),
+        alpha_pos=[_divide(r, t) for r, t in zip(reach, tested, strict=True)],
+        reach_pos=[_divide(r, total["rounds"]) for r in reach],
+        discard_rate=_divide(total["submitted"] - total["accepted"], total["submitted"]),
+        verification_rate=_divide(total["rounds"], total["emitted"]),
+        engine_drafts=_whole(drafts),
         # replay does not know what a stop rule drafts past a rejection
-        "engine_drafted": _whole(total["engine_drafted"])
+        engine_drafted=_whole(total["engine_drafted"])
         if total["engine_drafted"] or not drafts
         else None,
-        "engine_accepted": _whole(total["engine_accepted"]),
-        "engine_accepted_per_position": [_whole(value) for value in engine],
-        "engine_tokens_per_round": 1 + total["engine_accepted"] / drafts if drafts else None,
-        "identical_to_plain": float(np.mean(identical)) if identical else None,
-        "plain_tokens_per_s": _divide(total["plain_tokens"], total["plain_s"]),
-        "speculative_tokens_per_s": _divide(total["speculative_tokens"], total["speculative_s"]),
-    }
-    return row
+        engine_accepted=_whole(total["engine_accepted"]),
+        engine_accepted_per_position=[_whole(value) for value in engine],
+        engine_tokens_per_round=1 + total["engine_accepted"] / drafts if drafts else None,
+        identical_to_plain=float(np.mean(identical)) if identical else None,
+        plain_tokens_per_s=_divide(total["plain_tokens"], total["plain_s"]),
+        speculative_tokens_per_s=_divide(total["speculative_tokens"], total["speculative_s"]),
+    )
 
 
 def per_domain(counters: Sequence[PromptCounters], *, draws: int = 0, seed: int = 0) -> ByDomain:
@@ -131,11 +104,11 @@ def per_domain(counters: Sequence[PromptCounters], *, draws: int = 0, seed: int 
 
     `draws`: resamples for the interval of tokens per round in each domain.
     """
-    domains: dict[str, Row] = {}
+    domains: dict[str, dict[str, Any]] = {}
     for domain in sorted({c.domain for c in counters}):
         own = [c for c in counters if c.domain == domain]
-        row = summarise(own, draws=0)
-        domains[domain] = {name: row[name] for name in ("num_prompts", "num_rounds", *HEADLINE)}
+        row, names = summarise(own, draws=0), ("num_prompts", "num_rounds", *HEADLINE)
+        domains[domain] = {name: getattr(row, name) for name in names}
         drawn = _bootstrap(_by_prompt(own), "tokens_per_round", draws, seed)
         domains[domain]["tokens_per_round_ci95"] = _interval(drawn)
     mean: dict[str, float | None] = {}

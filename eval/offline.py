@@ -33,6 +33,7 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
 from trainer.errors import UserError
 from trainer.logits import chunk_rows, places
+from trainer.shift import response_mask
 
 
 def check_sampling(traces: Sequence[Trace], sampling: Sampling) -> None:
@@ -226,7 +227,9 @@ class OfflineEvaluator:
         ids, where, tokens = self._rows(index)
         batch = torch.arange(len(group), device=ids.device).unsqueeze(1)
         final, outputs = self._states(index, drafter, batch, where)
-        drafts = list(drafter.states(Text(ids), outputs, self.K))
+        # other drafters compute all columns: of some alone their states round otherwise
+        columns = columns_of(group, ids) if drafter.one_pass else None
+        drafts = list(drafter.states(Text(ids, columns=columns), outputs, self.K))
         found = Found(tokens.shape, len(drafts), tokens.device)
         kept = drafter.output_head(1).kept if drafter.target_layers else None  # else all of them
         outside = None if kept is None else Outside.of(kept, tokens, self.target.vocab_size)
@@ -287,6 +290,15 @@ class OfflineEvaluator:
                 follows = text[begin + t : begin + t + len(proposed)]
                 known = len(follows)  # without look-ahead the text ends before the copy
                 accept[row, t, :known] = np.array(proposed)[:known] == follows
+
+
+def columns_of(group: Sequence[Trace], ids: torch.Tensor) -> torch.Tensor:
+    """The columns [B, L] bool of the texts `ids` [B, L] from which the rounds of a response begin:
+    the first token that is drafted, which is one of the response, stands two columns further."""
+    starts = [len(trace.prompt_ids) for trace in group]
+    ends = [start + len(trace.response_ids) for start, trace in zip(starts, group, strict=True)]
+    mask = response_mask(starts, ends, ids.shape[1])
+    return torch.nn.functional.pad(mask[:, 2:], (0, 2)).to(ids.device)
 
 
 @dataclass(frozen=True)

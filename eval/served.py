@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,6 @@ from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated
 from eval.measure import Bench, DifferingPrompt, Measurement
-from eval.metrics import Row
 from eval.plain import difference
 from eval.rounds import Round
 from target.decode import Continuation
@@ -44,7 +45,7 @@ def prompt_counters(served: EngineRun, index: int, trace: Trace, K: int) -> Prom
     return counters_from_rounds(rounds, trace.prompt_hash, trace.domain, K)
 
 
-def engine_costs(plain: Iterable[Timing], drafted: Iterable[Timing], source: str) -> Row:
+def engine_costs(plain: Iterable[Timing], drafted: Iterable[Timing], source: str) -> dict[str, Any]:
     """What decoding costs in the engine at batch 1: [lower quartile, median, upper quartile] over
     answers, of the seconds per token without a drafter (`token_s`) and per round with it
     (`round_s`), and the ratio of the medians (`round_cost`); null where nothing was timed.
@@ -94,12 +95,12 @@ def engine_row(
     answers: Sequence[list[int]],
     plain: Sequence[list[int]],
     cost: Cost,
-    about: Mapping[str, object],
+    about: Mapping[str, Any],
 ) -> Measurement:
     """A row of the report from counters and answers of an engine.
 
     Greedy answers are compared with `plain`, the first sampled ones with the target's distribution.
-    `about`: entries of the row, `engine_costs` among them, from which the speed-up is modelled.
+    `about`: further fields of the row, with `engine_costs`, from which the speed-up is modelled.
     `cost` gives the bytes read alone: its times are of this project's decoding. Metrics that need
     the drafter's distribution (alpha) or such times stay null.
     """
@@ -118,13 +119,15 @@ def engine_row(
             if gap is not None:
                 differing.append({**gap, "prompt_hash": one.prompt_hash})
     row = bench.row(name, counters, cost, "vllm", Budget(counters[0].K))
-    row |= {"policy": "fixed", "cost_ratio": None, "verify_cost": None, **about}
-    tokens, ratio = row["tokens_per_round"], row["round_cost"]
-    row["modelled_speedup"] = tokens / ratio if tokens and ratio else None
+    # the rule and the times that `bench` knows are of this project's decoding
+    row = dataclasses.replace(row, policy="fixed", cost_ratio=None, verify_cost=None)
+    row = dataclasses.replace(row, modelled_speedup=None, **about)
+    if row.tokens_per_round and row.round_cost:
+        row.modelled_speedup = row.tokens_per_round / row.round_cost
     if greedy:
-        row |= {"num_compared": len(counters), "differing_prompts": differing}
-        row["lossless"] = all(one["near_tie"] for one in differing)
+        row.num_compared, row.differing_prompts = len(counters), differing
+        row.lossless = all(one["near_tie"] for one in differing)
     elif strange:
         note = f"the engine does not sample the target's distribution ({strange})"
-        row |= {"lossless": False, "note": "; ".join(filter(None, [row.get("note"), note]))}
+        row.lossless, row.note = False, "; ".join(filter(None, [row.note, note]))
     return Measurement(row, counters)

@@ -58,9 +58,11 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     about = {"engine": engine, "draft_sampled": None} | engine_costs([], timings, engine)
     measured = engine_row(bench, name, counters, answers, plain, cost, about)
     # alpha_hat needs each round, which the server does not report
-    row, domains = measured.row, measured.row["by_domain"]
-    row |= dict.fromkeys(("alpha_hat", "alpha_hat_ci95", "tokens_per_round_iid"))
-    row |= {"alpha_pos": [], "reach_pos": []}
+    row = measured.row
+    row.alpha_hat = row.alpha_hat_ci95 = row.tokens_per_round_iid = None
+    row.alpha_pos, row.reach_pos = [], []
+    assert row.by_domain is not None
+    domains = row.by_domain
     for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
         place["alpha_hat"] = None
     return measured

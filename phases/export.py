@@ -7,12 +7,12 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from drafters.acceptance_head import adaptive_note
 from drafters.base import TrainedDrafter
 from drafters.export.card import Export, model_card
 from drafters.kinds import first_writer, kind_of
+from eval.report.rows import Report
 from eval.report.schema import markdown_table
 from phases.run import Run
 from trainer.config import ModelConfig
@@ -79,7 +79,7 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
     return {"engine": engine, "folder": str(out.relative_to(run.folder)), "target": name}
 
 
-def failed_export(report: dict[str, Any], folder: Path, trust_remote_code: bool = False) -> int:
+def failed_export(report: Report, folder: Path, trust_remote_code: bool = False) -> int:
     """Return the exit code of a run whose report is whole: 3, after a line that says so, where its
     export failed and has not been made since, else 0."""
     exported = report["drafter"].get("export") or {}
@@ -101,7 +101,7 @@ def failed_export(report: dict[str, Any], folder: Path, trust_remote_code: bool 
 
 
 def run_card(
-    run: Run, drafter: TrainedDrafter, engine: str, target: str, report: dict[str, Any] | None
+    run: Run, drafter: TrainedDrafter, engine: str, target: str, report: Report | None
 ) -> str:
     """Write the model card of an export; `report`: None before the drafter is measured."""
     kind = kind_of(drafter)
@@ -122,7 +122,7 @@ def run_card(
 
 
 def complete_card(
-    run: Run, drafter: TrainedDrafter, exported: Mapping[str, str], report: dict[str, Any]
+    run: Run, drafter: TrainedDrafter, exported: Mapping[str, str], report: Report
 ) -> None:
     """Write the results into the card of an export."""
     if "folder" in exported:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from eval.report.render import escape_markdown
+from eval.row import Acceptance, Row, Timing
 from recipes import base
 from recipes.common.config import Config, compose
 from trainer.errors import UserError
@@ -200,6 +201,35 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def rows_page() -> str:
+    """Write the text of docs/rows.md."""
+    parts, meanings = [ROWS_PREFACE], comments(Row)
+    for kind, words in ROW_PARTS.items():
+        own = [f for f in dataclasses.fields(kind) if f.name in kind.__annotations__]
+        lines = [
+            f"| `{field.name}` | {_type_words(str(field.type))} | "
+            f"{escape_markdown(meanings.get(field.name, ''))} |"
+            for field in own if not field.name.endswith("_ci95")
+        ]  # fmt: skip
+        parts += [f"## {words}", "\n".join(["| key | type | meaning |", RULE, *lines])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _type_words(declared: str) -> str:
+    """`list[float | None] | None` in words: what JSON holds."""
+    kind, null = declared.removesuffix(" | None"), "; or null" * declared.endswith(" | None")
+    if kind.startswith("Literal"):
+        return " or ".join(re.findall(r"\w+", kind)[1:]) + null
+    if kind == "int | float":
+        kind = "float"
+    outer, _, inner = kind.partition("[")
+    words = TYPES.get(outer, "mapping")
+    if outer in ("list", "Sequence"):
+        numbers = "int" in inner or "float" in inner
+        words = f"list of {'numbers' if numbers else 'mappings'}"
+    return words + null
+
+
 def _changed(config: Config, base: Config | None = None) -> list[str]:
     """List `key=value` of the keys that differ from `base`, else from the schema's defaults."""
     words = []
@@ -225,6 +255,19 @@ def _first_line(module: ModuleType) -> str:
     return (module.__doc__ or "").strip().splitlines()[0]
 
 
+RULE = "| --- | --- | --- |"
+ROW_PARTS = {Row: "The measurement and its cost", Acceptance: "Acceptance", Timing: "Timing"}
+ROWS_PREFACE = """\
+# Rows of a report
+
+<!-- written by `python -m scripts.config_page`: edit the comments at the fields instead -->
+
+`results` of `report.json` is a list of rows, each a mapping of the keys below: a drafter on a set
+of prompts at one temperature, with one shape of draft. A value is null where it was not measured or
+has no meaning. `tokens_per_round`, `accepted_per_round`, `draft_acceptance_rate`, `alpha`,
+`alpha_hat`, `greedy_match` and `speedup` each have an interval beside them, `<key>_ci95`: [lower,
+upper], 95 %, bootstrapped over prompts, null below two of them. [metrics.md](metrics.md) defines
+the numbers. A reader should pass over keys that it does not know: later versions may add some."""
 PREFACE = """\
 # Configuration
 

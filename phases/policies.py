@@ -19,7 +19,8 @@ from eval.policies import rollouts
 from eval.policies.drafted import Drafted
 from eval.policies.rollouts import FAMILIES, Rollouts
 from eval.policies.table import POLICIES
-from eval.report.rows import TRAINED, Row
+from eval.report.rows import TRAINED
+from eval.row import Json, Point, Rates, Row
 from eval.speed_model import COST_RATIOS
 from phases.cut_answers import answer_format, measured_on
 from phases.generate import evaluation_traces
@@ -34,9 +35,9 @@ TUNED_AT = COST_RATIOS[1]  # cost of a drafted token, in target forwards
 class Policies:
     """The measurements that are added to a report. `points`: the report's part `policies`."""
 
-    points: list[Row]
+    points: list[Point]
     rows: list[Row]
-    comparisons: list[Row]
+    comparisons: list[Json]
     rounds: list[dict[str, object]]  # lines of rounds.jsonl
 
 
@@ -75,7 +76,7 @@ def measure_policies(
         for family, budget in chosen.items():
             real = bench.decoded("after", drafter, cost_of(drafter, run.target, budget), budget)
             if family == "head" and (note := _note(own, sampling)):
-                real.row["note"] = "; ".join(filter(None, [real.row.get("note"), note]))
+                real.row.note = "; ".join(filter(None, [real.row.note, note]))
             decoded[family] = real.counters
             if budget.policy == config.policy and budget.max_tokens == config.K:
                 continue  # the report has that row
@@ -126,8 +127,8 @@ def _points(
     temperature: float,
     K_min: int,
     chosen: Mapping[str, Budget],
-    decoded: Mapping[str, dict[str, float]],
-) -> list[Row]:
+    decoded: Mapping[str, Rates],
+) -> list[Point]:
     """Model every policy of every family; the chosen ones carry their numbers by decoding."""
     found = []
     for family in FAMILIES:
@@ -149,7 +150,7 @@ def _compare(
     temperature: float,
     chosen: Mapping[str, Budget],
     run: Run,
-) -> list[Row]:
+) -> list[Json]:
     """Compare the modelled speed-up of the head with that of the others, as decoded, by prompt."""
     config, rows = run.config.eval, []
 

@@ -32,8 +32,8 @@ class ReadingCollector:
         row = real.row
         for one in real.shown:
             about = {
-                "drafter": row["drafter"],
-                "temperature": row["temperature"],
+                "drafter": row.drafter,
+                "temperature": row.temperature,
                 "draft": draft_shape(row),
                 "finish_reason": one.finish_reason,
             }

@@ -33,9 +33,9 @@ from trainer.config import ModelConfig, json_value, load_yaml, sections, to_yaml
 from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
-from trainer.loop import make_accelerator, placement
 from trainer.progress import working
 from trainer.redaction import redacted, shell_command
+from trainer.setup import make_accelerator, placement
 from trainer.tracking import check_login
 
 LAPTOP_TARGET = "runs/smollm2"  # of every recipe's preset laptop, as scripts.get_smollm2 writes it

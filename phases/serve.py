@@ -13,7 +13,8 @@ from engines.vllm_server import engine_python
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
-from eval.report.rows import GREEDY_DRAFTS, Row
+from eval.report.rows import GREEDY_DRAFTS
+from eval.row import Row
 from eval.served import served_row
 from eval.server import check_server, server_row
 from trainer.checks import is_address

@@ -24,7 +24,7 @@ from trainer.config import FREE_SETTINGS, SCHEMA, TrainerConfig
 from trainer.device import computes_in_bfloat16
 from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder
-from trainer.loop import placement
+from trainer.setup import placement
 
 FINISHED = "finished.json"
 

@@ -21,7 +21,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from phases import shared
-from phases.dev import dev_evaluation, sharing
+from phases.dev import dev_evaluation, sharing, split_dev
 from phases.run import Run
 from phases.states import target_states
 from recipes.base import Context, Needs, Stage, unwrapped
@@ -55,19 +55,33 @@ def settings_of(run: Run, stage: Stage) -> TrainerConfig:
         raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class RunText:
+    """The text that the stages of a run train on. `traces`: all answers; `train`, `dev`: those that
+    are trained on and those held out; `raw`: raw text by stage."""
+
+    traces: Sequence[Trace]
+    train: Sequence[Trace]
+    dev: list[Trace]
+    raw: Mapping[str, PackedBatches]
+
+    @classmethod
+    def split(
+        cls, run: Run, traces: Sequence[Trace], raw: Mapping[str, PackedBatches] | None = None
+    ) -> RunText:
+        """Hold out some conversations of `traces`."""
+        return cls(traces, *split_dev(traces, run.config.run.seed), raw or {})
+
+
 @dataclasses.dataclass
 class StageRun:
-    """One training of a stage. `number`: its place among the recipe's stages; `traces`: all;
-    `train`, `dev`: those that are trained on and those held out; `texts`: raw text by stage."""
+    """One training of a stage. `number`: its place among the recipe's stages."""
 
     run: Run
     stage: Stage
     number: int
     drafter: TrainedDrafter
-    traces: Sequence[Trace]
-    train: Sequence[Trace]
-    dev: list[Trace]
-    texts: Mapping[str, PackedBatches]
+    text: RunText
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.run, self.stage)
@@ -85,8 +99,8 @@ class StageRun:
         accelerator, target = run.accelerator, run.target
         data, batches = self._batches()
         request = objective.target_request(batches.at(0), 0)
-        usual = dev_evaluation(run, self.dev, self.drafter, chooses=data.text is None)
-        evaluate = objective.evaluated(usual, self.dev, sharing(run))
+        usual = dev_evaluation(run, self.text.dev, self.drafter, chooses=data.text is None)
+        evaluate = objective.evaluated(usual, self.text.dev, sharing(run))
         if self.group is not None:
             self.drafter.check_group(self.group)
         cached = self._restore_from_cache()
@@ -116,12 +130,12 @@ class StageRun:
         try:
             with (
                 # of all, so that a run with another seed, which holds out others, finds them
-                target_states(run, request, self.traces) as states,
+                target_states(run, request, self.text.traces) as states,
                 compiled(self.settings.compile, target.model),
             ):
                 if self.group is not None and states is None and request is not None:
                     self._check_target(self.group)
-                teacher = Teacher(target, self.train, data.mix, states, accelerator.device)
+                teacher = Teacher(target, self.text.train, data.mix, states, accelerator.device)
                 result = fit(Fit(
                     objective=objective, drafter=self.drafter, batches=batches, evaluate=evaluate,
                     outputs=outputs, config=self.settings, folder=self.folder,
@@ -171,27 +185,29 @@ class StageRun:
         data, settings, accelerator = self.stage.data, self.settings, self.run.accelerator
         seed, parts = self.run.config.run.seed, settings.context_parallel_size
         rank, world = accelerator.process_index // parts, accelerator.num_processes // parts
-        if self.stage.row == "control" and not lengths(self.train, "fixed_ids").all():
+        if self.stage.row == "control" and not lengths(self.text.train, "fixed_ids").all():
             data = dataclasses.replace(data, mix={"target": 1.0})
             if accelerator.is_main_process:
                 print("control: cross-entropy on the target's text, since the prompts come without "
                       "responses")  # fmt: skip
         batches: BatchSource[Batch]
-        if self.stage.name in self.texts:
-            batches = self.texts[self.stage.name]
+        if self.stage.name in self.text.raw:
+            batches = self.text.raw[self.stage.name]
         elif settings.pack_tokens:
             (source,) = (name for name, share in data.mix.items() if share)
             batches = PackedTraces(
-                self.train, source, settings.pack_tokens, settings.batch_size, seed, data.teacher,
-                rank, world,
+                self.text.train, source, settings.pack_tokens, settings.batch_size, seed,
+                data.teacher, rank, world,
             )  # fmt: skip
         else:
             of_rows: list[int] = []
             if accelerator.device.type == "cuda" or settings.compile is not None:
-                of_rows = few_lengths(self.train, data.mix, self.run.config.data.max_new_tokens)
+                of_rows = few_lengths(
+                    self.text.train, data.mix, self.run.config.data.max_new_tokens
+                )
             micro_steps = settings.max_steps * settings.gradient_accumulation_steps
             batches = Batches(
-                self.train, data.mix, settings.batch_size, seed=seed, per=data.per,
+                self.text.train, data.mix, settings.batch_size, seed=seed, per=data.per,
                 ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
                 rank=rank, world=world, lengths=of_rows,
             )  # fmt: skip
@@ -225,9 +241,8 @@ class StageRun:
         stage that runs do not share."""
         if self.stage.shared is None or self.settings.resume != "auto":
             return None
-        place = shared.place(
-            self.run, self.stage.shared, self.settings, self.drafter, chain(self.train, self.dev)
-        )
+        traces = chain(self.text.train, self.text.dev)
+        place = shared.place(self.run, self.stage.shared, self.settings, self.drafter, traces)
         shared.restore(self.run, place, self.folder)
         return place
 

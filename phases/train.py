@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,17 +24,17 @@ from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
 from eval.config import EvalConfig, trees_of
 from phases.cut_answers import answer_format
-from phases.dev import split_dev
 from phases.help import composed
 from phases.run import Run
-from phases.stage import StageRun, settings_of
+from phases.stage import RunText, StageRun, settings_of
 from recipes.base import Recipe, Stage, Start, presets
 from recipes.common.config import Config
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.errors import UserError, excerpt
 from trainer.lock import lock
-from trainer.loop import FitResult, checkpointing_of
+from trainer.loop import FitResult
 from trainer.progress import working
+from trainer.setup import checkpointing_of
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
 TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so
@@ -113,7 +113,7 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
             check_separation(drafter.model, "set trainer.pack_tokens=0")
     _check_settings(run, recipe)
     if drafter is None and not recipe.builds_from_traces:
-        return build(run, recipe, [])
+        return build(run, recipe, RunText([], [], [], {}))
     return drafter
 
 
@@ -197,33 +197,25 @@ def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
 def build(
     run: Run,
     recipe: Recipe,
-    traces: Sequence[Trace],
-    texts: Mapping[str, PackedBatches] | None = None,
+    text: RunText,
 ) -> TrainedDrafter:
     """Build a fresh drafter, the same on every rank and when the run is resumed."""
     if recipe.size_search is not None:
-        _search_size(run, recipe, recipe.size_search, traces, texts or {})
+        _search_size(run, recipe, recipe.size_search, text)
     torch.manual_seed(run.config.run.seed)
-    drafter = recipe.build(traces)
+    drafter = recipe.build(text.traces)
     _check_checkpointing(run, recipe, drafter)
     return drafter
 
 
-def _search_size(
-    run: Run,
-    recipe: Recipe,
-    search: SizeSearch,
-    traces: Sequence[Trace],
-    texts: Mapping[str, PackedBatches],
-) -> None:
+def _search_size(run: Run, recipe: Recipe, search: SizeSearch, text: RunText) -> None:
     """Choose the drafter's size: train the first stage shortly for each shape, in a folder that
     runs of this configuration share."""
     first = recipe.stages()[0]
-    train, dev = split_dev(traces, run.config.run.seed)
-    if not dev:
+    if not text.dev:
         raise UserError("method.search_parameters compares on held-out prompts: name more prompts")
-    made_of = [run.config.identity(), column(traces, "key"), run.target.fingerprint]
-    made_of += [text.fingerprint for text in texts.values()]
+    made_of = [run.config.identity(), column(text.traces, "key"), run.target.fingerprint]
+    made_of += [raw.fingerprint for raw in text.raw.values()]
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     folder = Path(run.config.data.cache_dir) / "size_search" / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,12 +225,13 @@ def _search_size(
         stage = dataclasses.replace(
             first, name=f"size {name}", overrides={**first.overrides, **search.overrides}
         )
-        found = {stage.name: texts[first.name]} if first.name in texts else {}
+        raw = {stage.name: text.raw[first.name]} if first.name in text.raw else {}
         settings = settings_of(there, stage)
         prepared = stage.prepare(
-            Start(drafter, train, {}, settings.max_steps, run.config.data.max_new_tokens)
+            Start(drafter, text.train, {}, settings.max_steps, run.config.data.max_new_tokens)
         )
-        last = StageRun(there, stage, number, prepared, traces, train, dev, found).fit().series[-1]
+        own = dataclasses.replace(text, raw=raw)
+        last = StageRun(there, stage, number, prepared, own).fit().series[-1]
         alpha, tokens_per_round = last["alpha"], last["tokens_per_round"]
         assert isinstance(alpha, float) and isinstance(tokens_per_round, float)  # noqa: PT018
         return TrialResult(alpha, tokens_per_round)
@@ -273,19 +266,17 @@ def train_stages(
     run: Run,
     recipe: Recipe,
     base: TrainedDrafter,
-    traces: Sequence[Trace],
-    texts: Mapping[str, PackedBatches] | None = None,
+    text: RunText,
     held_out: HeldOut | None = None,
 ) -> tuple[dict[str, TrainedDrafter], dict[str, FitResult]]:
-    """Train every stage, starting with the drafter `base`. `texts`: from `raw_texts`; `held_out`:
-    turns that a stage which brings text of its own leaves out. Returns the drafters that the report
-    has a row for, and the result of each stage."""
+    """Train every stage, starting with the drafter `base`. `held_out`: turns that a stage which
+    brings text of its own leaves out. Returns the drafters that the report has a row for, and the
+    result of each stage."""
     if isinstance(base, CausalLMDrafter):
         for stage in chosen_stages(run, recipe):
-            check_context(base, stage, traces, run.config.data.max_new_tokens)
-    train, dev = split_dev(traces, run.config.run.seed)
-    if not dev and run.accelerator.is_main_process:
-        name = excerpt(traces[0].conversation_id)
+            check_context(base, stage, text.traces, run.config.data.max_new_tokens)
+    if not text.dev and run.accelerator.is_main_process:
+        name = excerpt(text.traces[0].conversation_id)
         print(
             f"warning: all training text has the conversation_id {name}, so none is held out: the "
             "last checkpoint is taken, and nothing is calibrated"
@@ -301,14 +292,12 @@ def train_stages(
         settings = settings_of(run, stage)
         torch.manual_seed(run.config.run.seed)  # whether the stage before ran now or earlier
         start = Start(
-            drafter, train, {"before": base, **rows}, settings.max_steps,
+            drafter, text.train, {"before": base, **rows}, settings.max_steps,
             run.config.data.max_new_tokens, held_out,
         )  # fmt: skip
         current = stage.prepare(start)
         number = names.index(stage.name)
-        results[stage.name] = StageRun(
-            run, stage, number, current, traces, train, dev, texts or {}
-        ).fit()
+        results[stage.name] = StageRun(run, stage, number, current, text).fit()
         if stage.row:
             rows[stage.row] = current
     return rows, results

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from recipes.base import Stage, check_kind
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
+from target.model import Target
 from trainer.errors import require
 
 
@@ -50,6 +50,12 @@ class Recipe(HeadRecipe[Config]):
     drafter_type = Eagle1Drafter
     _trained = False
 
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config, target)
+        # EAGLE-1's: one step, and no loss on the best tokens
+        one = dataclasses.replace(config, steps=1, top_weight=0.0)
+        self._base_objective = HeadObjective(one, target, one.steps, self.captures)
+
     def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
         head = check_kind(drafter, Eagle1Drafter, "eagle")
@@ -69,12 +75,6 @@ class Recipe(HeadRecipe[Config]):
             shared={"recipe": __name__, **dataclasses.asdict(self._base_objective.config)},
         )
         return [first, dataclasses.replace(own, start="previous")]
-
-    @cached_property
-    def _base_objective(self) -> HeadObjective:
-        """EAGLE-1's: one step, and no loss on the best tokens."""
-        config = dataclasses.replace(self.config, steps=1, top_weight=0.0)
-        return HeadObjective(config, self.target, config.steps, self.captures)
 
     @property
     def depth(self) -> int:

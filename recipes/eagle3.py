@@ -42,9 +42,9 @@ class Recipe(VocabularyRecipe[Config]):
     drafter_type = Eagle3Drafter
 
     def __init__(self, config: Config, target: Target):
-        super().__init__(config, target)
         layers: Sequence[LayerId] = config.layers or default_captures(target.num_layers)
-        self._captures = check_layers(layers, target.num_layers)
+        self.captures = check_layers(layers, target.num_layers)
+        super().__init__(config, target)
 
     def accept(self, drafter: TrainedDrafter) -> None:
         super().accept(drafter)
@@ -53,7 +53,7 @@ class Recipe(VocabularyRecipe[Config]):
                 f"model.drafter reads the layers {list(drafter.target_layers)}, got "
                 f"method.layers={self.config.layers}: leave method.layers out"
             )
-        self.objective.captures = self._captures = drafter.target_layers
+        self.objective.captures = self.captures = drafter.target_layers
 
     @property
     def depth(self) -> int:
@@ -62,10 +62,6 @@ class Recipe(VocabularyRecipe[Config]):
     @property
     def unroll(self) -> tuple[str, int]:
         return "method.steps", self.config.steps
-
-    @property
-    def captures(self) -> tuple[LayerId, ...]:
-        return self._captures
 
     def build(self, traces: Sequence[Trace]) -> Eagle3Drafter:
         config = self.config

@@ -150,24 +150,26 @@ class JointObjective(HeadObjective):
         assert target_outputs is not None
         own = check_kind(unwrapped(drafter), Medusa2Drafter, "medusa2")
         original = target_outputs.hidden["final_norm"]
-        score = partial(self._joint, own, batch, original, step, denominators)
-        return drafter(rounds_of(batch), None, self.depth, score)
+        where = self.positions(batch, step)
+        score = partial(self._joint, own, batch, where, original, step, denominators)
+        return drafter(rounds_of(batch, where), None, self.depth, score)
 
     def _joint(
         self,
         drafter: Medusa2Drafter,
         batch: Batch,
+        where: list[torch.Tensor],
         original: torch.Tensor,
         step: int,
         denominators: Mapping[str, float] | None,
         unrolled: Iterator[torch.Tensor],
     ) -> LossOutput:
-        """Compute the terms; `unrolled` yields the adapted target's states, then those of the
-        heads."""
+        """Compute the terms; `where`: the heads' `positions`; `unrolled` yields the adapted
+        target's states, then those of the heads."""
         states, head = next(unrolled), drafter.adapted.head()
-        teacher = self.teacher(drafter, batch, head, states.detach())
+        teacher = self.teacher(drafter, where, head, states.detach())
         output = self._of_target(batch, original, states, head)
-        heads = self.of_depths(drafter, batch, teacher, denominators, unrolled)
+        heads = self.of_depths(drafter, batch, where, teacher, denominators, unrolled)
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
         # published: the first head too weighs less than 1; its `weight` here is 1

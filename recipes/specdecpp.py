@@ -23,12 +23,8 @@ from torch.nn import functional as F
 
 from data.batches import Batch, collate
 from data.traces import Trace
-from drafters.acceptance_head import (
-    ACCEPT,
-    AcceptanceHead,
-    calibrate,
-    check_exposed,
-)
+from drafters.acceptance import check_exposed, fresh_head
+from drafters.acceptance_head import ACCEPT, AcceptanceHead, calibrate
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.text import Text
 from recipes import base, distillspec
@@ -140,7 +136,7 @@ class Recipe(base.Recipe):
         drafter.acceptance = None
         drafter.requires_grad_(False)
         settings = {name: getattr(config, name) for name in names}
-        drafter.acceptance = AcceptanceHead.build(drafter, **settings)
+        drafter.acceptance = fresh_head(drafter, **settings)
         self._objective.layers = drafter.target_layers
         return drafter
 

@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from eval.report.render import (
     Block,
@@ -29,17 +28,18 @@ from eval.report.render import (
     to_markdown,
     with_interval,
 )
-from eval.report.rows import BASELINE, PLAIN, TARGET, Row, draft_shape, label, num_nodes
+from eval.report.rows import BASELINE, PLAIN, TARGET, Report, draft_shape, label, num_nodes
 from eval.report.schema import read_report
 from eval.report.tables import COST_HEADERS, count, modelled_cells, notes, percent, yes
 from eval.report.web import to_html
+from eval.row import Row
 from trainer.checks import require_folder
 from trainer.config import asks_for_help, suggest
 from trainer.errors import RunFault, UserError
 from trainer.files import write_atomic
 from trainer.redaction import hide
 
-Entry = tuple[str, Mapping[str, Any], Row]  # name of the run, its report, row
+Entry = tuple[str, Report, Row]  # name of the run, its report, row
 OF_NO_RUN = (BASELINE, TARGET)  # roles of rows that belong to no run
 
 
@@ -95,12 +95,10 @@ def run_names(paths: list[Path]) -> list[str]:
     ]
 
 
-def leaderboard(
-    reports: Sequence[tuple[str, Mapping[str, Any]]], rows: Sequence[str] = ()
-) -> list[Block]:
+def leaderboard(reports: Sequence[tuple[str, Report]], rows: Sequence[str] = ()) -> list[Block]:
     """Lay out the leaderboard: one table per way of measuring, most tokens per round first.
     `reports`: with the names of their runs; `rows`: the drafters to show, all if empty."""
-    known = sorted({row["drafter"] for _, report in reports for row in report["results"]})
+    known = sorted({row.drafter for _, report in reports for row in report["results"]})
     for name in rows:
         if name not in known:
             raise UserError(f"script.rows: no report has a row {name!r}{suggest(name, known)}")
@@ -109,13 +107,13 @@ def leaderboard(
     for run, report in reports:
         for row in report["results"]:
             # plain decoding gives 1 token per forward by definition
-            if row["role"] == PLAIN or (rows and row["drafter"] not in rows):
+            if row.role == PLAIN or (rows and row.drafter not in rows):
                 continue
             condition = measured_how(run, row, report["target"])
             key = json.dumps(condition, sort_keys=True)
             conditions[key] = condition
             group = groups.setdefault(key, [])
-            if row["role"] not in OF_NO_RUN:
+            if row.role not in OF_NO_RUN:
                 group.append((run, report, row))
             elif all(_title("", row) != _title("", other) for *_, other in group):
                 group.append(("", report, row))
@@ -132,12 +130,12 @@ def leaderboard(
             )
         )
     for key in sorted(groups, key=lambda k: list(conditions[k].values())):
-        entries = sorted(groups[key], key=lambda entry: -(entry[2]["tokens_per_round"] or 0.0))
+        entries = sorted(groups[key], key=lambda entry: -(entry[2].tokens_per_round or 0.0))
         condition, (run, report, row) = conditions[key], entries[0]
         target = report["target"]
         shown = [name for name in differing if name != "target"] or ["temperature"]
         title = f"{target.get('name', 'unnamed target')}{trained_with(run, row)}"
-        title += f", prompts {row['prompts']['name']}"
+        title += f", prompts {row.prompts['name']}"
         title += "".join(f", {name} {condition[name]}" for name in shown)
         blocks += [Heading(title, 2), table(entries)]
         shared = "; ".join(f"{name}: {condition[name]}" for name in names)
@@ -160,17 +158,17 @@ def table(entries: Sequence[Entry]) -> Table:
     """Lay out a table, a line per row."""
     lines = [
         [
-            f"{run}: {row['drafter']}" if run else row["drafter"],
+            f"{run}: {row.drafter}" if run else row.drafter,
             draft_shape(row),
             count(num_nodes(row)),
             count(parameters(report, row)),
-            with_interval(row, "tokens_per_round"),
-            with_interval(row, "alpha", 3),
+            with_interval(row.tokens_per_round, row.tokens_per_round_ci95),
+            with_interval(row.alpha, row.alpha_ci95, 3),
             *modelled_cells(row),
-            with_interval(row, "speedup"),
-            percent(row["identical_to_plain"]),
-            yes(row["lossless"]),
-            row["role"],
+            with_interval(row.speedup, row.speedup_ci95),
+            percent(row.identical_to_plain),
+            yes(row.lossless),
+            row.role,
         ]
         for run, report, row in entries
     ]
@@ -179,9 +177,9 @@ def table(entries: Sequence[Entry]) -> Table:
     return Table(headers, lines)
 
 
-def parameters(report: Mapping[str, Any], row: Row) -> int | None:
+def parameters(report: Report, row: Row) -> int | None:
     """The number of parameters of the run's own network, trained or not; None for other rows."""
-    other = row["role"] in OF_NO_RUN
+    other = row.role in OF_NO_RUN
     return None if other else report["drafter"].get("parameters")
 
 
@@ -200,7 +198,7 @@ def unequal_verification(entries: Sequence[Entry]) -> list[str]:
 
 def trained_with(run: str, row: Row) -> str:
     """What follows the target's name where the drafter brings a target of its own (Medusa-2)."""
-    return f", trained with {row['drafter']} of {run}" if row.get("target_changed") else ""
+    return f", trained with {row.drafter} of {run}" if row.target_changed else ""
 
 
 def measured_how(run: str, row: Row, target: Mapping[str, object]) -> dict[str, str]:
@@ -211,16 +209,16 @@ def measured_how(run: str, row: Row, target: Mapping[str, object]) -> dict[str, 
     name = str(fingerprint or "") or f"unknown ({target.get('name')})"
     return {
         "target": name + trained_with(run, row),
-        "prompts hash": str(row["prompts"]["hash"]),
-        "number of prompts": str(row["num_prompts"]),
-        "temperature": f"{row['temperature']:g}",
-        "top-k": str(row["top_k"]),
-        "top-p": f"{row['top_p']:g}",
-        "counting": row["counting"],
-        "policy": str(row["policy"]),
-        "verifier": str(row["verifier"]),
-        "max new tokens": str(row.get("max_new_tokens")),
-        "measured by": str(row["measured_by"]),
+        "prompts hash": str(row.prompts["hash"]),
+        "number of prompts": str(row.num_prompts),
+        "temperature": f"{row.temperature:g}",
+        "top-k": str(row.top_k),
+        "top-p": f"{row.top_p:g}",
+        "counting": row.counting,
+        "policy": str(row.policy),
+        "verifier": str(row.verifier),
+        "max new tokens": str(row.max_new_tokens),
+        "measured by": str(row.measured_by),
     }
 
 

@@ -1,8 +1,9 @@
-"""Write docs/config.md, the page of all keys, from the code that defines them.
+"""Write docs/config.md, the page of all keys, and docs/rows.md, that of a report's rows.
 
     python -m scripts.config_page
 
-The meaning of a key is the comment at its field in a section's dataclass; see `phases/help.py`.
+Both come from the code that defines the keys: the meaning of one is the comment at its field; see
+`phases/help.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from phases.help import config_page
+from phases.help import config_page, rows_page
 from trainer.config import asks_for_help
 from trainer.files import write_atomic
 
-PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {DOCS / "config.md": config_page, DOCS / "rows.md": rows_page}
 
 
 def main(arguments: list[str]) -> int:
@@ -24,8 +26,9 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(f"error: expected no arguments, got {' '.join(arguments)}", file=sys.stderr)
         return 2
-    write_atomic(PAGE, config_page())
-    print(f"written: {PAGE}")
+    for path, text in PAGES.items():
+        write_atomic(path, text())
+        print(f"written: {path}")
     return 0
 
 

@@ -29,6 +29,7 @@ from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
 from phases import exits, generate, report, run, train
 from phases.commands import command_of, published
+from phases.measure import baselines, check_drafter, measure
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -113,7 +114,7 @@ def drafter_of(
     drafter = load_drafter(name, target, trust_remote_code=trusted, key="eval.drafter")
     if config.acceptance_head is not None:
         load_acceptance_head(config.acceptance_head, drafter, "eval.acceptance_head")
-    report.check_drafter(drafter, target, config)
+    check_drafter(drafter, target, config)
     steps, own = drafter.trained_depth, in_run(name)[0] / "drafter.json"
     if steps is None and own.exists():  # an export does not say
         steps = read_json(own, DrafterJson).get("trained_depth")
@@ -124,7 +125,7 @@ def drafter_of(
 
 
 @working("report")
-def measure(
+def report_on(
     this: run.Run,
     drafter: TrainedDrafter | TrainingFree,
     prompts: list[Prompt],
@@ -135,12 +136,12 @@ def measure(
     """Measure the drafter and write the report to `folder`. `unread`: the rows of prompts that
     could not be read, by key."""
     name = shown(str(this.config.eval.drafter))
-    others = report.baselines(this, drafter)
+    others = baselines(this, drafter)
     if name in ORDER or name in others:  # a folder called like another row
         name = f"./{name}"
     drafters = {name: drafter, **others}
     with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
-        measured = report.measure(this, drafters, prompts, name)
+        measured = measure(this, drafters, prompts, name)
     words = command_of(["-m", "scripts.evaluate"], arguments)
     content = build_report(
         run={
@@ -192,7 +193,7 @@ def main(arguments: list[str]) -> int:
         with generate.shared_engine(this) as engine:  # by all processes
             generate.report_traces(this, prompts, engine)
         if this.accelerator.is_main_process:
-            measure(this, drafter, prompts, folder, arguments, unread)
+            report_on(this, drafter, prompts, folder, arguments, unread)
         this.target.sync()
     except Exception as error:
         return exits.fail(error, arguments)

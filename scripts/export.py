@@ -24,7 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from drafters.acceptance_head import adaptive_note, attach
+from drafters.acceptance import attach
+from drafters.acceptance_head import adaptive_note
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export, model_card

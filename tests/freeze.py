@@ -117,17 +117,22 @@ def of_run(run: Path) -> dict[str, object]:
     """The numbers of a training, and what it wrote."""
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
     files = sorted([*run.glob("drafter/**/*.safetensors"), *run.glob("export/**/*.safetensors")])
-    results = json.loads((run / "report.json").read_text())["results"]
     return {
         "losses": [[r["stage"], r["step"], exact(r["loss"]), exact(r["grad_norm"])] for r in rows],
         "metrics": digest(rows),
-        "results": digest(results),
+        "results": digest(rows_of(run)),
         **{str(file.relative_to(run)): tensors(file) for file in files},
         **{
             str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
             for file in sorted(run.glob("export/**/config.json"))
         },
     }
+
+
+def rows_of(run: Path) -> list[dict[str, object]]:
+    """The rows of a report, without what they do not know."""
+    rows = json.loads((run / "report.json").read_text())["results"]
+    return [{key: row[key] for key in sorted(row) if row[key] is not None} for row in rows]
 
 
 def training(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
@@ -177,7 +182,7 @@ def measured(folder: Path, target: Path) -> Iterator[tuple[str, object]]:
             if line := called(evaluate.main, given, folder):
                 yield name, line
                 continue
-            for row in json.loads((out / "report.json").read_text())["results"]:
+            for row in rows_of(out):
                 key = (
                     row["drafter"],
                     row["measured_by"],

@@ -63,7 +63,7 @@ import torch
 DUMMIES = {
     "verifier": Dummy(
         "eval/verifiers/warm.py", "Warm", "eval.verifier=warm:2", "verifier", "warm:2",
-        HEAD + '''
+        HEAD.replace("field", "replace") + '''
 from eval.verifiers.token import Token
 
 
@@ -80,8 +80,8 @@ class Warm(Token):
     def replayable(self, sampling):
         return sampling.temperature == 0
 
-    def __call__(self, tree, target_logits, *rest):
-        return super().__call__(tree, target_logits / self.factor, *rest)
+    def __call__(self, round):
+        return super().__call__(replace(round, logits=round.logits / self.factor))
 ''',
     ),
     "policy": Dummy(

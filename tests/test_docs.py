@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import train
-from phases import run
+from phases import pipeline, run
 from phases.help import composed
 from recipes import base
 from recipes.common.config import Config, compose
@@ -150,8 +150,8 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
             name = command[2] if command[:2] == ["python", "-m"] else command[0]
             assert name in OTHERS, f"{name}: add it to OTHERS, or mend the block"
         elif entry == "train.py" and words:
-            train.resolve(words)
-            train.resolve(shrunk(["train.py", *words])[1:])  # as the slow tests run it
+            pipeline.resolve(words)
+            pipeline.resolve(shrunk(["train.py", *words])[1:])  # as the slow tests run it
         elif entry == "scripts.generate":
             compose("generate", base.NoMethod, (), words)
             run.check_words(words, generate.READS, entry)

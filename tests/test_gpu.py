@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import train
+from data.batches import collate
 from drafters.round import Budget
 from drafters.trees.table import parse_shape
 from eval.engine import SpeculativeDecoder
@@ -52,6 +53,11 @@ def test_states_are_those_of_a_cpu(target, tiny_folder):
     there = usual.outputs(ids, layers=layers)
     for layer in layers:
         assert torch.allclose(here.hidden[layer].cpu(), there.hidden[layer], rtol=1e-3, atol=1e-4)
+
+
+def test_random_numbers_of_tokens_are_those_of_a_cpu():
+    batch = collate([[1, 2], [3]], [[4, 5, 6], [7, 8]], ["target"] * 2, index=3)
+    assert torch.equal(batch.to("cuda").uniform("anchors").cpu(), batch.uniform("anchors"))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -20,7 +20,7 @@ from drafters.export import hf
 from drafters.export.card import Export
 from engines.vllm_server import PYTHON_VARIABLE
 from eval.config import EvalConfig
-from phases import exits, run
+from phases import exits, pipeline, run
 from recipes.common.config import compose
 from scripts import evaluate
 from target.causal_lm import load_causal_lm
@@ -239,7 +239,7 @@ def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):
     code, shown = said(train.main, rotated)
     assert (code, "report: " in shown) == (0, True), shown
     nameless = [[w for w in some if not w.startswith("run.dir=")] for some in (words, rotated)]
-    first, second = (train.resolve(some)[0] for some in nameless)
+    first, second = (pipeline.resolve(some)[0] for some in nameless)
     assert first.run_dir == second.run_dir
     assert first.data.chat_template_kwargs["hf_token"] == FIRST[0]  # the run itself has it
     other = [word.replace("note: see", "note: watch") for word in rotated]
@@ -255,7 +255,7 @@ def test_a_run_that_was_stored_with_its_secret_is_found_again(tmp_path):
         "data.engine_options={api_key: %s}",
     ]  # fmt: skip
     first, second = (
-        train.resolve([word.replace("%s", secret) for word in words])[0]
+        pipeline.resolve([word.replace("%s", secret) for word in words])[0]
         for secret in ("first", "second")
     )
     stored = to_yaml(first)
@@ -308,13 +308,13 @@ def test_no_secret_of_a_configuration_is_shown_stored_or_part_of_its_identity(
     first = made("opaque-one")
     code, shown = said(train.main, [*first, "dry_run=true"])
     assert code == 0, shown
-    config = train.resolve(first)[0]
+    config = pipeline.resolve(first)[0]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     written = (tmp_path / "config.yaml").read_text()
     for text in (shown, written, shown_command(first), json.dumps(config.identity())):
         assert "opaque-one" not in text
         assert MARK in text
-    assert config.hash() == train.resolve(made("opaque-two"))[0].hash()
+    assert config.hash() == pipeline.resolve(made("opaque-two"))[0].hash()
     with pytest.raises(UserError, match="holds a secret, which a stored configuration leaves out"):
         compose(config.recipe, type(config.method), (tmp_path / "config.yaml",), [])
 
@@ -342,7 +342,7 @@ WRONG = [
 
 def test_a_secret_that_an_evaluation_does_not_read_is_not_asked_for(tmp_path):
     words = ["data.engine=vllm", "data.engine_options={api_key: SECRET}", "eval.engine=own"]
-    config = train.resolve(["recipe=distillspec", *words])[0]
+    config = pipeline.resolve(["recipe=distillspec", *words])[0]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "drafter.json").write_text("{}")

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from eval.report.readings import NUM_PROMPTS
+from eval.report.schema import read_report
 from eval.report.terminal import summary
+from phases import pipeline
 from phases.generate import choose_prompts
 from recipes import base
 from scripts import generate
@@ -172,7 +174,7 @@ def test_the_same_command_again_reports_and_changes_nothing(
     for name in ("__init__", "__call__"):  # no network is built, none computes
         monkeypatch.delattr(torch.nn.Module, name)
     run(*words)
-    shown = summary(json.loads((tmp_path / "run" / "report.json").read_text()))
+    shown = summary(read_report(tmp_path / "run" / "report.json"))
     assert capsys.readouterr().out.lstrip().startswith(shown)
     assert shown in first
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
@@ -191,7 +193,7 @@ def test_a_report_cut_short_by_a_kill_is_written_again(begun):
 def test_the_default_run_folder_is_named_by_the_configuration(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [w for w in command(tmp_path, tiny_folder("llama")) if not w.startswith("run.dir=")]
-    config, _ = train.resolve(words)
+    config, _ = pipeline.resolve(words)
     run(*words)
     assert (tmp_path / "runs" / f"distillspec-{config.hash()}" / "report.json").exists()
 
@@ -263,8 +265,8 @@ def test_a_turn_that_is_held_out_is_context_and_not_trained_on(
     prompts = write_jsonl(tmp_path / "chats.jsonl", rows)
     seen = []
 
-    def stop(run, recipe, start, traces, *further):
-        seen.extend(traces)
+    def stop(run, recipe, start, text, *further):
+        seen.extend(text.traces)
         raise UserError("enough")
 
     monkeypatch.setattr("phases.train.train_stages", stop)
@@ -287,7 +289,7 @@ def test_as_many_prompts_are_taken_as_are_asked_for(tmp_path, capsys):
 
     def chosen(*words):
         given = command(tmp_path, "x", f"data.prompts={prompts}", "eval.prompts=null", *words)
-        return choose_prompts(train.resolve(given)[0])
+        return choose_prompts(pipeline.resolve(given)[0])
 
     for share in (0.1, 0.5):
         counts = (f"data.eval_share={share}", "data.num_prompts=100", "eval.num_prompts=30")
@@ -307,9 +309,9 @@ def test_each_side_reads_the_columns_that_are_named_for_it(tmp_path, capsys):
     names = ["data.prompts_column=[context,question]", "eval.prompts_column=answer"]
     words = [f"data.prompts={prompts}", f"eval.prompts={held_out}", *names]
     with pytest.raises(UserError) as caught:
-        choose_prompts(train.resolve(command(tmp_path, "x", *words))[0])
+        choose_prompts(pipeline.resolve(command(tmp_path, "x", *words))[0])
     assert caught.value.key == "eval.prompts"  # of which no row is left out
-    config = train.resolve(command(tmp_path, "x", *words, "data.bad_rows=drop"))[0]
+    config = pipeline.resolve(command(tmp_path, "x", *words, "data.bad_rows=drop"))[0]
     unread = {}
     trained, measured = choose_prompts(config, unread)
     assert trained[0].text == "c0\n\nq0"

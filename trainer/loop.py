@@ -1,19 +1,8 @@
 """The one training loop: fetch, loss, backward, clip, step, log, evaluate, save.
 
-- `batches.at(index) -> batch` is stateless and shards by rank; `index` = step * accumulation +
-  micro-step.
-- `objective.loss(drafter, batch, target_outputs, step, denominators) -> LossOutput`. `drafter` is
-  the prepared one and may be wrapped: an objective calls it and does not read its attributes.
-- `objective.denominators(batch, step) -> {term: float}`, known before the forward pass. Their sums
-  over ranks and accumulation divide the terms of the loss, so that batch 1 x 4 steps = 4 x 1 for
-  any lengths. All batches of a training announce the same terms. The exception is `losses.tvd_pp`,
-  which divides by a deviation of its own batch, known only after the forward pass: recipes refuse
-  it where a step has several batches. Where one rank of several has nothing to train on, it runs a
-  batch with an empty mask, whose loss is a 0 with a gradient.
-- `objective.refresh(step, context(step, batch, drafter)) -> batch | None`, where a `context` is
-  given: a batch in place of the stored one. `objective.computes_batches`: it runs drafter or target
-  for that. `objective.state_dict()` and `load_state_dict()`: equal on all ranks, tensors and plain
-  containers.
+- `batches.at(index)` is stateless and shards by rank; index = step * accumulation + micro-step.
+- `objective`: see `trainer.objective.TrainingObjective`. Where a `context(step, batch, drafter)` is
+  given, its `refresh` may put another batch in the place of the stored one.
 - `lr_multiplier(name) -> float` of a parameter, times its learning rate.
 - `outputs(batch, step)`: the outputs of the frozen target, or None. `sync()`: called before ranks
   wait for each other, as they may have asked the target for different numbers of outputs.
@@ -23,107 +12,35 @@
 The loop waits for its device only to log, evaluate and save; the waits of a loss are counted in
 `tests/test_counts.py`. Several processes agree on the denominators of a step on the CPU, while the
 step before computes, unless the objective computes its batches.
-Precision, devices and sharding are the accelerator's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Generic, TypeAlias
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object, parse_flag_from_env, set_seed
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from trainer import fsdp2, lora, zero
+from trainer import lora
 from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig
-from trainer.device import computes_in_bfloat16, shows_numbers_at_once, tensor_cores
-from trainer.errors import RunFault, UserError
+from trainer.device import shows_numbers_at_once, tensor_cores
+from trainer.errors import RunFault
 from trainer.interrupt import Interrupt
 from trainer.objective import B, BatchSource, C, O, TrainingObjective
-from trainer.optimizer import make_optimizer
-from trainer.processes import PATIENCE, Sum
+from trainer.optimizer import learning_rate, make_optimizer
+from trainer.processes import Sum
 from trainer.progress import Progress, working
-from trainer.replicated import Replicated
+from trainer.setup import checkpointing_of, placement
 from trainer.store import FitResult, Store
-from trainer.tracking import StepRecord, Tracker, Window
-
-
-def make_accelerator(config: TrainerConfig, cpu: bool | None = None) -> Accelerator:
-    """The accelerator of this process. `cpu`: use the CPU although there is a GPU. UserError for
-    settings of the launch file that this loop has keys for."""
-    fsdp2.take_over()
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps != "1":
-        raise UserError(
-            f"gradient_accumulation_steps of the launch file must be 1, got {steps}: set "
-            "trainer.gradient_accumulation_steps in its place"
-        )
-    # naming a backend makes accelerate expect a process group, which one process does not have
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    gloo = several and (cpu or not torch.cuda.is_available())
-    group = InitProcessGroupKwargs(timeout=PATIENCE, **({"backend": "gloo"} if gloo else {}))
-    # Apple's GPUs have no float64, which exact sampling needs
-    apple = torch.backends.mps.is_available() and not torch.cuda.is_available()
-    # with cpu=True accelerate ignores DeepSpeed, which finds the devices by itself
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    cpu = (bool(cpu) or gloo or apple) and not deepspeed
-    cuda = torch.cuda.is_available() and not (cpu or parse_flag_from_env("ACCELERATE_USE_CPU"))
-    bfloat16 = computes_in_bfloat16(config.precision, cuda) and not deepspeed
-    accelerator = Accelerator(
-        mixed_precision="bf16" if bfloat16 else "no",
-        cpu=cpu,
-        kwargs_handlers=[group] if several else None,
-    )
-    if deepspeed:
-        zero.load_whole()
-    return accelerator
-
-
-def placement(accelerator: Accelerator, config: TrainerConfig) -> Replicated:
-    """How this launch places drafter and optimiser on its processes."""
-    if zero.used(accelerator):
-        if config.optimizer == "muon":
-            raise UserError(
-                "trainer.optimizer must be adamw under ZeRO, got 'muon', which needs whole "
-                "matrices: launch with DDP or scripts/accelerate/fsdp2.yaml"
-            )
-        return zero.Zero(accelerator, config)
-    return (fsdp2.FSDP2 if fsdp2.used() else Replicated)(accelerator, config)
-
-
-def checkpointing_of(drafter: nn.Module) -> Callable[[], None]:
-    """Return the function that makes `drafter` compute its layers again in the backward pass.
-    UserError where it has none."""
-    enable: Callable[[], None] | None = getattr(drafter, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise UserError(
-            f"trainer.gradient_checkpointing must be false for a {type(drafter).__name__}, got "
-            "true: it cannot compute its layers again, leave the key out"
-        )
-    return enable
-
-
-def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The learning rate of update `step`, from 0; it reaches lr * lr_min_ratio at `max_steps`."""
-    if step < config.lr_warmup_steps:
-        return config.lr * (step + 1) / config.lr_warmup_steps
-    hold = config.lr_hold_share if config.lr_schedule == "hold_cosine" else 0.0
-    start = max(config.lr_warmup_steps, hold * config.max_steps)
-    if config.lr_schedule == "constant" or step <= start:
-        return config.lr
-    share = (step - start) / (config.max_steps - start)
-    fall = share if config.lr_schedule == "linear" else (1 - math.cos(math.pi * share)) / 2
-    return config.lr * (1 - (1 - config.lr_min_ratio) * fall)
-
+from trainer.tracking import StepRecord, Tracker, Window, said
 
 Announced: TypeAlias = tuple[B, dict[str, float]]  # a batch, and its denominators by term
 
@@ -354,18 +271,10 @@ class Fit(Generic[B, O, C]):
             set_rng_state(random_state)
             self.tracker.log({"step": counters.step, "eval": metrics})
             improved = counters.improved_by(metrics)
-            said = _numbers(metrics) + ", the best so far" * improved
-            self.progress.note(f"step {counters.step}  held-out text: {said}")
+            text = said(metrics) + ", the best so far" * improved
+            self.progress.note(f"step {counters.step}  held-out text: {text}")
             if improved:
                 self.store.save_best(counters.step, self.model, metrics)
-
-
-def _numbers(metrics: Mapping[str, object]) -> str:
-    """Each number of an evaluation behind its name; `select` repeats one of them."""
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-    if len(numbers) > 1:
-        numbers.pop("select", None)
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
 
 
 def fit(run: Fit[B, O, C]) -> FitResult:

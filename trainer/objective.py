@@ -54,7 +54,17 @@ class Resumable(Protocol):
 
 
 class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
-    """What a stage trains on. `recipes.base.Objective` documents each member and has defaults."""
+    """What a stage trains on. `recipes.base.Objective` documents each member and has defaults.
+
+    `loss`: `drafter` is the prepared one and may be wrapped, so an objective calls it and does not
+    read its attributes. `denominators`: their sums over ranks and accumulation divide the terms of
+    the loss, so that batch 1 x 4 steps = 4 x 1 for any lengths. All batches of a training announce
+    the same terms. The exception is `losses.tvd_pp`, which divides by a deviation of its own batch,
+    known only after the forward pass: recipes refuse it where a step has several batches. Where one
+    rank of several has nothing to train on, it runs a batch with an empty mask, whose loss is a 0
+    with a gradient. `computes_batches`: `refresh` runs drafter or target. `state_dict` is equal on
+    all ranks.
+    """
 
     @property
     def computes_batches(self) -> bool: ...

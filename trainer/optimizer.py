@@ -8,6 +8,7 @@ that in bfloat16 on every device, which is slow on a CPU, and holds matrices alo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -118,3 +119,16 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.T).to(matrix.dtype)
+
+
+def learning_rate(step: int, config: TrainerConfig) -> float:
+    """The learning rate of update `step`, from 0; it reaches lr * lr_min_ratio at `max_steps`."""
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    hold = config.lr_hold_share if config.lr_schedule == "hold_cosine" else 0.0
+    start = max(config.lr_warmup_steps, hold * config.max_steps)
+    if config.lr_schedule == "constant" or step <= start:
+        return config.lr
+    share = (step - start) / (config.max_steps - start)
+    fall = share if config.lr_schedule == "linear" else (1 - math.cos(math.pi * share)) / 2
+    return config.lr * (1 - (1 - config.lr_min_ratio) * fall)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.errors import UserError, require
 
@@ -44,11 +45,9 @@ def response_mask(
 
 
 def supervised(
-    loss_mask: Tensor,
-    depth: int = 0,
-    documents: Tensor | None = None,
-    own: Tensor | None = None,
-) -> Tensor:
+    loss_mask: Tensor, depth: int = 0, documents: Tensor | None = None,
+    own: Tensor | None = None, anchors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The trained logit indices, [B, L-1] bool: those whose next token is in the mask.
 
     loss_mask: [B, L] bool over tokens. A token at index 0 has no logits and is never trained.
@@ -57,15 +56,17 @@ def supervised(
     token of a response comes from the prefill. These are the positions that decoding visits.
     documents: [B, L] int64, where a row holds several texts; the anchor must be of the same one.
     own: [L] bool, the columns whose logits (depth 0) or anchors count; None: all.
+    anchors: [B, L] bool over tokens, or [depth, B, L] of each depth: those that count; None: all.
     """
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
     if depth:
-        anchored = torch.zeros_like(trained)
-        count = trained.shape[1] - depth + 1
-        anchored[:, depth - 1 :] = (loss_mask if own is None else loss_mask & own)[:, :count]
+        begins = loss_mask if own is None else loss_mask & own
+        if anchors is not None:
+            begins = begins & (anchors if anchors.dim() == 2 else anchors[depth - 1])
+        anchored = F.pad(begins, (depth - 1, 0))[:, : trained.shape[1]]
         if documents is not None:
-            anchored[:, depth - 1 :] &= documents[:, :count] == documents[:, depth:]
+            anchored[:, depth - 1 :] &= documents[:, :-depth] == documents[:, depth:]
         return trained & anchored
     return trained if own is None else trained & own[:-1]
 

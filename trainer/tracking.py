@@ -343,3 +343,11 @@ def _accumulate(sums: Sums, entries: Iterable[tuple[str, Tensor | float, Tensor 
         entry = sums.setdefault(name, [0.0, 0.0])
         entry[0] += float(total)
         entry[1] += float(count)
+
+
+def said(metrics: Mapping[str, object]) -> str:
+    """Each number of an evaluation behind its name; `select` repeats one of them."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    if len(numbers) > 1:
+        numbers.pop("select", None)
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol
 
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -17,22 +17,16 @@ from huggingface_hub.utils import validate_repo_id
 from trainer.redaction import shown
 
 
-class PromptsName(TypedDict):
-    """The prompts of a measurement."""
-
-    name: str
-
-
-class MeasuredRow(TypedDict):
-    """The entries of a report's row that a card shows."""
+class MeasuredRow(Protocol):
+    """What a card shows of a report's row."""
 
     drafter: str
     measured_by: str
     tree: str | None
-    K: int
+    K: int | None
     temperature: float
     num_prompts: int
-    prompts: PromptsName
+    prompts: dict[str, Any]
     tokens_per_round: float | None
     alpha: float | None
 
@@ -139,13 +133,13 @@ def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
     """The two metrics by which drafters are compared, from the rows of the trained drafter."""
     found = []
     for row in rows:
-        if row["drafter"] != "after" or row["measured_by"] != "offline":
+        if row.drafter != "after" or row.measured_by != "offline":
             continue
-        shape = f"tree {row['tree']}" if row.get("tree") else f"K={row['K']}"
-        config = f"T={row['temperature']:g}, {shape}, {row['num_prompts']} prompts"
-        prompts = _line(shown(row["prompts"]["name"]))
+        shape = f"tree {row.tree}" if row.tree else f"K={row.K}"
+        config = f"T={row.temperature:g}, {shape}, {row.num_prompts} prompts"
+        prompts = _line(shown(row.prompts["name"]))
         for kind, name in (("tokens_per_round", "tokens per round"), ("alpha", "alpha, depth 1")):
-            value: float | None = row[kind]
+            value: float | None = getattr(row, kind)
             if value is not None:
                 found.append(EvalResult(
                     task_type="text-generation", dataset_type=prompts, dataset_name=prompts,

@@ -26,6 +26,7 @@ from drafters.trees.tree import TokenTree
 from eval.counters import PromptCounters
 from eval.offline import OfflineEvaluator
 from eval.policies.base import Recorder
+from eval.row import Rates
 from eval.speed_model import modelled_speedup
 from eval.stops import drafted_lengths
 from eval.walk import visits
@@ -373,10 +374,8 @@ def at_cost(counters: Iterable[PromptCounters], cost_ratio: float) -> list[Promp
     ]
 
 
-def rates(counters: Sequence[PromptCounters]) -> dict[str, float]:
-    """`discard_rate`: discarded drafts per emitted token; `verification_rate`: target forwards per
-    emitted token (Huang et al. 2024, Sec. 4.1); drafted tokens, drafting steps and emitted tokens
-    per round."""
+def rates(counters: Sequence[PromptCounters]) -> Rates:
+    """The rates of these rounds, together."""
     names = ("rounds", "emitted", "submitted", "accepted", "judging")
     total = {name: sum(getattr(one, name) for one in counters) for name in names}
     return {

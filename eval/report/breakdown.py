@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.report.render import NONE, Block, Heading, Table, Text, number, percent, with_interval
-from eval.report.rows import Row, groups, label, once
+from eval.report.rows import groups, label, once
+from eval.row import AtPosition, Row
 
 
 def domains_of(rows: Sequence[Row]) -> list[str]:
     """The domains of these rows; [] where there is one alone."""
-    names = {name for row in rows if row.get("by_domain") for name in row["by_domain"]["domains"]}
+    names = {name for row in rows for name in row.domains}
     return sorted(names) if len(names) > 1 else []
 
 
@@ -21,9 +22,11 @@ def domain_tables(rows: Sequence[Row]) -> list[Block]:
     for heading, group in groups(once(rows)).items():
         names = domains_of(group)
         lines = []
-        for row in (row for row in group if names and row.get("by_domain")):
-            own, worst = row["by_domain"], row["by_domain"]["worst"].get("tokens_per_round")
-            cells = [_domain_cell(own["domains"].get(name, {})) for name in names]
+        for row in group:
+            if (own := row.by_domain) is None or not names:
+                continue
+            worst = own["worst"].get("tokens_per_round")
+            cells = [_domain_cell(row.domains.get(name, {})) for name in names]
             worst_cell = f"{number(worst['value'])} ({worst['domain']})" if worst else NONE
             lines.append([label(row), *cells, _domain_cell(own["mean"]), worst_cell])
         if lines:
@@ -37,11 +40,11 @@ def domain_tables(rows: Sequence[Row]) -> list[Block]:
 
 def _domain_cell(metrics: Mapping[str, Any]) -> str:
     alpha = metrics.get("alpha")
-    tokens = with_interval(dict(metrics), "tokens_per_round")
+    tokens = with_interval(metrics.get("tokens_per_round"), metrics.get("tokens_per_round_ci95"))
     return tokens if alpha is None else f"{tokens} / {number(alpha, 3)}"
 
 
-def position_name(place: Mapping[str, Any]) -> str:
+def position_name(place: AtPosition) -> str:
     """`32-63`, or `65536-` for the range without an end."""
     return f"{place['first']}-{'' if place['last'] is None else place['last']}"
 
@@ -50,15 +53,14 @@ def position_tables(rows: Sequence[Row]) -> list[Block]:
     """Tokens per round of every row, a column for each range of positions in the answer."""
     blocks: list[Block] = []
     for heading, group in groups(once(rows)).items():
-        shown = [row for row in group if row.get("by_position")]
-        firsts = {place["first"]: position_name(place) for r in shown for place in r["by_position"]}
+        shown = [row for row in group if row.by_position]
+        firsts = {p["first"]: position_name(p) for row in shown for p in row.by_position or []}
         if len(firsts) < 2:
             continue
         lines = []
         for row in shown:
-            own = {place["first"]: place for place in row["by_position"]}
-            places = [dict(own.get(first, {})) for first in sorted(firsts)]
-            cells = [with_interval(place, "tokens_per_round") for place in places]
+            own = {place["first"]: place for place in row.by_position or []}
+            cells = (_position_cell(own.get(first)) for first in sorted(firsts))
             lines.append([label(row), *cells])
         headers = ["drafter", *(firsts[first] for first in sorted(firsts))]
         blocks += [Heading(heading, 3), Table(headers, lines)]
@@ -72,9 +74,14 @@ def position_tables(rows: Sequence[Row]) -> list[Block]:
     return blocks
 
 
-def vocabulary_words(name: str, row: Row) -> str:
+def _position_cell(place: AtPosition | None) -> str:
+    if place is None:
+        return NONE
+    return with_interval(place["tokens_per_round"], place["tokens_per_round_ci95"])
+
+
+def vocabulary_words(name: str, cost: Mapping[str, Any]) -> str:
     """One sentence on what the draft vocabulary of a row costs."""
-    cost = row["draft_vocabulary"]
     return (
         f"{name}: {percent(cost['tokens_outside'])} of the target's tokens are not among the "
         f"{cost['size']:,} of the draft vocabulary, which costs at most "

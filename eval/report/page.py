@@ -27,7 +27,6 @@ from eval.report.rows import (
     TARGET,
     TRAINED,
     Report,
-    Row,
     best_chain,
     draft_shape,
     focus,
@@ -49,6 +48,7 @@ from eval.report.tables import (
     row_goodput,
 )
 from eval.report.tiles import COMPARED, tile_blocks
+from eval.row import Json, Row
 from eval.serving_defaults import unmeasured_words
 
 WRITERS = {"hf": "transformers", "vllm": "vLLM", "openai": "OpenAI-compatible servers"}
@@ -92,72 +92,74 @@ def report_title(report: Report) -> str:
 def headline(report: Report) -> str:
     """One sentence per temperature: the best lossless shape, what was gained, how surely."""
     found = groups(once(report["results"]))
-    several = len({row["prompts"]["name"] for row in report["results"]}) > 1
+    several = len({row.prompts["name"] for row in report["results"]}) > 1
     sentences = []
     for rows in found.values():
         row = focus(rows)
         if row is None:
             continue
-        subject = "the trained drafter" if row["drafter"] == "after" else row["drafter"]
+        subject = "the trained drafter" if row.drafter == "after" else row.drafter
         sentence = (
-            f"At temperature {row['temperature']:g}{', on ' * several}"
-            f"{row['prompts']['name'] * several}, {subject} gives "
-            f"{with_interval(row, 'tokens_per_round')} tokens per target forward"
+            f"At temperature {row.temperature:g}{', on ' * several}"
+            f"{row.prompts['name'] * several}, {subject} gives "
+            f"{with_interval(row.tokens_per_round, row.tokens_per_round_ci95)} tokens per target "
+            "forward"
         )
-        if row.get("tree") is not None:
+        if row.tree is not None:
             sentence += f" with a tree ({draft_shape(row)})"
-        elif row.get("K") is not None:
-            sentence += f" with K = {row['K']}"
-        sentence += ", not lossless" * (not row["lossless"])
-        if row["speedup"] is not None:
-            sentence += f", {with_interval(row, 'speedup')} times as fast as plain decoding here"
+        elif row.K is not None:
+            sentence += f" with K = {row.K}"
+        sentence += ", not lossless" * (not row.lossless)
+        if row.speedup is not None:
+            times = with_interval(row.speedup, row.speedup_ci95)
+            sentence += f", {times} times as fast as plain decoding here"
         gains = [c for c in report["comparisons"] if _belongs(c, row, len(found))]
         sentences.append(sentence + _gains(row, rows, gains) + ".")
     return " ".join(sentences) or "No drafter was measured."
 
 
-def _belongs(comparison: Row, row: Row, num_groups: int) -> bool:
+def _belongs(comparison: Json, row: Row, num_groups: int) -> bool:
     """Whether a comparison is of tokens per round at the row's temperature."""
-    here = comparison.get("temperature", row["temperature"]) == row["temperature"]
+    here = comparison.get("temperature", row.temperature) == row.temperature
     known = comparison["metric"] == "tokens_per_round" and comparison["diff"] is not None
     return here and known and ("temperature" in comparison or num_groups == 1)
 
 
-def _gains(row: Row, rows: Sequence[Row], comparisons: Sequence[Row]) -> str:
+def _gains(row: Row, rows: Sequence[Row], comparisons: Sequence[Json]) -> str:
     """The gains of a tree over the chain, and of the chain over other drafters' chains."""
-    if row.get("tree") is None:
+    if row.tree is None:
         text = ""
         for c in comparisons:
-            if c["a"] == row["drafter"]:
+            if c["a"] == row.drafter:
                 others = [
-                    r for r in rows if (r["drafter"], draft_shape(r)) == (c["b"], draft_shape(row))
+                    r for r in rows if (r.drafter, draft_shape(r)) == (c["b"], draft_shape(row))
                 ]
-                against = f" ({number(others[0]['tokens_per_round'])})" if others else ""
+                against = f" ({number(others[0].tokens_per_round)})" if others else ""
                 text += f"; {_difference(c)} over {c['b']}{against}"
         return text
-    chain = best_chain(rows, row["drafter"])
-    if chain is None:
+    chain, tokens = best_chain(rows, row.drafter), row.tokens_per_round
+    if chain is None or chain.tokens_per_round is None or tokens is None:
         return ""
     pairs = [
         c
         for c in comparisons
-        if (c["a"], c["b"]) == (f"{row['drafter']}, {draft_shape(row)}", row["drafter"])
+        if (c["a"], c["b"]) == (f"{row.drafter}, {draft_shape(row)}", row.drafter)
     ]
-    plain = {"diff": row["tokens_per_round"] - chain["tokens_per_round"], "ci95": None}
-    own = f"which gives {with_interval(chain, 'tokens_per_round')}"
+    plain = {"diff": tokens - chain.tokens_per_round, "ci95": None}
+    own = f"which gives {with_interval(chain.tokens_per_round, chain.tokens_per_round_ci95)}"
     return (
-        f"; {_difference(pairs[0] if pairs else plain)} over its chain of K = {chain['K']}, {own}"
+        f"; {_difference(pairs[0] if pairs else plain)} over its chain of K = {chain.K}, {own}"
         + _gains(chain, rows, comparisons)
     )
 
 
-def _difference(comparison: Row) -> str:
+def _difference(comparison: Json) -> str:
     interval = comparison["ci95"]
     text = number(comparison["diff"], 2, sign=True)
     return f"{text} [{number(interval, 2, sign=True)}]" if interval else text
 
 
-def _comparison_table(comparisons: Sequence[Row]) -> Table:
+def _comparison_table(comparisons: Sequence[Json]) -> Table:
     rows = []
     for c in sorted(comparisons, key=lambda c: c.get("temperature", 0)):
         clear = c["ci95"] and (c["ci95"][0] > 0 or c["ci95"][1] < 0)
@@ -211,7 +213,7 @@ def _main_figures(rows: list[Row]) -> list[Figure]:
         )
         plot = plots.acceptance_by_depth([row for row in shown if _decided(row)])
         found.append(Figure("Acceptance by depth", plot, caption))
-    domains = [row for row in shown if row.get("by_domain")]
+    domains = [row for row in shown if row.domains]
     if domains and (plot := plots.tokens_by_domain(domains)):
         caption = "The domain with the fewest comes first."
         found.append(Figure("Tokens per round by domain", plot, caption))
@@ -221,8 +223,8 @@ def _main_figures(rows: list[Row]) -> list[Figure]:
             "rounds of long answers alone."
         )
         found.append(Figure("Tokens per round by position in the answer", plot, caption))
-    chain = best_chain(rows, best["drafter"]) if best else None
-    if chain and chain["policy"] == "fixed" and _decided(chain):  # a rule changes alpha_pos
+    chain = best_chain(rows, best.drafter) if best else None
+    if chain and chain.policy == "fixed" and _decided(chain):  # a rule changes alpha_pos
         caption = (
             f"{label(chain)}: measured acceptance at assumed costs c of a drafter step, "
             "verification at the cost of one forward. Dashed: beyond the measured K, with the "
@@ -247,7 +249,7 @@ def _more_figures(heading: str, rows: list[Row]) -> list[Figure]:
         plot = plots.acceptance_by_depth(decided, "reach_pos")
         caption = "The share of rounds that get at least so far. Of a tree: dashed."
         found.append(Figure(f"Rounds that reach a depth. {heading}", plot, caption))
-    calibrated = [row for row in rows if row.get("calibration")]
+    calibrated = [row for row in rows if row.calibration]
     if calibrated:
         caption = (
             "Above the dotted line the drafter is accepted more often than it expects. "
@@ -260,8 +262,8 @@ def _more_figures(heading: str, rows: list[Row]) -> list[Figure]:
 
 def _named(rows: list[Row]) -> list[Row]:
     """Rows of the drafter, last, and of those it is compared with; else all that were measured."""
-    named = [row for row in rows if row["role"] in (*COMPARED, TRAINED)]
-    return named or [row for row in rows if row["role"] not in (PLAIN, TARGET)]
+    named = [row for row in rows if row.role in (*COMPARED, TRAINED)]
+    return named or [row for row in rows if row.role not in (PLAIN, TARGET)]
 
 
 def _decided(row: Row) -> bool:
@@ -271,13 +273,11 @@ def _decided(row: Row) -> bool:
 
 def _measured(rows: Sequence[Row]) -> list[str]:
     def values(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for row in rows if row["role"] != PLAIN}))
+        return ", ".join(sorted({str(getattr(row, key)) for row in rows if row.role != PLAIN}))
 
-    counted = {
-        f"{r['prompts']['name']} ({prompts_of(r)}, hash {r['prompts']['hash']})" for r in rows
-    }
-    written = sorted({WRITERS[r["text_by"]] for r in rows if r.get("text_by")})
-    compared = any(r["speedup"] is not None or r["identical_to_plain"] is not None for r in rows)
+    counted = {f"{r.prompts['name']} ({prompts_of(r)}, hash {r.prompts['hash']})" for r in rows}
+    written = sorted({WRITERS[r.text_by] for r in rows if r.text_by})
+    compared = any(r.speedup is not None or r.identical_to_plain is not None for r in rows)
     lines = [
         f"Prompts: {'; '.join(sorted(counted))}.",
         f"Measured by: {values('measured_by')}. Verifier: {values('verifier')}. "
@@ -306,8 +306,8 @@ def report_blocks(report: Report) -> list[Block]:
         ]  # fmt: skip
     blocks += [*stage_tables(rows), *depth_tables(rows), *cost_tables(rows)]
     blocks += [*goodput_tables(rows), *domain_tables(rows), *position_tables(rows)]
-    if report.get("policies"):
-        blocks += policy_blocks(report["policies"])
+    if points := report.get("policies"):
+        blocks += policy_blocks(points)
     if rows:
         defaults = unmeasured_words(report["target"].get("serving_defaults_not_measured", {}))
         said = [f"The target: {defaults}."] if defaults else []
@@ -323,12 +323,12 @@ def page_blocks(report: Report) -> list[Block]:
     """The report as an HTML page: plots and answers first, the tables folded."""
     title, text, *rest = report_blocks(report)
     blocks: list[Block] = [title, *tile_blocks(report), text, *_figures(report)]
-    if report.get("readings"):
+    if readings := report.get("readings"):
         blocks += [
             Heading("A reading of answers"),
             Text("Held-out prompts as they were decoded. A bar begins a round, one forward of the "
                  "target. Point at a round, or tap it, to see what was drafted in it."),
-            ReadingBlock(report["readings"]),
+            ReadingBlock(readings),
         ]  # fmt: skip
     blocks.append(Heading("Tables"))
     folds: list[Fold] = []

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from eval import speed_model
 from eval.report.breakdown import position_name
-from eval.report.policies import Point
 from eval.report.render import LegendKey, Plot
-from eval.report.rows import Row, known_positions
+from eval.report.rows import known_positions
+from eval.row import Json, Point, Row
 from eval.speed_model import BATCH_SIZES, expected_tokens_positions, modelled_speedup
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ def acceptance_by_depth(rows: list[Row], key: str = "alpha_pos") -> Plot:
 def tokens_by_domain(rows: list[Row]) -> Plot | None:
     """Tokens per round of each row in each domain, the domains with the fewest first; None where
     there is one domain."""
-    values = [
-        {name: one["tokens_per_round"] for name, one in row["by_domain"]["domains"].items()}
-        for row in rows
-    ]
+    values = [{name: one["tokens_per_round"] for name, one in row.domains.items()} for row in rows]
     lowest = values[-1] if values else {}
     names = sorted(lowest, key=lambda name: (lowest[name] is None, lowest[name] or 0.0, name))
     names = names[:MOST_DOMAINS]
@@ -93,15 +90,15 @@ def tokens_by_domain(rows: list[Row]) -> Plot | None:
 def tokens_by_position(rows: list[Row]) -> Plot | None:
     """Tokens per round of each row by the range of the answer in which rounds begin; None where
     there is one range."""
-    shown = [row for row in rows if row.get("by_position")]
-    firsts = {place["first"]: position_name(place) for r in shown for place in r["by_position"]}
+    shown = [row for row in rows if row.by_position]
+    firsts = {p["first"]: position_name(p) for row in shown for p in row.by_position or []}
     if len(firsts) < 2:
         return None
     places = {first: place for place, first in enumerate(sorted(firsts))}
 
     def draw(axes: Axes) -> None:
         for index, row in enumerate(shown):
-            own = row["by_position"]
+            own = row.by_position or []
             x, y = [places[one["first"]] for one in own], [one["tokens_per_round"] for one in own]
             axes.plot(x, y, _line(row), label=_name(row), color=_colour(row, index))
         axes.set_xticks(range(len(places)), [firsts[first] for first in places])
@@ -120,7 +117,7 @@ def speedup_over_K(row: Row) -> Plot:
     longest = max(8, measured_K + 4)
     extended = alpha_pos + [alpha_pos[-1]] * (longest - measured_K)
     tokens = [expected_tokens_positions(extended[:K]) for K in range(longest + 1)]
-    own = row.get("cost_ratio")
+    own = row.cost_ratio
 
     def draw(axes: Axes) -> None:
         lines = [(c, f"c = {c:g}", _shade(i)) for i, c in enumerate(COST_RATIOS)]
@@ -133,8 +130,8 @@ def speedup_over_K(row: Row) -> Plot:
             axes.plot(range(split), speedups[:split], color=colour, label=label, linewidth=width)
             axes.plot(range(measured_K, longest + 1), speedups[measured_K:], "--", color=colour,
                       linewidth=width)  # fmt: skip
-        if row.get("speedup") is not None and isinstance(row.get("K"), int):
-            axes.plot([row["K"]], [row["speedup"]], "D", color=_INK, markersize=7,
+        if row.speedup is not None and isinstance(row.K, int):
+            axes.plot([row.K], [row.speedup], "D", color=_INK, markersize=7,
                       label="measured speed-up")  # fmt: skip
         axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.6)
         _integer_ticks(axes, longest, first=0)
@@ -157,7 +154,7 @@ def goodput_by_batch(lines: list[tuple[Row, list[float]]]) -> Plot:
     return _svg(draw)
 
 
-def over_steps(series: list[Row]) -> Plot | None:
+def over_steps(series: list[Json]) -> Plot | None:
     """Acceptance (metrics named alpha* or greedy_match*) over training steps or requests."""
     axis = "step" if any("step" in point for point in series) else "request"
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -187,12 +184,14 @@ def calibration(rows: list[Row]) -> Plot:
         axes.plot([0, 1], [0, 1], ":", color=_INK, linewidth=1.2, label="calibrated")
         for index, row in enumerate(rows):
             bins = [
-                b for b in row["calibration"]["bins"] if b["count"] and b["acceptance"] is not None
+                b
+                for b in (row.calibration or {"bins": []})["bins"]
+                if b["count"] and b["acceptance"] is not None
             ]
             most = max((b["count"] for b in bins), default=1)
             x, y = [b["confidence"] for b in bins], [b["acceptance"] for b in bins]
             colour = _colour(row, index)
-            axes.plot(x, y, color=colour, label=row["drafter"])
+            axes.plot(x, y, color=colour, label=row.drafter)
             axes.scatter(x, y, s=[8 + 70 * b["count"] / most for b in bins], color=colour)
         axes.set(xlabel="confidence (largest drafter probability)", ylabel="accepted",
                  xlim=(0, 1.02), ylim=(0, 1.02))  # fmt: skip
@@ -270,12 +269,12 @@ def _key(line: Line2D) -> LegendKey:
 
 def _name(row: Row) -> str:
     """The drafter, with a tree's kind and size: legends are narrow."""
-    tree = row.get("tree")
-    return row["drafter"] if tree is None else ", ".join([row["drafter"], *tree.split(", ")[:2]])
+    tree = row.tree
+    return row.drafter if tree is None else ", ".join([row.drafter, *tree.split(", ")[:2]])
 
 
 def _line(row: Row) -> str:
-    return "o-" if row.get("tree") is None else "s--"
+    return "o-" if row.tree is None else "s--"
 
 
 def _integer_ticks(axes: Axes, last: int, first: int = 1) -> None:
@@ -283,7 +282,7 @@ def _integer_ticks(axes: Axes, last: int, first: int = 1) -> None:
 
 
 def _colour(row: Row, index: int) -> str:
-    return COLOURS.get(row["drafter"], _SPARE[index % len(_SPARE)])
+    return COLOURS.get(row.drafter, _SPARE[index % len(_SPARE)])
 
 
 def _shade(index: int) -> str:

@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from eval.report import plots
 from eval.report.render import Block, Figure, Heading, Table, Text, number
+from eval.row import Point
 from eval.speed_model import COST_RATIOS
-
-
-class Rates(TypedDict):
-    """Rates of decoding; both per emitted token."""
-
-    verification_rate: float
-    discards_per_token: float
-
-
-class Point(Rates):
-    """A policy at one temperature, measured on rollouts."""
-
-    temperature: float
-    family: str
-    policy: str
-    K: int
-    chosen: bool  # on held-out training text
-    submitted_per_round: float
-    tokens_per_round: float
-    modelled_speedup_at: dict[str, float]
-    decoded: Rates | None  # the same policy by decoding
-
 
 ABOUT = (
     "Every policy cuts the same rollouts of the drafter on the report's prompts (verification "

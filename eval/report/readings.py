@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from eval.metrics import Row
 from eval.rounds import Round, RoundIds
+from eval.row import Json
 from trainer.errors import UserError
 from trainer.redaction import leaks
 
@@ -37,7 +37,6 @@ ANSWER = {"drafter": str, "temperature": (int, float), "draft": str, "num_tokens
 ROUND = {"tokens": list, "accepted": int, "last": (str, type(None)), "drafted": int,
          "rejected": list}  # fmt: skip
 BRANCH = {"depth": int, "tokens": list}
-Json = Row  # a reading, an answer, a round or a branch, with the keys above
 
 
 class Tokenizer(Protocol):
@@ -180,11 +179,11 @@ def check_readings(readings: object, source: str) -> None:
 
 def _each(
     rows: object, shape: Mapping[str, type | tuple[type, ...]], source: str, where: str
-) -> list[tuple[str, Row]]:
+) -> list[tuple[str, Json]]:
     """The place and content of each row; UserError where one lacks a key or has another type."""
     if not isinstance(rows, list):
         raise UserError(f"{source}: {where} must be a list, got {rows!r}")
-    found = list[tuple[str, Row]]()
+    found = list[tuple[str, Json]]()
     for index, row in enumerate(rows):
         place = f"{where}[{index}]"
         if not isinstance(row, dict):

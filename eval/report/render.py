@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eval.metrics import Row
 from eval.report.readings import Json
 
 
@@ -152,9 +151,9 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.4g} %"
 
 
-def with_interval(row: Row, metric: str, digits: int = 2) -> str:
+def with_interval(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
     """`2.91 [2.80, 3.02]`, without brackets where there is no interval."""
-    text, interval = number(row.get(metric), digits), row.get(f"{metric}_ci95")
+    text = number(value, digits)
     return f"{text} [{number(interval, digits)}]" if interval and None not in interval else text
 
 

@@ -1,21 +1,6 @@
 """The report of a run: report.json (schema 1), report.md and report.html, all from the same rows.
 
-A row is the output of `eval.metrics.summarise` plus what identifies the measurement. Optional in a
-row: `tree` (its description; null for a chain), `tree_children`, `nodes`, `alpha_by_depth`,
-`modelled_speedup_at` ({"0.05": x}), `verify_cost`, `cost_source` (`eval.costs.timed_on`; of a row
-of an engine: that engine), `token_s`, `round_s` and `round_cost` of an engine
-(`eval.served.engine_costs`), whose `cost_ratio` and `verify_cost` are null,
-`draft_time_share`, `by_domain` (of `eval.metrics.per_domain`), `by_position` (of `per_position`
-there), `draft_vocabulary` (of a reduced one: `eval.draft_vocabulary.DraftVocabulary`),
-`beyond_context` ({"context", "share"}: the drafter's own context, and the share of rounds that it
-leaves without drafts), `text_by` (the value of `data.engine` that the target's answers were
-generated with), `calibration` ({"bins": [{"confidence", "acceptance", "count"}]}),
-`draft_temperature`, where the drafter has one
-of its own, `quality` and `quality_metric` of a lossy verifier, and `note`, a sentence below its
-table. `K` of a tree is its depth. `alpha` is that of the first draft of a round; further drafts of
-heads: `alpha_by_depth`. Optional in the report: `policies`, points of `eval.policies.rollouts` for
-`eval.report.policies`, and `readings`, the text of a few answers (`eval.report.readings`); in a
-comparison: `a_role` and `b_role`, of the rows compared.
+Rows (`eval.row.Row`) become JSON here, and JSON becomes rows.
 """
 
 from __future__ import annotations
@@ -23,65 +8,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eval.metrics import HEADLINE
 from eval.report.page import page_blocks, report_blocks, report_title
-from eval.report.readings import Json, check_readings
+from eval.report.readings import check_readings
 from eval.report.render import to_markdown
-from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, Row, asked, role_of
+from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, asked, role_of
 from eval.report.tables import main_tables
 from eval.report.web import to_html
+from eval.row import COUNTING, Json, Row, row_with
 from trainer.checks import is_file
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.redaction import shown
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 SCHEMA = 1
-COUNTING = "emitted_per_target_forward"
 PARTS = {"run": dict, "target": dict, "drafter": dict,
          "results": list, "comparisons": list, "series": list}  # fmt: skip
-ROW_KEYS = (
-    "drafter",
-    "role",
-    "prompts",
-    "temperature",
-    "top_k",
-    "top_p",
-    "verifier",
-    "policy",
-    "counting",
-    "bonus_counted",
-    "lossless",
-    "measured_by",
-    "num_prompts",
-    "num_rounds",
-    *HEADLINE,
-    *(f"{name}_ci95" for name in HEADLINE),
-    "alpha_pos",
-    "reach_pos",
-    "discard_rate",
-    "verification_rate",
-    "engine_drafts",
-    "engine_drafted",
-    "engine_accepted",
-    "engine_accepted_per_position",
-    "identical_to_plain",
-    "plain_tokens_per_s",
-    "speculative_tokens_per_s",
-    "cost_ratio",
-    "modelled_speedup",
-    "mbsu",
-)
 COMPARISON_KEYS = ("a", "b", "metric", "diff", "ci95", "seeds", "num_prompts")
-OPTIONAL: dict[str, tuple[type, ...]] = {
-    "K": (int,), "tree": (str,), "nodes": (int,), "alpha_by_depth": (list,),
-    "draft_temperature": (int, float), "quality": (int, float), "quality_metric": (str,),
-    "by_position": (list,), "draft_vocabulary": (dict,),
-    "modelled_speedup_at": (dict,), "verify_cost": (int, float), "draft_time_share": (int, float),
-    "cost_source": (str,), "text_by": (str,),
-    "beyond_context": (dict,), "token_s": (list,), "round_s": (list,), "round_cost": (int, float),
-}  # fmt: skip
 
 
 def build_report(
@@ -89,8 +39,8 @@ def build_report(
     target: Mapping[str, object],
     drafter: Mapping[str, object],
     results: list[Row],
-    comparisons: list[Row],
-    series: list[Row],
+    comparisons: list[Json],
+    series: list[Json],
     readings: list[Json] | None = None,
 ) -> Report:
     """The content of report.json, checked, with rows in the order in which they are shown.
@@ -98,16 +48,15 @@ def build_report(
     Secrets and paths of this machine are left out. `readings` hold neither
     (`eval.report.readings.reading`) and stay unchanged.
     """
-    rows = sorted(results, key=_order)
+    rows = [vars(row) for row in sorted(results, key=_order)]
     report = {"schema": SCHEMA, "run": run, "target": target, "drafter": drafter,
               "results": rows, "comparisons": comparisons, "series": series}  # fmt: skip
-    report = shown(report) | ({"readings": readings} if readings else {})
-    check_report(report, "the report")
-    return report
+    return parsed(shown(report) | ({"readings": readings} if readings else {}), "the report")
 
 
-def check_report(report: object, source: str) -> None:
-    """Raise UserError unless `report` has schema 1 and could be written as JSON."""
+def parsed(report: object, source: str) -> Report:
+    """The report with its rows as records. Raises UserError unless it has schema 1 and could be
+    written as JSON."""
     if not isinstance(report, dict) or "schema" not in report:
         raise UserError(f"{source} is not a report: it has no key 'schema'")
     if report["schema"] != SCHEMA:
@@ -123,49 +72,93 @@ def check_report(report: object, source: str) -> None:
             where = f"{source}: {name}[{index}]"
             if not isinstance(row, dict):
                 raise UserError(f"{where} must be a dict, got {row!r}")
-            keys = {"results": ROW_KEYS, "comparisons": COMPARISON_KEYS, "series": ()}[name]
-            missing = [key for key in keys if key not in row]
-            if missing:
+            missing = [key for key in COMPARISON_KEYS if key not in row]
+            if missing and name == "comparisons":
                 raise UserError(f"{where} lacks {', '.join(missing)}")
-            if name == "results":
-                _check_row(row, where)
     if "readings" in report:
         check_readings(report["readings"], source)
     _check_json(report, source, "")
+    rows = [row_of(row, f"{source}: results[{i}]") for i, row in enumerate(report["results"])]
+    return Report(**{**report, "results": rows})
+
+
+def as_json(report: Report) -> Json:
+    """The report as it is written: a row is a flat dict, with null where nothing was measured."""
+    return {**report, "results": [vars(row) for row in report["results"]]}
+
+
+def row_of(values: Json, where: str) -> Row:
+    """The row with these values, of which unknown ones are left out; UserError where one is
+    missing or has another type. `where` names it in messages."""
+    from pydantic import ValidationError
+
+    try:
+        row = _row_type().validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = first["loc"][0]
+        if first["type"] == "missing":
+            raise UserError(f"{where} lacks {key}") from None
+        rule = first["msg"].replace("Input should be", "must be")
+        raise UserError(f"{where}.{key} {rule}, got {first['input']!r}") from None
+    if row.K is None and row.tree is None:
+        raise UserError(f"{where} lacks K or tree")
+    if not {"name", "hash"} <= set(row.prompts):
+        raise UserError(f"{where}.prompts must hold name and hash, got {row.prompts!r}")
+    if not row.drafter:
+        raise UserError(f"{where}.drafter must be a name, got {row.drafter!r}")
+    if row.role not in (*ROLES.values(), MEASURED):
+        known = ", ".join(dict.fromkeys([*ROLES.values(), MEASURED]))
+        raise UserError(f"{where}.role must be one of {known}, got {row.role!r}")
+    if not row.bonus_counted or row.counting != COUNTING:
+        got = (row.bonus_counted, row.counting)
+        raise UserError(f"{where} must count {COUNTING} with the bonus token, got {got!r}")
+    return row
+
+
+@cache
+def _row_type() -> TypeAdapter[Row]:
+    from pydantic import TypeAdapter  # takes a while to import
+
+    return TypeAdapter(Row)
 
 
 def plain_row(row: Row) -> Row:
     """Plain decoding as a row of its own, from any row measured on the same prompts."""
-    known = ("prompts", "temperature", "top_k", "top_p", "num_prompts", "measured_by")
-    plain = dict.fromkeys(ROW_KEYS) | {key: row[key] for key in known}
-    timed = row["plain_tokens_per_s"] is not None
-    return plain | {
-        "drafter": "plain",
-        "role": PLAIN,
-        "verifier": "none",
-        "policy": "none",
-        "K": 0,
-        "counting": COUNTING,
-        "bonus_counted": True,
-        "lossless": True,
-        "num_rounds": round((row["tokens_per_round"] or 0) * row["num_rounds"]),
-        "tokens_per_round": 1.0,
-        "accepted_per_round": 0.0,
-        "verification_rate": 1.0,
-        "alpha_pos": [],
-        "reach_pos": [],
-        "engine_accepted_per_position": [],
-        "plain_tokens_per_s": row["plain_tokens_per_s"],
-        "speedup": 1.0 if timed else None,
-        "modelled_speedup": 1.0,
-        "mbsu": 1.0,
-    }
+    return row_with(
+        drafter="plain",
+        role=PLAIN,
+        prompts=row.prompts,
+        temperature=row.temperature,
+        top_k=row.top_k,
+        top_p=row.top_p,
+        verifier="none",
+        policy="none",
+        K=0,
+        counting=COUNTING,
+        bonus_counted=True,
+        lossless=True,
+        measured_by=row.measured_by,
+        num_prompts=row.num_prompts,
+        num_rounds=round((row.tokens_per_round or 0) * row.num_rounds),
+        tokens_per_round=1.0,
+        accepted_per_round=0.0,
+        verification_rate=1.0,
+        alpha_pos=[],
+        reach_pos=[],
+        engine_accepted_per_position=[],
+        plain_tokens_per_s=row.plain_tokens_per_s,
+        speedup=None if row.plain_tokens_per_s is None else 1.0,
+        modelled_speedup=1.0,
+        mbsu=1.0,
+    )
 
 
 def write_report(report: Report, folder: str | Path) -> list[Path]:
     """Write report.md, report.html and last report.json; each file appears whole or not at all."""
-    check_report(report, "the report")
-    text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    content = as_json(report)
+    report = parsed(content, "the report")
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     markdown = to_markdown(report_blocks(report))
     page = to_html(report_title(report), page_blocks(report))
     contents = {"report.md": markdown, "report.html": page, "report.json": text}
@@ -176,14 +169,16 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
 
 def without_readings(report: Report) -> Report:
     """The report as it may leave this machine: prompts and answers are the user's own."""
-    return {name: part for name, part in report.items() if name != "readings"}
+    kept = report.copy()
+    kept.pop("readings", None)
+    return kept
 
 
 def headline_numbers(report: Report) -> dict[str, float | None]:
     """Headline metrics of every chain by "<drafter>/T=<T>/<metric>", for a tracker."""
     return {
-        f"{row['drafter']}/T={row['temperature']:g}/{name}": row[name]
-        for row in asked(report["results"]) if not row.get("tree") and row["policy"] == "fixed"
+        f"{row.drafter}/T={row.temperature:g}/{name}": getattr(row, name)
+        for row in asked(report["results"]) if not row.tree and row.policy == "fixed"
         for name in HEADLINE
     }  # fmt: skip
 
@@ -199,8 +194,7 @@ def read_report(path: str | Path) -> Report:
     except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON
         raise UserError(f"report {path} is damaged, not JSON ({error})") from error
     _translate(report)
-    check_report(report, f"report {path}")
-    return report
+    return parsed(report, f"report {path}")
 
 
 def _translate(report: object) -> None:
@@ -222,34 +216,6 @@ def markdown_table(results: list[Row]) -> str:
     return to_markdown(main_tables(sorted(results, key=_order)))
 
 
-def _check_row(row: Row, where: str) -> None:
-    if "K" not in row and "tree" not in row:
-        raise UserError(f"{where} lacks K or tree")
-    prompts = row["prompts"]
-    if not isinstance(prompts, dict) or not {"name", "hash"} <= set(prompts):
-        raise UserError(f"{where}.prompts must hold name and hash, got {prompts!r}")
-    if not isinstance(row["drafter"], str) or not row["drafter"]:
-        raise UserError(f"{where}.drafter must be a name, got {row['drafter']!r}")
-    if row["role"] not in (*ROLES.values(), MEASURED):
-        known = ", ".join(dict.fromkeys([*ROLES.values(), MEASURED]))
-        raise UserError(f"{where}.role must be one of {known}, got {row['role']!r}")
-    if not isinstance(row["lossless"], bool):
-        raise UserError(f"{where}.lossless must be true or false, got {row['lossless']!r}")
-    if row["bonus_counted"] is not True or row["counting"] != COUNTING:
-        got = (row["bonus_counted"], row["counting"])
-        raise UserError(f"{where} must count {COUNTING} with the bonus token, got {got!r}")
-    number_keys = ("temperature", "top_k", "top_p", "num_prompts", "num_rounds")
-    shapes: list[tuple[str, tuple[type, ...]]] = [(key, (int, float)) for key in number_keys]
-    shapes += [(key, (int, float, list, type(None))) for key in HEADLINE]
-    shapes += [(f"{key}_ci95", (list, type(None))) for key in HEADLINE]
-    shapes += [(key, (list, type(None))) for key in ("alpha_pos", "reach_pos")]
-    shapes += [(key, (*kinds, type(None))) for key, kinds in OPTIONAL.items() if key in row]
-    for key, kinds in shapes:
-        if not isinstance(row[key], kinds) or isinstance(row[key], bool):
-            allowed = " or ".join(kind.__name__ for kind in kinds)
-            raise UserError(f"{where}.{key} must be {allowed}, got {row[key]!r}")
-
-
 def _check_json(value: object, source: str, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -267,10 +233,7 @@ def _check_json(value: object, source: str, where: str) -> None:
 
 
 def _order(row: Row) -> tuple[float, str, int, str, bool, int, str, str]:
-    name = row.get("drafter", "")
-    rank = ORDER.index(name if name in ORDER else "prompt_lookup")
-    prompts = row.get("prompts")
-    place = str(prompts.get("name") if isinstance(prompts, dict) else prompts)
-    tree = row.get("tree")
-    shape = (tree is not None, row.get("K") or 0, str(tree))
-    return (row.get("temperature", 0), place, rank, name, *shape, str(row.get("measured_by")))
+    rank = ORDER.index(row.drafter if row.drafter in ORDER else "prompt_lookup")
+    shape = (row.tree is not None, row.K or 0, str(row.tree))
+    name, place = row.drafter, str(row.prompts["name"])
+    return (row.temperature, place, rank, name, *shape, row.measured_by)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.report.render import Block, Heading, Table, Text, number
-from eval.report.rows import STAGES, Row, groups, once
+from eval.report.rows import STAGES, groups, once
+from eval.row import Row
 
 
 def stage_tables(rows: Sequence[Row]) -> list[Block]:
     """Tables by temperature; [] where no stage but the last was measured."""
     blocks: list[Block] = []
     for heading, group in groups(once(rows)).items():
-        shown = [r for r in group if r["drafter"] in ("before", *STAGES, "after")]
-        shown = [r for r in shown if r.get("tree") is None and r.get("by_domain")]
-        if not any(row["drafter"] in STAGES for row in shown):
+        shown = [r for r in group if r.drafter in ("before", *STAGES, "after")]
+        shown = [r for r in shown if r.tree is None and r.domains]
+        if not any(row.drafter in STAGES for row in shown):
             continue
-        domains = sorted({name for row in shown for name in row["by_domain"]["domains"]})
-        lines = [[row["drafter"], *_cells(row, domains)] for row in shown]
+        domains = sorted({name for row in shown for name in row.domains})
+        lines = [[row.drafter, *_cells(row, domains)] for row in shown]
         headers = ["stage", *domains, "all", "block efficiency", "mbsu, by parameters"]
         blocks += [Heading(heading, 3), Table(headers, lines)]
     if blocks:
@@ -31,12 +32,13 @@ def stage_tables(rows: Sequence[Row]) -> list[Block]:
 
 
 def _cells(row: Row, domains: Sequence[str]) -> list[str]:
-    found = [row["by_domain"]["domains"].get(name, {}) for name in domains]
+    found = [row.domains.get(name, {}) for name in domains]
+    rates = [(one.get("draft_acceptance_rate"), one.get("alpha")) for one in found]
     return [
         *(
-            f"{number(one.get('draft_acceptance_rate'), 3)} / {number(one.get('alpha'), 3)}"
-            for one in (*found, row)
+            f"{number(rate, 3)} / {number(alpha, 3)}"
+            for rate, alpha in (*rates, (row.draft_acceptance_rate, row.alpha))
         ),
-        number(row["tokens_per_round"]),
-        number(row.get("mbsu_params")),
+        number(row.tokens_per_round),
+        number(row.mbsu_params),
     ]

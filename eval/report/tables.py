@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from eval.report.breakdown import vocabulary_words
 from eval.report.render import (
@@ -23,7 +24,6 @@ from eval.report.rows import (
     PLAIN,
     REFERENCES,
     USUAL,
-    Row,
     draft_shape,
     focus_rows,
     groups,
@@ -34,6 +34,7 @@ from eval.report.rows import (
     num_nodes,
     once,
 )
+from eval.row import Row
 from eval.speed_model import BATCH_SIZES, COST_RATIOS, KNEE, best_K, best_K_at, goodput
 
 MIDDLE_COST = COST_RATIOS[1]
@@ -56,8 +57,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
     twins = Counter(map(key, rows))
     how = {"decoding": ", decoded", "vllm": ", vLLM"}
     return [
-        row["drafter"] + (how.get(row["measured_by"], "") if twins[key(row)] > 1 else "")
-        for row in rows
+        row.drafter + (how.get(row.measured_by, "") if twins[key(row)] > 1 else "") for row in rows
     ]
 
 
@@ -70,18 +70,18 @@ def main_table(rows: Iterable[Row]) -> Table:
             name,
             draft_shape(row),
             count(num_nodes(row)),
-            count(row.get("K") or None),
-            with_interval(row, "tokens_per_round"),
-            with_interval(row, "alpha", 3),
-            with_interval(row, "greedy_match", 3),
-            number(row["draft_acceptance_rate"], 3),
-            with_interval(row, "speedup"),
-            number(row["modelled_speedup"]),
-            number(row["mbsu"]),
+            count(row.K or None),
+            with_interval(row.tokens_per_round, row.tokens_per_round_ci95),
+            with_interval(row.alpha, row.alpha_ci95, 3),
+            with_interval(row.greedy_match, row.greedy_match_ci95, 3),
+            number(row.draft_acceptance_rate, 3),
+            with_interval(row.speedup, row.speedup_ci95),
+            number(row.modelled_speedup),
+            number(row.mbsu),
             number(_tokens_per_s(row), 1),
-            percent(row["identical_to_plain"]),
-            yes(row["lossless"]),
-            row["role"],
+            percent(row.identical_to_plain),
+            yes(row.lossless),
+            row.role,
         ]
         for name, row in zip(names, rows, strict=True)
     ]
@@ -98,19 +98,19 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
     rows = list(rows)
     shown, labels = {id(row) for row in once(rows)}, labels or _note_names(rows)
     for name, row in zip(labels, rows, strict=True):
-        if id(row) not in shown and row["measured_by"] != "vllm":
+        if id(row) not in shown and row.measured_by != "vllm":
             continue
-        share = row["identical_to_plain"]
-        if share is not None and row.get("num_compared"):
+        share = row.identical_to_plain
+        if share is not None and row.num_compared:
             found.append(_compared(name, row))
-        if row.get("replay_differs_from_decoding") is not None:
+        if row.replay_differs_from_decoding is not None:
             found.append(
                 f"{name}: replayed and decoded counters differ on "
-                f"{row['replay_differs_from_decoding']} of {row['num_prompts']} prompts."
+                f"{row.replay_differs_from_decoding} of {row.num_prompts} prompts."
             )
-        if not row["lossless"]:
-            parted = row["verifier"] in USUAL and any(
-                not one["near_tie"] for one in row.get("differing_prompts") or []
+        if not row.lossless:
+            parted = row.verifier in USUAL and any(
+                not one["near_tie"] for one in row.differing_prompts or []
             )
             found.append(
                 f"{name}: not lossless, its greedy text differs from the target's where the two "
@@ -118,35 +118,34 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
                 if parted
                 else f"{name}: lossy, the output does not have the target's distribution."
             )
-        if row.get("quality") is not None:
-            found.append(f"{name}: its answers have {row['quality']:.3f} {row['quality_metric']}.")
-        measured, modelled = row["speedup"], row["modelled_speedup"]
-        overheads = row["role"] != PLAIN and not row.get("round_s")  # an engine's round holds them
+        if row.quality is not None:
+            found.append(f"{name}: its answers have {row.quality:.3f} {row.quality_metric}.")
+        measured, modelled = row.speedup, row.modelled_speedup
+        overheads = row.role != PLAIN and not row.round_s  # an engine's round holds them
         if overheads and measured and modelled and modelled > 1.15 * measured:
             slower.append(name)
-        if row.get("draft_vocabulary") and is_trained(row):
-            found.append(vocabulary_words(name, row))
-        if row.get("beyond_context"):
-            found.append(f"{name}: {beyond_words(row)}")
-        if row.get("note"):
-            found.append(f"{name}: {row['note']}")
+        if row.draft_vocabulary and is_trained(row):
+            found.append(vocabulary_words(name, row.draft_vocabulary))
+        if row.beyond_context:
+            found.append(f"{name}: {beyond_words(row.beyond_context)}")
+        if row.note:
+            found.append(f"{name}: {row.note}")
     if slower:
         found.append(
             f"{', '.join(slower)}: measured speed-up more than 15 % below the modelled one: "
             "overheads beside the two networks."
         )
-    own = [row for row in rows if row["modelled_speedup"] is not None and not row.get("round_s")]
+    own = [row for row in rows if row.modelled_speedup is not None and not row.round_s]
     found += [
         f"modelled: with costs of {source}. An engine has others."
-        for source in sorted({row["cost_source"] for row in own if row.get("cost_source")})
+        for source in sorted({row.cost_source for row in own if row.cost_source})
     ]
-    by_engine = [(name, row) for name, row in zip(labels, rows, strict=True) if row.get("round_s")]
+    by_engine = [(name, row) for name, row in zip(labels, rows, strict=True) if row.round_s]
     return found + [_engine_costs(name, row) for name, row in by_engine]
 
 
-def beyond_words(row: Row) -> str:
+def beyond_words(beyond: Mapping[str, Any]) -> str:
     """What the drafter's own context costs."""
-    beyond = row["beyond_context"]
     return (
         f"{beyond['share']:.1%} of its rounds draft nothing and emit one token, as in vLLM: text "
         f"and drafts would be longer than the {beyond['context']} positions that the drafter knows."
@@ -155,37 +154,39 @@ def beyond_words(row: Row) -> str:
 
 def _engine_costs(name: str, row: Row) -> str:
     """What a round costs in the engine, and what follows from that."""
-    times = {
-        part: "{1:.3g} ms (quartiles {0:.3g} and {2:.3g})".format(*(1000 * s for s in row[part]))
-        for part in ("token_s", "round_s") if row.get(part)
-    }  # fmt: skip
-    said = f"{name}: a round takes {times['round_s']} in {row['cost_source']}"
-    if row["round_cost"] is None:
+    round_s, token_s = row.round_s or [], row.token_s or []
+    said = f"{name}: a round takes {_milliseconds(round_s)} in {row.cost_source}"
+    if row.round_cost is None:
         return f"{said}, which drafts in every round: its time of plain decoding is not known."
-    least, most = (row["round_s"][i] / row["token_s"][-1 - i] for i in (0, -1))
+    least, most = (round_s[i] / token_s[-1 - i] for i in (0, -1))
     return (
-        f"{said}, a token of plain decoding {times['token_s']}. A round costs as much as "
-        f"{row['round_cost']:.2f} such tokens ({least:.2f} to {most:.2f} between the quartiles): "
-        f"at K={row['K']} the speed-up of any drafter of this shape is its tokens per round over "
+        f"{said}, a token of plain decoding {_milliseconds(token_s)}. A round costs as much as "
+        f"{row.round_cost:.2f} such tokens ({least:.2f} to {most:.2f} between the quartiles): "
+        f"at K={row.K} the speed-up of any drafter of this shape is its tokens per round over "
         "that."
     )
+
+
+def _milliseconds(quartiles: Sequence[float]) -> str:
+    lower, median, upper = (1000 * seconds for seconds in quartiles)
+    return f"{median:.3g} ms (quartiles {lower:.3g} and {upper:.3g})"
 
 
 def _note_names(rows: Sequence[Row]) -> list[str]:
     """The names of the main table, with the shape where a drafter has several."""
     shapes: dict[str, set[str]] = {}
     for row in rows:
-        shapes.setdefault(row["drafter"], set()).add(draft_shape(row))
+        shapes.setdefault(row.drafter, set()).add(draft_shape(row))
     return [
-        name + (f" ({draft_shape(row)})" if len(shapes[row["drafter"]]) > 1 else "")
+        name + (f" ({draft_shape(row)})" if len(shapes[row.drafter]) > 1 else "")
         for name, row in zip(_names(rows), rows, strict=True)
     ]
 
 
 def _compared(name: str, row: Row) -> str:
     """How many greedy outputs were compared with plain decoding, and every one that differs."""
-    text = f"{name}: compared with plain decoding on {row['num_compared']} prompts"
-    differing = row.get("differing_prompts") or []
+    text = f"{name}: compared with plain decoding on {row.num_compared} prompts"
+    differing = row.differing_prompts or []
     if not differing:
         return f"{text}, all identical."
     listed = ", ".join(
@@ -196,7 +197,7 @@ def _compared(name: str, row: Row) -> str:
 
 
 def _tokens_per_s(row: Row) -> float | None:
-    return row["plain_tokens_per_s" if row["role"] == PLAIN else "speculative_tokens_per_s"]
+    return row.plain_tokens_per_s if row.role == PLAIN else row.speculative_tokens_per_s
 
 
 def count(value: object) -> str:
@@ -212,7 +213,7 @@ def yes(value: bool) -> str:
 
 def modelled_cells(row: Row) -> list[str]:
     """The modelled speed-up at each of COST_RATIOS."""
-    modelled = row.get("modelled_speedup_at") or {}
+    modelled = row.modelled_speedup_at or {}
     return [number(modelled.get(str(c))) for c in COST_RATIOS]
 
 
@@ -238,11 +239,11 @@ def depth_tables(rows: Sequence[Row]) -> list[Block]:
     for heading, group in groups(once(rows)).items():
         lines = []
         for row in group:
-            if row["role"] in REFERENCES:
+            if row.role in REFERENCES:
                 continue
-            chain = row.get("tree") is None
+            chain = row.tree is None
             for name in ("alpha_by_depth", "alpha_pos") if chain else ("alpha_pos", "reach_pos"):
-                values = row.get(name) or []
+                values = getattr(row, name) or []
                 if any(value is not None for value in values):
                     lines.append([label(row), name, *(number(value, 3) for value in values)])
         if lines:
@@ -262,26 +263,26 @@ def depth_tables(rows: Sequence[Row]) -> list[Block]:
 def cost_tables(rows: Sequence[Row]) -> list[Block]:
     """Modelled speed-up at assumed costs and at those of this machine; the best K in words."""
     blocks: list[Block] = []
-    shares = {key(r): r["draft_time_share"] for r in rows if r.get("draft_time_share") is not None}
+    shares = {key(r): r.draft_time_share for r in rows if r.draft_time_share is not None}
     for heading, group in groups(rows).items():
         # a replay under a stop rule knows no cost, the decoded row does
-        shown = once([row for row in group if row.get("modelled_speedup_at")])
+        shown = once([row for row in group if row.modelled_speedup_at])
         if not shown:
             continue
         lines = [
             [
                 label(row),
                 *modelled_cells(row),
-                number(row["cost_ratio"], 3),
-                number(row.get("verify_cost")),
-                number(row["modelled_speedup"]),
+                number(row.cost_ratio, 3),
+                number(row.verify_cost),
+                number(row.modelled_speedup),
                 number(shares.get(key(row))),
             ]
             for row in shown
         ]
         headers = ["drafter", *(f"c = {c:g}" for c in COST_RATIOS), "c here", "verification here",
                    "modelled here", "share of time drafting"]  # fmt: skip
-        strong = {i for i, row in enumerate(shown) if row["drafter"] == "after"}
+        strong = {i for i, row in enumerate(shown) if row.drafter == "after"}
         blocks += [Heading(heading, 3), Table(headers, lines, strong)]
         if words := [_best_K_words(row) for row in shown if _has_best_K(row)]:
             blocks.append(Bullets(words))
@@ -299,7 +300,7 @@ def cost_tables(rows: Sequence[Row]) -> list[Block]:
 
 def _has_best_K(row: Row) -> bool:
     """A trained drafter's chain of fixed length: a stop rule changes what alpha_pos means."""
-    chain = row.get("tree") is None and row["policy"] == "fixed"
+    chain = row.tree is None and row.policy == "fixed"
     return chain and is_trained(row) and bool(known_positions(row))
 
 
@@ -311,17 +312,19 @@ def _best_K_words(row: Row) -> str:
         more = " or more" if len(positions) == K else ""
         best = f"best K is {K}{more}, {speedup:.1f}x" if K else "best is not to speculate"
         words.append(f"at a cost ratio of {c:g} the {best}")
-    return f"{row['drafter']}: {'; '.join(words)}."
+    return f"{row.drafter}: {'; '.join(words)}."
 
 
 def row_goodput(row: Row, cost_ratio: float) -> list[tuple[float, float]]:
     """(goodput, its ratio to plain decoding's) at each of BATCH_SIZES; [] for an unknown shape."""
-    depth, nodes = row.get("K"), num_nodes(row)
-    if not depth or not nodes or row["policy"] != "fixed":  # a rule drafts fewer, and not alike
+    tokens, depth, nodes = row.tokens_per_round, row.K, num_nodes(row)
+    if tokens is None or not depth or not nodes:
+        return []
+    if row.policy != "fixed":  # a rule drafts fewer, and not alike
         return []
     found = []
     for batch in BATCH_SIZES:
-        ours = goodput(row["tokens_per_round"], depth, nodes, cost_ratio, batch)
+        ours = goodput(tokens, depth, nodes, cost_ratio, batch)
         found.append((ours, ours / goodput(1.0, 0, 0, cost_ratio, batch)))
     return found
 
@@ -337,7 +340,7 @@ def goodput_tables(rows: Sequence[Row]) -> list[Block]:
                 cells = [f"{ours:.1f} ({ratio:.2f})" for ours, ratio in row_goodput(row, c)]
                 lines.append([f"{label(row)}, c = {c:g}", *cells])
             if _has_best_K(row):
-                lines.append([f"{row['drafter']}, best K, c = {MIDDLE_COST:g}", *_best_Ks(row)])
+                lines.append([f"{row.drafter}, best K, c = {MIDDLE_COST:g}", *_best_Ks(row)])
         if len(lines) > 1:
             headers = ["drafter", *(f"batch {batch}" for batch in BATCH_SIZES)]
             blocks += [Heading(heading, 3), Table(headers, lines)]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from eval.report.breakdown import domains_of
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
-from eval.report.rows import Report, Row, groups, label, once, prompts_of
+from eval.report.rows import Report, groups, label, once, prompts_of
 from eval.report.tables import beyond_words
+from eval.row import Json, Row
 
 HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
@@ -18,7 +19,7 @@ def summary(report: Report) -> str:
     """A title, a table for every temperature and set of prompts, and the gains over other rows."""
     lines = [report_title(report)]
     for heading, rows in groups(once(report["results"])).items():
-        shown = [row for row in rows if row["drafter"] not in LEFT_OUT]
+        shown = [row for row in rows if row.drafter not in LEFT_OUT]
         names = domains_of(shown)  # each a column of tokens per round
         cells = [(*HEADERS, *names), *(_cells(row, names) for row in shown)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -28,21 +29,26 @@ def summary(report: Report) -> str:
             for line in cells
         ]
         lines += [
-            f"  {label(row)}: {beyond_words(row)}" for row in shown if row.get("beyond_context")
+            f"  {label(row)}: {beyond_words(row.beyond_context)}"
+            for row in shown
+            if row.beyond_context
         ]
     gains = _gains(report["comparisons"])
     return "\n".join([*lines, "", *gains] if gains else lines)
 
 
 def _cells(row: Row, names: Sequence[str]) -> tuple[str, ...]:
-    name = label(row) + ", not lossless" * (not row["lossless"])
-    measured = with_interval(row, "tokens_per_round"), with_interval(row, "alpha", 3)
-    domains = row["by_domain"]["domains"] if names and row.get("by_domain") else {}
-    by_domain = (number(domains.get(one, {}).get("tokens_per_round")) for one in names)
-    return (f"  {name}", *measured, with_interval(row, "speedup"), *by_domain)
+    name = label(row) + ", not lossless" * (not row.lossless)
+    measured = [
+        with_interval(row.tokens_per_round, row.tokens_per_round_ci95),
+        with_interval(row.alpha, row.alpha_ci95, 3),
+        with_interval(row.speedup, row.speedup_ci95),
+    ]
+    by_domain = (number(row.domains.get(one, {}).get("tokens_per_round")) for one in names)
+    return (f"  {name}", *measured, *by_domain)
 
 
-def _gains(comparisons: Sequence[Row]) -> list[str]:
+def _gains(comparisons: Sequence[Json]) -> list[str]:
     """One line for every pair: its difference in tokens per round at each temperature."""
     found: dict[str, list[str]] = {}
     for one in comparisons:

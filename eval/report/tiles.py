@@ -11,7 +11,6 @@ from eval.report.rows import (
     CONTROL,
     UNTRAINED,
     Report,
-    Row,
     best_chain,
     draft_shape,
     focus,
@@ -20,6 +19,7 @@ from eval.report.rows import (
     once,
     role_of,
 )
+from eval.row import Json, Row
 
 COMPARED = (BEFORE, CONTROL)
 OTHERS = (UNTRAINED, BASELINE)  # compared where the run has none of those
@@ -36,12 +36,12 @@ def tile_blocks(report: Report) -> list[Block]:
             continue
         comparisons = [
             c for c in report["comparisons"]
-            if c.get("temperature", best["temperature"]) == best["temperature"]
+            if c.get("temperature", best.temperature) == best.temperature
         ]  # fmt: skip
-        chain = best_chain(rows, best["drafter"]) or best
+        chain = best_chain(rows, best.drafter) or best
         own = [best] if best is chain else [chain, best]
-        others = [one for one in rows if one["role"] in COMPARED and not one.get("tree")]
-        others = others or [one for one in rows if one["role"] in OTHERS]
+        others = [one for one in rows if one.role in COMPARED and not one.tree]
+        others = others or [one for one in rows if one.role in OTHERS]
         tokens = _tile("Tokens per round", best, [*others, *own], "tokens_per_round", 1.0)
         tokens.notes = _differences(best, comparisons, "tokens_per_round")
         # a tree has no alpha of its own
@@ -60,20 +60,20 @@ def _tile(
 
     `high` 0: the axis ends at the largest value.
     """
-    both = {bool(one.get("tree")) for one in shown} == {True, False}
+    both = {bool(one.tree) for one in shown} == {True, False}
     estimates = [one for one in (_estimate(r, metric, both) for r in shown) if one is not None]
     ends = [edge for one in estimates for edge in (one.interval or [one.value])]
     interval = _interval(row, metric)
-    shape = "tree: " * (row.get("tree") is not None) + draft_shape(row)
+    shape = "tree: " * (row.tree is not None) + draft_shape(row)
     brackets = f"[{number(interval)}]" if interval else ""
     high = high or max([low + 0.1, *ends]) * 1.02
-    return Tile(title, shape, number(row[metric]), brackets, low, high, estimates, [])
+    return Tile(title, shape, number(getattr(row, metric)), brackets, low, high, estimates, [])
 
 
 def _speed(row: Row, own: Sequence[Row]) -> Tile:
     tile = _tile("Measured speed-up", row, own, "speedup", 0.0)
-    if row["speedup"] is None:
-        modelled = row["modelled_speedup"]
+    if row.speedup is None:
+        modelled = row.modelled_speedup
         tile.notes = ["Not timed." + (f" Modelled: {number(modelled)}×." if modelled else "")]
         return tile
     tile.value += "×"
@@ -83,9 +83,9 @@ def _speed(row: Row, own: Sequence[Row]) -> Tile:
     return tile
 
 
-def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]:
+def _differences(row: Row, comparisons: Sequence[Json], metric: str) -> list[str]:
     """Differences of the row's drafter to the others, and of a tree to the same drafter's chain."""
-    name, tree, found = row["drafter"], row.get("tree"), list[str]()
+    name, tree, found = row.drafter, row.tree, list[str]()
     for c in comparisons:
         if c["metric"] != metric or c["diff"] is None:
             continue
@@ -102,17 +102,17 @@ def _differences(row: Row, comparisons: Sequence[Row], metric: str) -> list[str]
 
 def _estimate(row: Row, metric: str, both: bool) -> Estimate | None:
     """The estimate of a row; `both`: chains and trees are shown, so that names must differ."""
-    value, name = row[metric], row["drafter"]
-    if not isinstance(value, int | float):
+    value, name = getattr(row, metric), row.drafter
+    if value is None:
         return None
-    if row.get("tree"):
+    if row.tree:
         name += " (tree)"
     elif both and is_trained(row):
-        name += f" (K {row['K']})"
-    colour = COLOURS.get(row["drafter"], "--after")
+        name += f" (K {row.K})"
+    colour = COLOURS.get(row.drafter, "--after")
     return Estimate(name, value, _interval(row, metric), colour)
 
 
 def _interval(row: Row, metric: str) -> list[float] | None:
-    interval = row.get(f"{metric}_ci95")
+    interval = getattr(row, f"{metric}_ci95")
     return interval if interval and None not in interval else None

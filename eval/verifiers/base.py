@@ -13,6 +13,24 @@ from drafters.trees.tree import TokenTree
 from target.sampling import Sampling
 
 
+@dataclass(frozen=True)
+class Verification:
+    """A round to verify.
+
+    `tree`: what was drafted; `logits`: [B, N+1, W] float, the target's after the last committed
+    token and after each node; `sampling`: the target's; `random`: the only source of randomness;
+    `first_position`: [B] int64, position of the nodes of depth 1; `live`: [B] bool, rows that are
+    decoded, None for all.
+    """
+
+    tree: TokenTree
+    logits: torch.Tensor
+    sampling: Sampling
+    random: RandomSource
+    first_position: torch.Tensor
+    live: torch.Tensor | None = None
+
+
 @dataclass
 class Verdict:
     """The result of verifying a round.
@@ -52,21 +70,11 @@ class Verifier:
         """
         return True
 
-    def __call__(
-        self,
-        tree: TokenTree,
-        target_logits: torch.Tensor,
-        sampling: Sampling,
-        random: RandomSource,
-        first_position: torch.Tensor,
-        live: torch.Tensor | None = None,
-    ) -> Verdict:
+    def __call__(self, round: Verification) -> Verdict:
         """Verify a round.
 
-        `target_logits`: [B, N+1, W] float, after the last committed token and after each node;
-        `sampling`: the target's; `first_position`: [B] int64, position of the nodes of depth 1;
-        `live`: [B] bool, rows that are decoded, None for all. Raises RunFault where a drafted token
-        has probability 0 under the distribution it was drawn from.
+        Raises RunFault where a drafted token has probability 0 under the distribution it was drawn
+        from.
         """
         raise NotImplementedError
 
@@ -130,7 +138,7 @@ def follow(tree: TokenTree, draw: Callable[[torch.Tensor, int], torch.Tensor]) -
     return walk.verdict()
 
 
-def follow_best(tree: TokenTree, logits: torch.Tensor) -> Verdict:
+def follow_best(round: Verification) -> Verdict:
     """Follow the target's own choices, at temperature 0."""
-    best = logits.argmax(-1)
-    return follow(tree, lambda node, depth: best.gather(1, node + 1).squeeze(1))
+    best = round.logits.argmax(-1)
+    return follow(round.tree, lambda node, depth: best.gather(1, node + 1).squeeze(1))

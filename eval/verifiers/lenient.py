@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from drafters.round import RandomSource
-from drafters.trees.tree import CHAIN, TokenTree
-from eval.verifiers.base import Verdict, Verifier
+from drafters.trees.tree import CHAIN
+from eval.verifiers.base import Verdict, Verification, Verifier
 from eval.verifiers.token import verify_chain
 from target.sampling import Sampling
 from trainer.errors import require
@@ -37,14 +34,5 @@ class Lenient(Verifier):
         # else its own output is no sample of the target
         return self.lossless(sampling)
 
-    def __call__(
-        self,
-        tree: TokenTree,
-        target_logits: torch.Tensor,
-        sampling: Sampling,
-        random: RandomSource,
-        first_position: torch.Tensor,
-        live: torch.Tensor | None = None,
-    ) -> Verdict:
-        given = (tree, target_logits, sampling, random, first_position, live)
-        return verify_chain(*given, self.lenience)
+    def __call__(self, round: Verification) -> Verdict:
+        return verify_chain(round, self.lenience)

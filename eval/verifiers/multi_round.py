@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from drafters.round import RandomSource
-from drafters.trees.tree import WITHOUT_REPLACEMENT, TokenTree
-from eval.verifiers.base import Verdict, Verifier, Walk, at, follow_best
+from drafters.trees.tree import WITHOUT_REPLACEMENT
+from eval.verifiers.base import Verdict, Verification, Verifier, Walk, at, follow_best
 from target.sampling import Sampling, warp
 
 
@@ -29,26 +28,19 @@ class MultiRound(Verifier):
     def replayable(self, sampling: Sampling) -> bool:
         return sampling.temperature == 0
 
-    def __call__(
-        self,
-        tree: TokenTree,
-        target_logits: torch.Tensor,
-        sampling: Sampling,
-        random: RandomSource,
-        first_position: torch.Tensor,
-        live: torch.Tensor | None = None,
-    ) -> Verdict:
-        if sampling.temperature == 0:
-            return follow_best(tree, target_logits)
+    def __call__(self, round: Verification) -> Verdict:
+        if round.sampling.temperature == 0:
+            return follow_best(round)
+        tree, logits = round.tree, round.logits
+        random, first_position = round.random, round.first_position
         assert tree.probs is not None
         walk = Walk(tree)
-        beyond = target_logits.shape[-1] - tree.probs.shape[-1]
+        beyond = logits.shape[-1] - tree.probs.shape[-1]
         drawn_from = torch.nn.functional.pad(tree.probs, (0, beyond))
-        rows = torch.arange(len(target_logits), device=target_logits.device)
+        rows = torch.arange(len(logits), device=logits.device)
         for depth in range(walk.depth + 1):
-            residual = warp(
-                at(target_logits, walk.node + 1), sampling
-            )  # of the visited nodes alone
+            # of the visited nodes alone
+            residual = warp(at(logits, walk.node + 1), round.sampling)
             children = walk.children()
             order = children.long().cumsum(1)
             chosen = torch.zeros_like(walk.emitted)

@@ -11,10 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from drafters.round import RandomSource
-from drafters.trees.tree import CHAIN, TOP, TokenTree
-from eval.verifiers.base import Verdict, Verifier, at, follow, follow_best
-from target.sampling import Sampling, warp
+from drafters.trees.tree import CHAIN, TOP
+from eval.verifiers.base import Verdict, Verification, Verifier, at, follow, follow_best
+from target.sampling import warp
 from trainer.errors import RunFault
 
 
@@ -25,52 +24,37 @@ class Token(Verifier):
     name: ClassVar[str] = "token"
     judges: ClassVar[tuple[str, ...]] = (CHAIN, TOP)
 
-    def __call__(
-        self,
-        tree: TokenTree,
-        target_logits: torch.Tensor,
-        sampling: Sampling,
-        random: RandomSource,
-        first_position: torch.Tensor,
-        live: torch.Tensor | None = None,
-    ) -> Verdict:
-        if tree.is_chain:
-            return verify_chain(tree, target_logits, sampling, random, first_position, live)
-        if sampling.temperature == 0:
-            return follow_best(tree, target_logits)
+    def __call__(self, round: Verification) -> Verdict:
+        if round.tree.is_chain:
+            return verify_chain(round)
+        if round.sampling.temperature == 0:
+            return follow_best(round)
 
         def draw(node: torch.Tensor, depth: int) -> torch.Tensor:
-            p = warp(at(target_logits, node + 1), sampling)  # of the visited nodes alone
-            return random.choice(p, first_position + depth, "target")
+            p = warp(at(round.logits, node + 1), round.sampling)  # of the visited nodes alone
+            return round.random.choice(p, round.first_position + depth, "target")
 
-        return follow(tree, draw)
+        return follow(round.tree, draw)
 
 
-def verify_chain(
-    tree: TokenTree,
-    target_logits: torch.Tensor,
-    sampling: Sampling,
-    random: RandomSource,
-    first_position: torch.Tensor,
-    live: torch.Tensor | None,
-    lenience: float = 1.0,
-) -> Verdict:
+def verify_chain(round: Verification, lenience: float = 1.0) -> Verdict:
     """Accept draft i with probability min(1, p/q).
 
     The first rejection emits a token from norm((p - q)+), full acceptance one from p. A token
     chosen deterministically has the point mass as its q, whatever the drafter's softmax was.
     `lenience`: what q is multiplied by in both; below 1 the result is lossy.
     """
+    tree, random, first_position = round.tree, round.random, round.first_position
     depth = tree.tokens.shape[1]
     index = torch.arange(depth, device=tree.tokens.device)
     submitted = index < tree.lengths.unsqueeze(1)
-    if sampling.temperature == 0:
-        best = target_logits.argmax(-1)
+    if round.sampling.temperature == 0:
+        best = round.logits.argmax(-1)
         match = (tree.tokens == best[:, :depth]) & submitted
         accepted = match.long().cumprod(1).sum(1)
         return Verdict(accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1), match.float())
 
-    p = warp(target_logits, sampling)
+    p = warp(round.logits, round.sampling)
     width = p.shape[-1]
     drafted = tree.tokens.unsqueeze(-1)
     p_drafted = p[:, :depth].gather(-1, drafted).squeeze(-1)
@@ -79,7 +63,7 @@ def verify_chain(
     else:
         q = torch.nn.functional.pad(tree.probs, (0, width - tree.probs.shape[-1]))
     q_drafted = q.gather(-1, drafted).squeeze(-1)
-    checked = submitted if live is None else submitted & live.unsqueeze(1)
+    checked = submitted if round.live is None else submitted & round.live.unsqueeze(1)
     if bool(((q_drafted <= 0) & checked).any()):
         raise RunFault("a drafted token has probability 0 under the distribution it was drawn from")
     probability = (p_drafted / (lenience * q_drafted).clamp_min(1e-38)).clamp(max=1.0)

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from drafters.round import RandomSource
-from drafters.trees.tree import IID, TOP, WITHOUT_REPLACEMENT, TokenTree
-from eval.verifiers.base import Verdict, Verifier, Walk, at, follow_best
+from drafters.trees.tree import IID, TOP, WITHOUT_REPLACEMENT
+from eval.verifiers.base import Verdict, Verification, Verifier, Walk, at, follow_best
 from target.sampling import Sampling, warp
 from trainer.errors import require
 
@@ -37,18 +36,10 @@ class Typical(Verifier):
     def replayable(self, sampling: Sampling) -> bool:
         return sampling.temperature == 0
 
-    def __call__(
-        self,
-        tree: TokenTree,
-        target_logits: torch.Tensor,
-        sampling: Sampling,
-        random: RandomSource,
-        first_position: torch.Tensor,
-        live: torch.Tensor | None = None,
-    ) -> Verdict:
-        if sampling.temperature == 0:
-            return follow_best(tree, target_logits)
-        p = warp(target_logits, sampling)
+    def __call__(self, round: Verification) -> Verdict:
+        if round.sampling.temperature == 0:
+            return follow_best(round)
+        tree, p = round.tree, warp(round.logits, round.sampling)
         entropy = -(p * p.clamp_min(1e-38).log()).sum(-1)
         limit = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         parents = tree.parents + 1
@@ -73,6 +64,6 @@ class Typical(Verifier):
         path.scatter_(1, torch.where(on_path, places, 0), torch.where(on_path, nodes, -1))
         path[:, :1] = torch.where(any_path.unsqueeze(1), on_path.long().argmax(1, keepdim=True), -1)
         end = torch.where(any_path, last, -1).unsqueeze(1)
-        emitted = random.choice(at(p, end + 1), first_position + accepted, "target")
+        emitted = round.random.choice(at(p, end + 1), round.first_position + accepted, "target")
         children = (tree.parents == end) & walk.submitted
         return Verdict(accepted, emitted, path=path, rejected=children.any(1))

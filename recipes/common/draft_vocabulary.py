@@ -13,7 +13,7 @@ import torch
 from data.trace_rows import chosen, column, tokens
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.output_head import widen
+from drafters.widen import widen
 from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import Target
 from trainer.errors import UserError, require

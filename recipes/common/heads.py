@@ -68,10 +68,12 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
     """A recipe that trains a head in one stage. `drafter_type`: the class of its drafters."""
 
     drafter_type: ClassVar[type[TrainedDrafter]]
+    captures: tuple[LayerId, ...] = ("final_norm",)  # the target's layers that the head reads
 
     def __init__(self, config: ConfigT, target: Target):
         self.config, self.target = config, target
-        self._objective: HeadObjective | None = None
+        # a given drafter may read other layers, or draft another part of the vocabulary: `accept`
+        self.objective = HeadObjective(config, target, self.depth, self.captures, self.is_reduced)
 
     @property
     def depth(self) -> int:
@@ -79,24 +81,9 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         raise NotImplementedError
 
     @property
-    def captures(self) -> tuple[LayerId, ...]:
-        """The target's layers that the head reads."""
-        return ("final_norm",)
-
-    @property
     def is_reduced(self) -> bool:
         """Whether the head drafts some of the target's tokens only."""
         return False
-
-    @property
-    def objective(self) -> HeadObjective:
-        """The objective of the stage, made at its first use: a given drafter, which decides what is
-        captured, is known by then."""
-        if self._objective is None:
-            self._objective = HeadObjective(
-                self.config, self.target, self.depth, self.captures, self.is_reduced
-            )
-        return self._objective
 
     def stages(self) -> list[Stage]:
         text = Needs({"target": 1.0})
@@ -131,16 +118,21 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
                 )
 
 
-def rounds_of(batch: Batch) -> Text:
-    """The texts of a batch with the columns that rounds begin from: logit index t + 1 is that of
-    the first token of a round which begins at column t."""
-    return batch.text(batch.supervised(1)[:, 1:])
+def rounds_of(batch: Batch, where: list[torch.Tensor]) -> Text:
+    """The texts of a batch with the columns that rounds begin from, of which `where` are the logit
+    indices of each depth: t + depth of a round which begins at column t."""
+    begins = [F.pad(one, (0, depth + 1))[:, depth:] for depth, one in enumerate(where, start=1)]
+    return batch.text(torch.stack(begins).any(0))
 
 
 class HeadObjective(Objective):
     """The divergence between the target's distribution and the head's at each depth, and the
     further terms that `config` has weights for. `captures`: the target's layers that the head
-    reads; `is_reduced`: whether it drafts some of the target's tokens only."""
+    reads; `is_reduced`: whether it drafts some of the target's tokens only.
+
+    An objective that trains some rounds of a text only overrides `anchors`. They are asked for more
+    than once in a step, and on the host too: draws must be those of `batch.uniform`.
+    """
 
     def __init__(
         self,
@@ -159,11 +151,21 @@ class HeadObjective(Objective):
         layers = tuple(dict.fromkeys((*self.captures, "final_norm")))
         return TargetRequest(layers, logits=False, summary=self.is_reduced)
 
+    def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
+        """Return the tokens that trained rounds begin behind, [B, L] or [depth, B, L] bool; None:
+        all that decoding visits."""
+        return None
+
+    def positions(self, batch: Batch, step: int) -> list[torch.Tensor]:
+        """List the trained logit indices of each depth, [B, L-1] bool."""
+        anchors = self.anchors(batch, step)
+        return [batch.supervised(depth, anchors) for depth in range(1, self.depth + 1)]
+
     def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         """Count the trained positions of each depth, for each of its terms."""
         counts = {}
-        for depth in range(1, self.depth + 1):
-            count = batch.count(batch.supervised(depth), self.config.reduction)
+        for depth, where in enumerate(self.positions(batch, step), start=1):
+            count = batch.count(where, self.config.reduction)
             counts |= {f"depth_{depth}_{name}": count for name in self.terms}
         return counts
 
@@ -186,27 +188,27 @@ class HeadObjective(Objective):
     ) -> LossOutput:  # fmt: skip
         assert target_outputs is not None
         network, final = unwrapped(drafter), target_outputs.hidden["final_norm"]
-        teacher = self.teacher(network, batch, self.target.head, final, target_outputs.summary)
+        where = self.positions(batch, step)
+        teacher = self.teacher(network, where, self.target.head, final, target_outputs.summary)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
-        score = partial(self.of_depths, network, batch, teacher, denominators)
-        return drafter(rounds_of(batch), TargetOutputs(hidden), self.depth, score)
+        score = partial(self.of_depths, network, batch, where, teacher, denominators)
+        return drafter(rounds_of(batch, where), TargetOutputs(hidden), self.depth, score)
 
     def teacher(
         self,
         drafter: TrainedDrafter,
-        batch: Batch,
+        where: list[torch.Tensor],
         head: OutputHead,
         final: torch.Tensor,
         summary: LogitsSummary | None = None,
     ) -> TargetLogits:
-        """The logits that `head` gives the target's states `final` [B, L, H], for all depths;
-        `summary`: of these logits, where it is known."""
+        """The logits that `head` gives the target's states `final` [B, L, H] at the `positions`
+        `where`; `summary`: of these logits, where it is known."""
         kept = drafter.output_head(1).kept
         if summary is not None and kept is not None and self._kept_head is None:
             self._kept_head = head.rows(kept)
         found = TargetLogits(head, final, kept, summary, self._kept_head)
         if self.depth > 1:
-            where = [batch.supervised(depth) for depth in range(1, self.depth + 1)]
             found.hold(torch.stack(where).any(0), self.target.vocab_size)
         return found
 
@@ -214,18 +216,18 @@ class HeadObjective(Objective):
         self,
         drafter: TrainedDrafter,
         batch: Batch,
+        where: list[torch.Tensor],
         teacher: TargetLogits,
         denominators: Mapping[str, float] | None,
         unrolled: Iterator[torch.Tensor],
     ) -> LossOutput:
-        """Compute the terms of all depths, whose states [B, L, d] `unrolled` yields one by one.
-
-        With `denominators` the terms share one gradient by the output head.
-        """
+        """Compute the terms of all depths at their `positions`, `where`; `unrolled` yields the
+        states [B, L, d] one by one. With `denominators` the terms share one gradient by the output
+        head."""
         config, output = self.config, LossOutput({})
         joint = None if denominators is None else JointGradients()
-        for depth, states in enumerate(unrolled, start=1):
-            rows, index = batch.supervised(depth).nonzero(as_tuple=True)  # [N] each
+        for depth, (states, trained) in enumerate(zip(unrolled, where, strict=True), start=1):
+            rows, index = trained.nonzero(as_tuple=True)  # [N] each
             picked, labels = states[rows, index], batch.input_ids[rows, index + 1]  # [N, d], [N]
             texts = batch.texts_of(rows, index)
             weights, count = position_weights(texts, len(batch.prompts), config.reduction)

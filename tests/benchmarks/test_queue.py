@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-import train
 from benchmarks import queue
 from benchmarks.cells import Cells
 from benchmarks.cells_table import engine_lines, speed_lines
+from phases import pipeline
 from recipes import base
 from scripts import evaluate
 from tests.helpers.commands import ROOT, SETTINGS
@@ -252,7 +252,7 @@ def test_the_table_of_the_real_target_has_words_that_its_commands_take(monkeypat
         read = {folder for word in named for folder in word.split(",")}
         assert read <= made
         if words[1] == "train.py":
-            config = train.resolve(words[2:])[0]
+            config = pipeline.resolve(words[2:])[0]
             assert config.run.seed == cell.seed
             assert config.run.dir == f"{table.folder}/{cell.cell}"
             report = f"{config.run.dir}/report.json"

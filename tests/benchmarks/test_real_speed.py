@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import real_speed
 from benchmarks.real_speed import budgets_of, main
-from drafters.acceptance_head import AcceptanceHead
+from drafters.acceptance import fresh_head
 from drafters.load import load_drafter
 from eval.policies.head import HeadPolicy
 from target.model import Target
@@ -58,7 +58,7 @@ def drafter():
 def test_a_policy_ends_the_chains_of_a_drafter_with_an_acceptance_head(drafter):
     given = {"policy": "head:0.8", "tree": ""}
     assert [*budgets_of(drafter, [4], given)] == ["chain of 4"]
-    drafter.acceptance = AcceptanceHead.build(drafter, K_min=3)
+    drafter.acceptance = fresh_head(drafter, K_min=3)
     [(name, budget)] = budgets_of(drafter, [4], given).items()
     assert (name, budget.policy, budget.max_tokens) == ("head:0.8, at most 4", "head:0.8", 4)
     assert isinstance(budget.stop, HeadPolicy)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data.batches import Batches, collate, few_lengths, longest_text, preview
+from data.packing import PackedTraces
 from data.traces import Trace
 from tests.helpers.tiny import EOS, PAD, tiny_tokenizer
 from trainer.errors import UserError
@@ -108,6 +109,35 @@ def test_ranks_share_the_batch_of_one_process(per, world):
 
 
 # sources
+
+
+def test_random_numbers_of_a_text_are_its_own_wherever_it_stands():
+    """In a resumed run, on two processes, and in a row with other texts."""
+    whole = batches().at(5)
+    drawn = whole.uniform("anchors")
+    assert drawn.shape == whole.input_ids.shape
+    assert torch.equal(batches().at(5).uniform("anchors"), drawn)
+    for rank in range(2):
+        half = batches(batch_size=2, rank=rank, world=2).at(5)
+        columns = half.input_ids.shape[1]
+        assert torch.equal(half.uniform("anchors"), drawn[2 * rank : 2 * rank + 2, :columns])
+    joined = PackedTraces(TRACES, "target", 40, 4, seed=0).at(5)
+    alone = collate(joined.prompts, joined.responses, joined.sources, joined.index)
+    assert len(joined.prompts) > len(joined.input_ids)
+    packed, plain = joined.uniform("anchors"), alone.uniform("anchors")
+    for text, (row, first) in enumerate(joined.starts()):
+        size = len(joined.prompts[text]) + len(joined.responses[text])
+        assert torch.equal(packed[row, first : first + size], plain[text, :size])
+
+
+def test_random_numbers_differ_by_token_text_batch_and_stream():
+    batch = batches().at(5)
+    drawn = batch.uniform("anchors")
+    assert drawn.unique().numel() == drawn.numel()
+    assert bool(((drawn >= 0) & (drawn < 1)).all())
+    assert not bool((batch.uniform("other") == drawn).any())
+    again = dataclasses.replace(batch, index=5 + len(TRACES))  # another epoch
+    assert not bool((again.uniform("anchors") == drawn).any())
 
 
 @pytest.mark.parametrize("per", ["batch", "example"])

@@ -251,9 +251,9 @@ def test_the_text_that_is_trained_on_is_the_log(words, rows, monkeypatch):
     seen = []
     train_stages = phases.train.train_stages
 
-    def watch(run, recipe, start, traces, *further):
-        seen.extend((trace.prompt_ids, trace.response_ids) for trace in traces)
-        return train_stages(run, recipe, start, traces, *further)
+    def watch(run, recipe, start, text, *further):
+        seen.extend((trace.prompt_ids, trace.response_ids) for trace in text.traces)
+        return train_stages(run, recipe, start, text, *further)
 
     monkeypatch.setattr("phases.train.train_stages", watch)
     assert train.main(words) == 0
@@ -293,8 +293,8 @@ def test_a_held_out_text_that_was_imported_is_not_trained_on(
 ):
     seen = []
 
-    def stop(run, recipe, start, traces, *further):
-        seen.extend(traces)
+    def stop(run, recipe, start, text, *further):
+        seen.extend(text.traces)
         raise UserError("enough")
 
     monkeypatch.setattr("phases.train.train_stages", stop)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
+from drafters.acceptance import fresh_head
 from drafters.acceptance_head import (
     SETTINGS,
     WEIGHTS,
@@ -49,7 +50,7 @@ def drafter_of(kind, target):
 
 def judged(drafter, seed=0, **settings):
     """With a head of random weights."""
-    drafter.acceptance = AcceptanceHead.build(drafter, **settings)
+    drafter.acceptance = fresh_head(drafter, **settings)
     randomised(drafter.acceptance, 0.3, seed)
     return drafter
 
@@ -202,7 +203,7 @@ def test_a_head_that_does_not_fit_is_refused(harm, says, target, tmp_path):
 def test_a_drafter_that_shows_no_states_gets_no_head(target):
     medusa = MedusaDrafter.build(target, MedusaSettings(num_heads=2))
     with pytest.raises(UserError, match="CapabilityError: a drafter of kind 'medusa'"):
-        AcceptanceHead.build(medusa)
+        fresh_head(medusa)
 
 
 def test_an_engine_without_a_head_gets_the_matching_threshold(target):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,6 +21,7 @@ from transformers import (
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import is_hub_id, model_card
 from drafters.export.hf import export, pad_vocabulary, reread
+from eval.row import row_with
 from phases.export import run_card
 from scripts.export import main
 from target.vocabulary import real_ids
@@ -288,10 +290,10 @@ def test_a_runs_card_names_its_revision_but_not_for_a_target_trained_with_the_dr
 
 
 def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
-    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
-           "temperature": 1.0, "K": 4, "num_prompts": 96, "prompts": {"name": "gsm8k"}}  # fmt: skip
-    rows = [row, row | {"drafter": "before"}, row | {"measured_by": "decoding"},
-            row | {"tree": "eagle", "alpha": None}]  # fmt: skip
+    row = row_with(drafter="after", measured_by="offline", tokens_per_round=2.25, alpha=0.6,
+                   temperature=1.0, K=4, num_prompts=96, prompts={"name": "gsm8k"})  # fmt: skip
+    rows = [row, replace(row, drafter="before"), replace(row, measured_by="decoding"),
+            replace(row, tree="eagle", alpha=None)]  # fmt: skip
     card = ModelCard(
         model_card({"results": rows}, target="a/b", recipe="eagle", num_assistant_tokens=4)
     )
@@ -320,9 +322,9 @@ def test_a_model_card_holds_no_secret_and_no_place_of_this_machine(monkeypatch):
     """Also that of a report which was written before or elsewhere."""
     monkeypatch.setenv("HOME", "/home/of-me")
     command = "train.py run.dir=/home/of-me/run data.system_prompt=glpat-abcdefghij0123456789"
-    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
-           "temperature": 1.0, "K": 4, "num_prompts": 96,
-           "prompts": {"name": "/data/of-us/set.jsonl"}}  # fmt: skip
+    row = row_with(drafter="after", measured_by="offline", tokens_per_round=2.25, alpha=0.6,
+                   temperature=1.0, K=4, num_prompts=96,
+                   prompts={"name": "/data/of-us/set.jsonl"})  # fmt: skip
     card = model_card(
         {"run": {"command": command}, "results": [row]}, target="/home/of-me/models/m",
         recipe="eagle", num_assistant_tokens=4,
@@ -381,8 +383,8 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
     model.save_pretrained(other)
     out = tmp_path / "out"
     words = [f"script.drafter={run}/drafter", "script.engine=vllm", f"script.out={out}"]
-    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.25, "alpha": 0.6,
-           "temperature": 1.0, "K": 4, "num_prompts": 96, "prompts": {"name": "gsm8k"}}  # fmt: skip
+    row = row_with(drafter="after", measured_by="offline", tokens_per_round=2.25, alpha=0.6,
+                   temperature=1.0, K=4, num_prompts=96, prompts={"name": "gsm8k"})  # fmt: skip
     report = {"run": {"command": "train.py"}, "results": [row]}
     (run / "report.json").touch()
     with (

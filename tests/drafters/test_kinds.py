@@ -90,10 +90,11 @@ def test_a_kind_without_an_engine_is_trained_saved_loaded_and_reported(
     assert type(loaded) is LoneDrafter
 
 
+@pytest.mark.parametrize("given", [[], ["run.stage=train"]])  # a stage alone exports nothing
 def test_a_kind_without_a_row_is_refused_before_it_is_trained(
-    lone_recipe, tiny_folder, tmp_path, capsys
+    lone_recipe, tiny_folder, tmp_path, capsys, given
 ):
-    assert train.main(words(tmp_path, tiny_folder("llama", layers=4), "lone")) == 2
+    assert train.main([*words(tmp_path, tiny_folder("llama", layers=4), "lone"), *given]) == 2
     assert "kind 'lone' have no row in drafters/kinds.py" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget, Drafter
 from drafters.text import Text
+from drafters.trees.copy import CopyOrDraft
 from drafters.trees.dynamic import DynamicTree
+from eval.policies.table import make_budget
 from target.model import Target
 from tests.helpers.heads import (
     BUSHY,
@@ -154,6 +157,29 @@ def test_a_shorter_round_asks_fewer_heads(target):
     assert (full.draft_tokens, drafter.start_width) == (K, 1)
     best = [drafter.draft_logits(ids, outputs, d)[0, 6 + d].argmax() for d in range(1, K + 1)]
     assert full.tokens[0].tolist() == [int(token) for token in best]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(3),
+        make_budget("product:0.999", 3),
+        Budget.of(BUSHY),
+        Budget.of(DynamicTree(12, 3, 4)),
+        Budget.of(CopyOrDraft(2, 8, 3)),
+    ],
+    ids=["chain", "stop", "static", "dynamic", "copy"],
+)
+def test_a_round_of_any_shape_is_one_forward(budget, target):
+    ids = torch.tensor(prompts_of([12]))
+    for one, forwards in ((made(target), 1), (HydraDrafter.build(target, HydraSettings(3)), 3)):
+        drafter, outputs = randomised(one), outputs_of(one, target, ids)
+        prefilled(drafter, target, ids.tolist(), [7])
+        if budget.stop is not None:
+            budget.stop.begin(1, ids.device)
+            forwards = 1  # the rule stops after the first token
+        assert drafter.propose(state_of(ids, [8], outputs), budget).draft_forwards == forwards
 
 
 @torch.inference_mode()

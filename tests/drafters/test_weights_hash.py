@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters import acceptance_head, base
+from drafters import acceptance, base
 
 
 class Known(nn.Module):
@@ -47,10 +47,10 @@ def test_a_hash_stays_what_it_was(together, monkeypatch):
     """Stored texts and acceptance heads name the weights that they were made with."""
     monkeypatch.setattr(base, "HASHED_TOGETHER", together)
     assert base.weights_hash(Known()) == "f4c2b61c271195c8"
-    assert acceptance_head.weights_hash(Known()) == "04de659f19fc433f"
+    assert acceptance.weights_hash(Known()) == "04de659f19fc433f"
 
 
-@pytest.mark.parametrize("hashed", [base.weights_hash, acceptance_head.weights_hash])
+@pytest.mark.parametrize("hashed", [base.weights_hash, acceptance.weights_hash])
 def test_only_a_part_of_a_tensor_is_ever_float64(hashed, monkeypatch):
     monkeypatch.setattr(base, "HASHED_TOGETHER", 5)
     with Doubles() as doubles:
@@ -58,7 +58,7 @@ def test_only_a_part_of_a_tensor_is_ever_float64(hashed, monkeypatch):
     assert max(doubles.sizes) == 5
 
 
-@pytest.mark.parametrize("hashed", [base.weights_hash, acceptance_head.weights_hash])
+@pytest.mark.parametrize("hashed", [base.weights_hash, acceptance.weights_hash])
 def test_the_device_makes_no_float64(hashed):
     """A meta tensor cannot be copied to the CPU: what comes before the copy is of the device."""
     with Doubles() as doubles, pytest.raises(NotImplementedError):

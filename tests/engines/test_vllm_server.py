@@ -76,7 +76,7 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
     began = time.perf_counter()
     theirs = server_row(bench, "draft", address, COST)
     took = time.perf_counter() - began
-    assert theirs.row["lossless"]
+    assert theirs.row.lossless
     same = ("rounds", "truncated_rounds", "emitted", "submitted", "accepted", "engine_drafts",
             "engine_drafted", "engine_accepted", "engine_accepted_per_position")  # fmt: skip
     for one, other in zip(theirs.counters, ours, strict=True):
@@ -84,11 +84,11 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
         assert {name: getattr(one, name) for name in same} == {
             name: getattr(other, name) for name in same
         }
-    assert theirs.row["engine_accepted"] > CONFIG.num_prompts
+    assert theirs.row.engine_accepted > CONFIG.num_prompts
     assert 0.05 * took < sum(one.speculative_s for one in theirs.counters) < took
-    low, median, high = theirs.row["round_s"]
+    low, median, high = theirs.row.round_s
     assert 0 < low <= median <= high < 1  # of one round, not of an answer
-    assert theirs.row["modelled_speedup"] is None
+    assert theirs.row.modelled_speedup is None
 
 
 def test_a_reports_text_and_what_follows_its_end_are_those_of_transformers(

@@ -161,12 +161,12 @@ def test_a_row_says_which_share_of_its_rounds_drafts_nothing(target, head, whole
     else:
         rows += [bench.replayed_tree("after", one, COST, budget).row for one in (head, whole)]
     for short, full in (rows[:2], rows[2:]):
-        assert "beyond_context" not in full
-        share = 1 - short["engine_drafts"] / short["num_rounds"]
-        assert short["beyond_context"] == {"context": CONTEXT, "share": pytest.approx(share)}
+        assert full.beyond_context is None
+        share = 1 - short.engine_drafts / short.num_rounds
+        assert short.beyond_context == {"context": CONTEXT, "share": pytest.approx(share)}
         (said,) = [one for one in notes([short]) if "draft nothing" in one]
         assert f"{share:.1%} of its rounds" in said
-        assert short["mbsu"] > short["tokens_per_round"] / (full["tokens_per_round"] / full["mbsu"])
+        assert short.mbsu > short.tokens_per_round / (full.tokens_per_round / full.mbsu)
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,9 @@ def test_decoded_texts_follow_the_targets_law(sampling, drafter_sampling, eos, p
 
 @pytest.mark.slow
 def test_control_a_biased_verifier_fails_the_chi_square(monkeypatch):
-    def broken(self, tree, logits, sampling, random, first, live=None):
-        p = warp(logits, sampling)
+    def broken(self, round):
+        tree, random, first = round.tree, round.random, round.first_position
+        p = warp(round.logits, round.sampling)
         drafted = tree.tokens.unsqueeze(-1)
         ratio = (p[:, :-1].gather(-1, drafted) / tree.probs.gather(-1, drafted))[..., 0].clamp(
             max=1

@@ -99,11 +99,11 @@ def test_a_drafter_has_its_own_temperature_in_replay_and_in_decoding(target, dra
     row = bench.replayed("after", drafter, COST).row
     expected = offline(target, drawn, drafter, Sampling(1.0), draft_sampling=tempered)
     emitted, rounds = (sum(getattr(c, n) for c in expected.values()) for n in ("emitted", "rounds"))
-    assert row["tokens_per_round"] == pytest.approx(emitted / rounds)
+    assert row.tokens_per_round == pytest.approx(emitted / rounds)
     other = plain.replayed("after", drafter, COST).row
-    assert abs(row["alpha"] - other["alpha"]) > 0.01
-    assert (row["draft_temperature"], row["lossless"]) == (0.4, True)
-    assert "draft_temperature" not in other
+    assert abs(row.alpha - other.alpha) > 0.01
+    assert (row.draft_temperature, row.lossless) == (0.4, True)
+    assert other.draft_temperature is None
     assert label(row) == f"after (K {K}, drafted at T=0.4)"
     real = bench.decoded("after", drafter, COST)
     requests = bench.requests()
@@ -112,8 +112,8 @@ def test_a_drafter_has_its_own_temperature_in_replay_and_in_decoding(target, dra
         budget=Budget(K), eos_ids=target.eos_ids, max_new_tokens=24, batch_size=8,
     )  # fmt: skip
     direct = {one.request.tag: one.rounds for one in decoder.run(requests)}
-    assert sum(len(own) for own in direct.values()) == real.row["num_rounds"]
-    assert real.row["draft_temperature"] == 0.4
+    assert sum(len(own) for own in direct.values()) == real.row.num_rounds
+    assert real.row.draft_temperature == 0.4
     assert EvalConfig(draft_temperature=0.4).draft_sampling(Sampling(0.0)) == Sampling(0.0)
 
 
@@ -130,16 +130,16 @@ def test_a_target_that_gives_nan_has_no_next_token_loss(tiny_folder, drawn, monk
 def test_a_lenient_row_is_decoded_and_carries_its_quality(target, drawn):
     drafter = drafter_of(perturbed(target.model, 0.3), target)
     lossy, exact = (bench_of(target, drawn, verifier=v) for v in ("lenient:0.2", "token"))
-    assert lossy.replayed("after", drafter, COST).row["verifier"] == "token"
+    assert lossy.replayed("after", drafter, COST).row.verifier == "token"
     row, other = (one.decoded("after", drafter, COST).row for one in (lossy, exact))
-    assert (row["verifier"], row["lossless"]) == ("lenient:0.2", False)
-    assert row["tokens_per_round"] > other["tokens_per_round"]
+    assert (row.verifier, row.lossless) == ("lenient:0.2", False)
+    assert row.tokens_per_round > other.tokens_per_round
     own = next_token_loss(target, drawn)
-    assert row["quality"] > own  # less likely tokens than the target's own pass
-    assert row["quality_metric"] == f"nats per token under the target, whose own text has {own:.3f}"
-    assert "quality" not in other
+    assert row.quality > own  # less likely tokens than the target's own pass
+    assert row.quality_metric == f"nats per token under the target, whose own text has {own:.3f}"
+    assert other.quality is None
     (note,) = [one for one in notes([row]) if "nats" in one]
-    assert note == f"after: its answers have {row['quality']:.3f} {row['quality_metric']}."
+    assert note == f"after: its answers have {row.quality:.3f} {row.quality_metric}."
 
 
 def test_a_row_says_where_its_costs_were_timed(target, drawn):
@@ -147,20 +147,20 @@ def test_a_row_says_where_its_costs_were_timed(target, drawn):
     cost = costs.cost_of(drafter, target, make_budget("fixed", 2))
     row = bench_of(target, drawn).replayed("after", drafter, cost).row
     threads = torch.get_num_threads()
-    assert row["cost_source"] == (
+    assert row.cost_source == (
         f"this project's decoding in float32 on {threads} threads of a CPU, batch 1, context 64"
     )
     (note,) = [one for one in notes([row, row]) if one.startswith("modelled")]
-    assert note == f"modelled: with costs of {row['cost_source']}. An engine has others."
+    assert note == f"modelled: with costs of {row.cost_source}. An engine has others."
 
 
 def test_rows_stand_by_domain_and_by_position(target, drawn):
     for index, trace in enumerate(drawn):
         trace.domain = ("code", "prose")[index % 2]
     row = bench_of(target, drawn).replayed("after", drafter_of(target.model, target), COST).row
-    assert set(row["by_domain"]["domains"]) == {"code", "prose"}
-    assert len(row["by_domain"]["domains"]["code"]["tokens_per_round_ci95"]) == 2
-    (place,) = row["by_position"]
+    assert set(row.by_domain["domains"]) == {"code", "prose"}
+    assert len(row.by_domain["domains"]["code"]["tokens_per_round_ci95"]) == 2
+    (place,) = row.by_position
     assert (place["first"], place["last"]) == (0, 31)
-    assert place["tokens_per_round"] == pytest.approx(row["tokens_per_round"])
+    assert place["tokens_per_round"] == pytest.approx(row.tokens_per_round)
     assert len(place["tokens_per_round_ci95"]) == 2

@@ -96,28 +96,28 @@ def test_counters_of_hand_made_rounds():
 
 def test_summary_of_hand_made_rounds():
     row = summarise([counters_from_rounds(HAND_ROUNDS, "p", "code", 3)], draws=100, seed=0)
-    assert row["num_prompts"] == 1
-    assert row["num_rounds"] == 5
-    assert row["tokens_per_round"] == 9 / 5
-    assert row["accepted_per_round"] == 1.0 == sum(row["reach_pos"])
-    assert row["draft_acceptance_rate"] == 5 / 12
-    assert row["discard_rate"] == 7 / 12
-    assert row["verification_rate"] == 5 / 9
-    assert row["alpha"] == 0.5
-    assert row["alpha_hat"] == 5 / 7
-    assert row["alpha_pos"] == [3 / 4, 1 / 2, 1.0]
-    assert row["engine_tokens_per_round"] == 1 + 7 / 4
-    assert row["tokens_per_round_ci95"] is None  # one prompt says nothing about the spread
+    assert row.num_prompts == 1
+    assert row.num_rounds == 5
+    assert row.tokens_per_round == 9 / 5
+    assert row.accepted_per_round == 1.0 == sum(row.reach_pos)
+    assert row.draft_acceptance_rate == 5 / 12
+    assert row.discard_rate == 7 / 12
+    assert row.verification_rate == 5 / 9
+    assert row.alpha == 0.5
+    assert row.alpha_hat == 5 / 7
+    assert row.alpha_pos == [3 / 4, 1 / 2, 1.0]
+    assert row.engine_tokens_per_round == 1 + 7 / 4
+    assert row.tokens_per_round_ci95 is None  # one prompt says nothing about the spread
 
 
 def test_undefined_metrics_are_null():
     row = summarise([PromptCounters("p", "d", 2), PromptCounters("q", "d", 2)], draws=10, seed=0)
     for name in ("tokens_per_round", "alpha", "alpha_hat", "greedy_match", "speedup"):
-        assert row[name] is None
-        assert row[f"{name}_ci95"] is None
+        assert getattr(row, name) is None
+        assert getattr(row, f"{name}_ci95") is None
     for name in ("identical_to_plain", "plain_tokens_per_s", "engine_tokens_per_round"):
-        assert row[name] is None
-    assert row["alpha_pos"] == [None, None] == row["reach_pos"]
+        assert getattr(row, name) is None
+    assert row.alpha_pos == [None, None] == row.reach_pos
     with pytest.raises(UserError, match="no prompts"):
         summarise([], draws=10, seed=0)
 
@@ -126,8 +126,8 @@ def test_ratio_of_sums_is_the_headline_and_the_prompt_mean_stands_beside_it():
     short = PromptCounters("a", "d", 1, rounds=1, emitted=2)
     long = PromptCounters("b", "d", 1, rounds=9, emitted=9)
     row = summarise([short, long], draws=10, seed=0)
-    assert row["tokens_per_round"] == 1.1
-    assert row["tokens_per_round_prompt_mean"] == 1.5
+    assert row.tokens_per_round == 1.1
+    assert row.tokens_per_round_prompt_mean == 1.5
 
 
 def test_speedup_uses_prompts_timed_both_ways():
@@ -136,10 +136,10 @@ def test_speedup_uses_prompts_timed_both_ways():
     )
     half = PromptCounters("b", "d", 1, plain_s=100, plain_tokens=1)
     row = summarise([timed, half, PromptCounters("c", "d", 1, identical=True)], draws=50, seed=0)
-    assert row["speedup"] == 2.5
-    assert row["speculative_tokens_per_s"] == 25
-    assert row["identical_to_plain"] == 1.0
-    assert row["speedup_ci95"] is None  # only one prompt was timed
+    assert row.speedup == 2.5
+    assert row.speculative_tokens_per_s == 25
+    assert row.identical_to_plain == 1.0
+    assert row.speedup_ci95 is None  # only one prompt was timed
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_bootstrap_interval_covers_the_truth_and_is_seeded():
     for _ in range(100):
         prompts = [PromptCounters(str(i), "d", 4, rounds=10, emitted=e)
                    for i, e in enumerate(rng.normal(25, 4, size=40))]  # fmt: skip
-        low, high = summarise(prompts, draws=300, seed=1)["tokens_per_round_ci95"]
+        low, high = summarise(prompts, draws=300, seed=1).tokens_per_round_ci95
         inside += low <= 2.5 <= high
     assert inside >= 86  # 95 % nominal; four binomial standard deviations below
     assert summarise(prompts, draws=300, seed=1) == summarise(prompts, draws=300, seed=1)
-    other = summarise(prompts, draws=300, seed=2)["tokens_per_round_ci95"]
+    other = summarise(prompts, draws=300, seed=2).tokens_per_round_ci95
     assert other != [low, high]
 
 
@@ -191,7 +191,7 @@ def test_bootstrap_interval_covers_the_truth_and_is_seeded():
 def test_an_interval_leaves_out_a_fortieth_at_each_end(emitted, interval):
     prompts = [PromptCounters(str(i), "d", 4, rounds=1, emitted=e) for i, e in enumerate(emitted)]
     # 10,000 resamples: these shares are known to 0.2 %
-    assert summarise(prompts, draws=10_000)["tokens_per_round_ci95"] == interval
+    assert summarise(prompts, draws=10_000).tokens_per_round_ci95 == interval
 
 
 def test_prompts_that_differ_raise_alpha_pos_and_beat_the_closed_form():
@@ -199,13 +199,13 @@ def test_prompts_that_differ_raise_alpha_pos_and_beat_the_closed_form():
     rng = np.random.default_rng(0)
     alphas = np.clip(rng.normal(0.7, 0.2, size=3000), 0.01, 0.99)
     row = summarise([chain(rng, a, 6, 50, str(i)) for i, a in enumerate(alphas)], draws=0)
-    assert row["alpha_pos"] == sorted(row["alpha_pos"])
-    assert row["alpha_pos"][0] == pytest.approx(0.69, abs=0.01)
-    assert row["alpha_pos"][-1] == pytest.approx(0.86, abs=0.015)
-    assert row["tokens_per_round"] == pytest.approx(3.42, abs=0.06)
+    assert row.alpha_pos == sorted(row.alpha_pos)
+    assert row.alpha_pos[0] == pytest.approx(0.69, abs=0.01)
+    assert row.alpha_pos[-1] == pytest.approx(0.86, abs=0.015)
+    assert row.tokens_per_round == pytest.approx(3.42, abs=0.06)
     assert expected_tokens_iid(float(alphas.mean()), 6) == pytest.approx(3.0, abs=0.05)
-    assert expected_tokens_positions(row["alpha_pos"]) == pytest.approx(row["tokens_per_round"])
-    assert row["alpha_hat"] > alphas.mean()  # biased upward when prompts differ
+    assert expected_tokens_positions(row.alpha_pos) == pytest.approx(row.tokens_per_round)
+    assert row.alpha_hat > alphas.mean()  # biased upward when prompts differ
 
 
 def two_drafters(num_prompts=60, gain=0.05, seed=0):
@@ -219,7 +219,7 @@ def two_drafters(num_prompts=60, gain=0.05, seed=0):
 def test_paired_interval_is_narrower_than_the_unpaired_one():
     after, before = two_drafters()
     paired = paired_difference(after, list(reversed(before)), "tokens_per_round", 500, 1)
-    a, b = (summarise(c, draws=500, seed=1)["tokens_per_round_ci95"] for c in (after, before))
+    a, b = (summarise(c, draws=500, seed=1).tokens_per_round_ci95 for c in (after, before))
     unpaired_width = np.hypot(a[1] - a[0], b[1] - b[0])
     assert paired["ci95"][1] - paired["ci95"][0] < 0.6 * unpaired_width
     assert paired["ci95"][0] > 0
@@ -391,7 +391,7 @@ def test_the_turns_of_a_conversation_are_one_unit():
     first = [of(f"{i:04x}", n) for i, n in enumerate(counts)]
     same = [of(f"{i:04x}-1", n) for i, n in enumerate(counts)]  # a turn that is like the first
     alone, both = (summarise(rows, draws=500) for rows in (first, first + same))
-    assert both["num_prompts"] == alone["num_prompts"] == 30
-    assert both["tokens_per_round_ci95"] == pytest.approx(alone["tokens_per_round_ci95"])
+    assert both.num_prompts == alone.num_prompts == 30
+    assert both.tokens_per_round_ci95 == pytest.approx(alone.tokens_per_round_ci95)
     zero = [of(c.prompt_hash, 0) for c in first + same]
     assert paired_difference(first + same, zero, "tokens_per_round")["num_prompts"] == 30

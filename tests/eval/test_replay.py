@@ -16,6 +16,7 @@ from eval import replay
 from eval.counters import counters_from_rounds
 from eval.engine import SpeculativeDecoder
 from eval.replay import TreeReplay, accepted_draws, measure_accuracies
+from eval.verifiers.base import Verification
 from eval.verifiers.multi_round import MultiRound
 from target.cache import CachedModel
 from target.decode import Request, decode
@@ -180,7 +181,8 @@ def test_draws_are_accepted_as_often_as_the_verifier_accepts_them():
         torch.stack(drawn, 1), torch.full((n, 3), -1), q.expand(n, 3, V), torch.full((n,), 3),
         siblings=WITHOUT_REPLACEMENT,
     )  # fmt: skip
-    verdict = MultiRound()(tree, logits.expand(n, 4, V), Sampling(1.0), random, places)
+    round = Verification(tree, logits.expand(n, 4, V), Sampling(1.0), random, places)
+    verdict = MultiRound()(round)
     counts = [float((verdict.path[:, 0] == child).double().mean()) for child in range(3)]
     p = logits.softmax(-1)
     found = accepted_draws(p.expand(n, V), q.expand(n, V), torch.arange(n), 0).mean(0)

@@ -368,12 +368,14 @@ def test_a_row_has_the_shape_and_the_numbers_of_our_own(measured):
     row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
     build_report({}, {}, {}, [row], [], [])  # would refuse another shape
     origin = {"measured_by", "num_compared", "identical_to_plain", "cost_source", "cost_ratio",
-              "verify_cost", "modelled_speedup"}  # fmt: skip
-    assert {k for k in row.keys() & ours.row.keys() if row[k] != ours.row[k]} == origin
-    assert (row["measured_by"], row["engine"]) == ("vllm", "vllm 0")
-    assert row["identical_to_plain"] == 1.0
-    assert row["lossless"]
-    assert row["engine_accepted"] > 0
+              "verify_cost", "modelled_speedup", "engine", "draft_sampled",
+              "draft_time_share"}  # fmt: skip
+    theirs, own = vars(row), vars(ours.row)
+    assert {name for name in theirs if theirs[name] != own[name]} == origin
+    assert (row.measured_by, row.engine) == ("vllm", "vllm 0")
+    assert row.identical_to_plain == 1.0
+    assert row.lossless
+    assert row.engine_accepted > 0
 
 
 def test_costs_are_the_engines_and_count_decoding_by_rounds(measured):
@@ -388,12 +390,12 @@ def test_costs_are_the_engines_and_count_decoding_by_rounds(measured):
     plain = dataclasses.replace(told, drafter=None, alone=alone)
     row = served_row(bench, "draft", served, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
     build_report({}, {}, {}, [row], [], [])
-    assert row["token_s"] == pytest.approx([0.01, 0.02, 0.02])
-    assert row["round_s"] == pytest.approx([0.03, 0.03, 0.075])
-    assert row["modelled_speedup"] == pytest.approx(row["tokens_per_round"] / 1.5)
+    assert row.token_s == pytest.approx([0.01, 0.02, 0.02])
+    assert row.round_s == pytest.approx([0.03, 0.03, 0.075])
+    assert row.modelled_speedup == pytest.approx(row.tokens_per_round / 1.5)
     # of the prompts that have a time of both
-    assert row["speedup"] == pytest.approx(0.02 * 46 / 0.9)
-    assert row["cost_source"] == "vllm 0 in a machine, batch 1"
+    assert row.speedup == pytest.approx(0.02 * 46 / 0.9)
+    assert row.cost_source == "vllm 0 in a machine, batch 1"
     (note,) = [one for one in notes([row]) if "round" in one]
     assert note == (
         "draft: a round takes 30 ms (quartiles 30 and 75) in vllm 0 in a machine, batch 1, a token "
@@ -410,7 +412,7 @@ def test_without_times_of_the_engine_nothing_is_modelled(measured):
     plain = dataclasses.replace(told, drafter=None)
     row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
     untimed = ("token_s", "round_s", "round_cost", "modelled_speedup", "speedup", "cost_ratio")
-    assert [row[name] for name in untimed] == [None] * len(untimed)
+    assert [getattr(row, name) for name in untimed] == [None] * len(untimed)
     assert not [one for one in notes([row]) if "modelled" in one or "round" in one]
 
 
@@ -419,11 +421,11 @@ def test_an_answer_that_differs_from_plain_decoding_is_listed(measured):
     other = [[*tokens[:-1], tokens[-1] ^ 1] for tokens in told.tokens]
     plain = dataclasses.replace(told, drafter=None, tokens=[other[0], *told.tokens[1:]])
     row = served_row(bench, "draft", told, plain, Cost(0.1, 1.0, 0.1, 0.1)).row
-    assert row["identical_to_plain"] == 1 - 1 / len(told.tokens)
-    (differing,) = row["differing_prompts"]
+    assert row.identical_to_plain == 1 - 1 / len(told.tokens)
+    (differing,) = row.differing_prompts
     assert differing["prompt_hash"] == bench.traces[0].prompt_hash
     assert differing["position"] == len(told.tokens[0]) - 1
-    assert not row["lossless"]
+    assert not row.lossless
 
 
 def test_an_engine_that_samples_another_law_is_marked(measured):
@@ -434,11 +436,8 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
     for shift, lossless in ((0, True), (1, False)):
         answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
         found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row
-        assert found["lossless"] == lossless
-        assert (
-            "does not sample the target's distribution" in (found.get("note") or "")
-        ) != lossless
+        assert found.lossless == lossless
+        assert ("does not sample the target's distribution" in (found.note or "")) != lossless
     answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
-    assert not engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row[
-        "lossless"
-    ]
+    found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row
+    assert not found.lossless

@@ -86,15 +86,15 @@ def test_a_running_server_counts_as_our_own_decoding(measured, vllm_server):
     build_report({}, {}, {}, [found.row], [], [])
     untold = {"reach": [0.0] * K, "tested": [0.0] * K, "rejections": 0.0}
     untold |= dict.fromkeys(RANGES, [0.0] * NUM_RANGES)
-    assert found.row["by_position"] == []
+    assert found.row.by_position == []
     for one, expected in zip(found.counters, ours.counters, strict=True):
         known = dataclasses.replace(expected, overlap_sum=0.0, overlap_count=0.0, **untold)
         times = {"speculative_s": 0.25 * known.rounds, "speculative_tokens": known.emitted}
         assert one == dataclasses.replace(known, identical=True, **times)
     for key in ("tokens_per_round", "draft_acceptance_rate", "engine_accepted_per_position"):
-        assert found.row[key] == ours.row[key]
-    assert found.row["alpha_hat"] is None
-    assert (found.row["engine"], found.row["lossless"]) == ("vllm 9 server", True)
+        assert getattr(found.row, key) == getattr(ours.row, key)
+    assert found.row.alpha_hat is None
+    assert (found.row.engine, found.row.lossless) == ("vllm 9 server", True)
     first = vllm_server.asked[0]
     assert first["prompt"] == bench.traces[0].prompt_ids
     assert first["stop_token_ids"] == list(bench.target.eos_ids)
@@ -112,8 +112,8 @@ def test_a_server_that_answers_otherwise_is_not_called_lossless(measured, vllm_s
     ]
     row = server_row(measured[0], "draft", vllm_server.url, COST).row
     alone = [len(tokens) == 1 for tokens in measured[2].tokens]  # the EOS, which stays
-    assert row["identical_to_plain"] == sum(alone) / len(alone) < 1
-    assert not row["lossless"]
+    assert row.identical_to_plain == sum(alone) / len(alone) < 1
+    assert not row.lossless
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_counters_that_are_not_of_the_answer_are_a_fault(
 
 def test_a_running_server_has_times_of_rounds_alone(measured, vllm_server):
     row = server_row(measured[0], "draft", vllm_server.url, COST).row
-    assert row["round_s"] == [0.25] * 3
-    assert row["speculative_tokens_per_s"] == pytest.approx(row["tokens_per_round"] / 0.25)
+    assert row.round_s == [0.25] * 3
+    assert row.speculative_tokens_per_s == pytest.approx(row.tokens_per_round / 0.25)
     unknown = ("token_s", "round_cost", "cost_ratio", "verify_cost", "modelled_speedup", "speedup")
-    assert [row[name] for name in unknown] == [None] * len(unknown)
+    assert [getattr(row, name) for name in unknown] == [None] * len(unknown)
     (note,) = [one for one in notes([row]) if "round" in one]
     assert note == (
         "draft: a round takes 250 ms (quartiles 250 and 250) in vllm 9 server, batch 1, which "
@@ -153,7 +153,7 @@ def test_a_running_server_has_times_of_rounds_alone(measured, vllm_server):
 def test_a_server_that_does_not_say_its_version_is_measured(measured, vllm_server, about):
     vllm_server.about = about
     row = server_row(measured[0], "draft", vllm_server.url, COST).row
-    assert (row["engine"], row["lossless"]) == ("vllm server", True)
+    assert (row.engine, row.lossless) == ("vllm server", True)
 
 
 def test_another_clients_answer_among_the_times_is_a_fault(measured, vllm_server):

@@ -13,6 +13,7 @@ from drafters.trees.static import StaticTree
 from drafters.trees.table import parse_shape
 from drafters.trees.tree import TokenTree
 from eval.tree_reward import AGGREGATIONS, ScoredTrees, TreeScorer
+from eval.verifiers.base import Verification
 from eval.verifiers.token import Token
 from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling
@@ -145,10 +146,11 @@ def test_node_sum_is_what_verification_accepts(tiny_target):
         found.tree.tokens.expand(rounds, -1), found.tree.parents.expand(rounds, -1), None,
         torch.full((rounds,), TREE.num_nodes),
     )  # fmt: skip
-    verdict = Token()(
+    round = Verification(
         tree, logits.expand(rounds, -1, -1), Sampling(1.0), KeyedRandom(torch.arange(rounds)),
         torch.full((rounds,), 15),
     )  # fmt: skip
+    verdict = Token()(round)
     accepted = verdict.accepted.double()
     error = float(accepted.std() / rounds**0.5)
     assert error < 0.02
@@ -169,7 +171,8 @@ def test_the_greedy_path_is_the_verifiers(drafter, tiny_target):
             torch.tensor([TREE.num_nodes]),
         )  # fmt: skip
         random = KeyedRandom(torch.zeros(1, dtype=torch.long))
-        verdict = Token()(tree, logits[None], Sampling(0.0), random, torch.tensor([length]))
+        first = torch.tensor([length])
+        verdict = Token()(Verification(tree, logits[None], Sampling(0.0), random, first))
         assert int(verdict.accepted[0]) == int(lengths[row])
         nodes = [node for node in verdict.path[0].tolist() if node >= 0]
         assert tokens[row, : len(nodes)].tolist() == found.tree.tokens[row, nodes].tolist()

@@ -1,11 +1,14 @@
 """Rows of reports from simulated counters: chains, and the tree of a head."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from eval.counters import PromptCounters
 from eval.metrics import paired_difference, per_domain, summarise
 from eval.report.rows import role_of
-from eval.report.schema import build_report, check_report, plain_row
+from eval.report.schema import as_json, build_report, parsed, plain_row
+from eval.row import COUNTING, row_with
 from eval.speed_model import COST_RATIOS, mbsu, modelled_speedup
 
 TREE = "dynamic, 25 nodes, depth 5, top 8"
@@ -50,41 +53,41 @@ def measured(alpha, K=4, num_prompts=12, seed=0):
 
 
 def result_row(name, counters, temperature=0.0, cost_ratio=0.12, **more):
-    row = summarise(counters, draws=200, seed=0)
-    K = counters[0].K
-    return {
-        "drafter": name,
-        "role": role_of(name),
-        "prompts": {"name": "toy", "hash": "abc123"},
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "verifier": "token",
-        "policy": "fixed",
-        "K": K,
-        "counting": "emitted_per_target_forward",
-        "bonus_counted": True,
-        "lossless": True,
-        "measured_by": "decoding",
-        **row,
-        "cost_ratio": cost_ratio,
-        "modelled_speedup": modelled_speedup(row["tokens_per_round"], K, cost_ratio),
-        "mbsu": mbsu(row["tokens_per_round"], K, 0.1),
-        "by_domain": per_domain(counters),
-        **more,
-    }
+    found, K = summarise(counters, draws=200, seed=0), counters[0].K
+    row = row_with(
+        **vars(found),
+        drafter=name,
+        role=role_of(name),
+        prompts={"name": "toy", "hash": "abc123"},
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        verifier="token",
+        policy="fixed",
+        K=K,
+        counting=COUNTING,
+        bonus_counted=True,
+        lossless=True,
+        measured_by="decoding",
+        cost_ratio=cost_ratio,
+        modelled_speedup=modelled_speedup(found.tokens_per_round, K, cost_ratio),
+        mbsu=mbsu(found.tokens_per_round, K, 0.1),
+    )
+    row.by_domain = per_domain(counters)
+    return replace(row, **more)
 
 
 def shaped(row, tree=None, nodes=None):
     """The row with what `eval.measure` adds for every shape."""
-    tokens, depth = row["tokens_per_round"], row["K"]
-    return row | {
-        "tree": tree,
-        "tree_children": "top" if tree else None,
-        "nodes": nodes or depth,
-        "verify_cost": 1.1,
-        "modelled_speedup_at": {str(c): modelled_speedup(tokens, depth, c) for c in COST_RATIOS},
-    }
+    at = {str(c): modelled_speedup(row.tokens_per_round, row.K, c) for c in COST_RATIOS}
+    return replace(
+        row,
+        tree=tree,
+        tree_children="top" if tree else None,
+        nodes=nodes or row.K,
+        verify_cost=1.1,
+        modelled_speedup_at=at,
+    )
 
 
 def report_with_tree(temperature=0.0, **tree_changes):
@@ -95,14 +98,14 @@ def report_with_tree(temperature=0.0, **tree_changes):
     for name, of_name in counters.items():
         row = shaped(result_row(name, of_name, temperature, measured_by="offline"))
         if name != "prompt_lookup":
-            row["alpha_by_depth"] = [0.61, 0.58, 0.57, 0.56]
+            row.alpha_by_depth = [0.61, 0.58, 0.57, 0.56]
         rows.append(row)
     after = rows[2]
-    rows.append(after | {"measured_by": "decoding", "alpha": None, "draft_time_share": 0.25})
+    rows.append(replace(after, measured_by="decoding", alpha=None, draft_time_share=0.25))
     deep = measured(0.75, K=5)
     tree = shaped(result_row("after", deep, temperature, measured_by="offline"), TREE, 25)
-    tree |= tree_changes
-    rows += [tree, tree | {"measured_by": "decoding"}]
+    tree = replace(tree, **tree_changes)
+    rows += [tree, replace(tree, measured_by="decoding")]
     comparisons = []
     for a, b, pair in (
         ("after", "before", (counters["after"], counters["before"])),
@@ -146,8 +149,7 @@ def report_with_readings():
         }
         for i, text in enumerate(texts)
     ]  # fmt: skip
-    check_report(report, "the report of the tests")
-    return report
+    return parsed(as_json(report), "the report of the tests")
 
 
 def _an_answer(temperature, draft, rounds):

@@ -10,7 +10,7 @@ import pytest
 import train
 from phases import help as helping
 from recipes import base
-from scripts.config_page import PAGE
+from scripts.config_page import PAGES
 from trainer.errors import UserError, require
 
 
@@ -84,11 +84,12 @@ def test_a_default_is_written_as_on_the_command_line():
 
 
 @pytest.mark.slow
-def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning():
-    page = helping.config_page()
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning(path):
+    page = PAGES[path]()
     without = [line for line in page.splitlines() if line.endswith("|  |")]
     assert without == [], "put a comment at these fields"
-    assert PAGE.read_text() == page, "stale: run python -m scripts.config_page"
+    assert path.read_text() == page, "stale: run python -m scripts.config_page"
 
 
 @pytest.mark.slow

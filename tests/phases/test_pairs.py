@@ -7,6 +7,7 @@ import pytest
 from eval.config import EvalConfig
 from eval.measure import Measurement
 from eval.metrics import PromptCounters
+from eval.row import row_with
 from phases.pairs import compare
 from trainer.errors import UserError
 
@@ -16,7 +17,7 @@ def measurement(role, prompts, **row):
         PromptCounters(f"p{i}", "d", 2, rounds=4, emitted=4 + i + (role == "after"), reach=[3, 1])
         for i in prompts
     ]
-    return Measurement({"role": role, "drafter": role, **row}, counters)
+    return Measurement(row_with(role=role, drafter=role, **row), counters)
 
 
 def test_a_target_that_was_trained_is_compared_on_the_turns_that_both_have():

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import train
+from phases import pipeline
 from tests.helpers.commands import command
 from trainer.config import to_yaml
 from trainer.errors import UserError
@@ -18,7 +19,7 @@ def stored(tmp_path):
     """Write the config.yaml of a run of these words; return its path."""
 
     def write(*words, **sections):
-        config = train.resolve(["recipe=eagle3", *words])[0]
+        config = pipeline.resolve(["recipe=eagle3", *words])[0]
         table = yaml.safe_load(to_yaml(config))
         for name, values in sections.items():
             table[name] = {**table[name], **values} if isinstance(values, dict) else values
@@ -31,7 +32,7 @@ def stored(tmp_path):
 
 def refused(*words):
     with pytest.raises(UserError) as caught:
-        train.resolve([*words])
+        pipeline.resolve([*words])
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -48,11 +49,11 @@ NAMES = (
 
 def test_a_stored_configuration_gives_the_same_run(stored, capsys):
     path = stored(*NAMES)
-    again, module = train.resolve([f"config={path}"])
-    assert again == train.resolve(["recipe=eagle3", *NAMES])[0]
+    again, module = pipeline.resolve([f"config={path}"])
+    assert again == pipeline.resolve(["recipe=eagle3", *NAMES])[0]
     assert module.__name__ == "recipes.eagle3"
     assert capsys.readouterr().out == ""
-    longer = train.resolve([f"config={path}", "trainer.max_steps=600"])[0]
+    longer = pipeline.resolve([f"config={path}", "trainer.max_steps=600"])[0]
     assert longer.trainer.max_steps == 600
     assert longer.trainer.lr == 1e-4
 
@@ -69,7 +70,7 @@ NOT_TAKEN = [
 @pytest.mark.parametrize(("section", "values"), NOT_TAKEN)
 def test_what_belongs_to_a_machine_is_printed_as_the_words_to_add(stored, capsys, section, values):
     path = stored(**{section: values})
-    config = train.resolve([f"config={path}"])[0]
+    config = pipeline.resolve([f"config={path}"])[0]
     key, value = list(values.items())[-1]
     assert getattr(getattr(config, section), key) != value
     said = capsys.readouterr().out
@@ -78,7 +79,7 @@ def test_what_belongs_to_a_machine_is_printed_as_the_words_to_add(stored, capsys
         said
         == f"config={path}: not taken from it, add these words to use them: {shlex.quote(word)}\n"
     )
-    added = train.resolve([f"config={path}", word])[0]
+    added = pipeline.resolve([f"config={path}", word])[0]
     assert getattr(getattr(added, section), key) == value
     assert capsys.readouterr().out == ""
 
@@ -98,7 +99,7 @@ def test_without_its_text_and_models_the_command_stops(stored, section, key, val
     assert (error.key, error.value) == ("config", str(path))
     assert error.rule.startswith(f"its {section}.{key} is of the machine")
     assert error.remedy.endswith("run.dir=/runs/x, or other values of these keys")
-    config = train.resolve([f"config={path}", f"{section}.{key}=null"
+    config = pipeline.resolve([f"config={path}", f"{section}.{key}=null"
                             if section == "eval" or key in ("drafter", "traces")
                             else f"{section}.{key}=org/other"])[0]  # fmt: skip
     assert getattr(getattr(config, section), key) in (None, [], "org/other")
@@ -107,7 +108,7 @@ def test_without_its_text_and_models_the_command_stops(stored, section, key, val
 def test_a_name_that_exists_here_is_a_path(stored, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = stored("data.prompts=chats")
-    assert train.resolve([f"config={path}"])[0].data.prompts == "chats"
+    assert pipeline.resolve([f"config={path}"])[0].data.prompts == "chats"
     (tmp_path / "chats").mkdir()
     assert "data.prompts" in refused(f"config={path}").rule
 
@@ -116,7 +117,7 @@ def test_paths_of_a_recipes_own_keys_are_not_taken(tmp_path):
     cases = {"osd": ("log", "/requests.jsonl"), "fastdraft": ("corpus", {"/texts": 1.0}),
              "gto": ("reference", "/head")}  # fmt: skip
     for recipe, (key, value) in cases.items():
-        config = train.resolve([f"recipe={recipe}"])[0]
+        config = pipeline.resolve([f"recipe={recipe}"])[0]
         table = yaml.safe_load(to_yaml(config))
         table["method"][key] = value
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(table))
@@ -126,9 +127,9 @@ def test_paths_of_a_recipes_own_keys_are_not_taken(tmp_path):
 
 def test_a_revision_belongs_to_the_name_beside_it(stored):
     path = stored(*NAMES)
-    config = train.resolve([f"config={path}", "model.target=other/model", "data.prompts=a.jsonl"])[
-        0
-    ]
+    config = pipeline.resolve(
+        [f"config={path}", "model.target=other/model", "data.prompts=a.jsonl"]
+    )[0]
     assert config.model.target_revision is None
     assert config.data.prompts_split == "train"
 
@@ -180,16 +181,16 @@ def test_a_missing_file_and_a_device_are_one_line(tmp_path):
 
 def test_words_of_somebody_elses_are_printed_without_escapes(stored, capsys):
     path = stored(run={"dir": "x\x1b[2J\u202e"})
-    train.resolve([f"config={path}"])
+    pipeline.resolve([f"config={path}"])
     assert capsys.readouterr().out.endswith("add these words to use them: run.dir=...\n")
 
 
 def test_the_words_to_add_give_the_same_run(tmp_path, tiny_folder):
     words = command(tmp_path, tiny_folder("llama"), "eval.temperatures=0", "method.control=false")
-    config = train.resolve(words)[0]
+    config = pipeline.resolve(words)[0]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     error = refused(f"config={tmp_path}/config.yaml")
     added = shlex.split(
         error.remedy.removeprefix("add ").removesuffix(", or other values of these keys")
     )
-    assert train.resolve([f"config={tmp_path}/config.yaml", *added])[0] == config
+    assert pipeline.resolve([f"config={tmp_path}/config.yaml", *added])[0] == config

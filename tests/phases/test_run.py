@@ -12,10 +12,11 @@ import pytest
 from accelerate.utils import DistributedType
 
 from phases.exits import stop_softly
+from phases.pipeline import resolve
 from phases.run import Run, load_target, provenance
 from recipes.base import names
 from tests.helpers.commands import command, start
-from train import main, resolve
+from train import main
 from trainer.errors import UserError
 
 

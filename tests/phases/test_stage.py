@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from drafters.base import weights_hash
-from phases.train import train_stages
-from tests.recipes.test_train_phase import TRACES, run_of, staged
+from tests.recipes.test_train_phase import run_of, staged, trained
 from trainer.interrupt import stop_requested
 
 
@@ -20,7 +19,7 @@ def test_a_signal_in_the_last_step_of_a_stage_stops_the_run_behind_it(
     """The finished stage is restored by the next call, which does not see the old request."""
     target = tiny_target("llama")
     recipe, base = staged(target)
-    expected, _ = train_stages(run_of(tmp_path / "straight", target), recipe, base, TRACES)
+    expected, _ = trained(run_of(tmp_path / "straight", target), recipe, base)
     recipe, base = staged(target)
     run, loss = run_of(tmp_path, target), recipe.objective.loss
 
@@ -32,11 +31,11 @@ def test_a_signal_in_the_last_step_of_a_stage_stops_the_run_behind_it(
     with monkeypatch.context() as patched:
         patched.setattr(recipe.objective, "loss", signalling)
         with pytest.raises(SystemExit) as stopped:
-            train_stages(run, recipe, base, TRACES)
+            trained(run, recipe, base)
     assert stopped.value.code == 75
     assert stop_requested()
     assert [path.name for path in (run.folder / "stages").iterdir()] == ["0-first"]
     assert (run.folder / "stages/0-first/finished.json").exists()
-    rows, results = train_stages(run, recipe, base, TRACES)
+    rows, results = trained(run, recipe, base)
     assert list(results) == ["first", "second", "third"]
     assert weights_hash(rows["after"]) == weights_hash(expected["after"])

@@ -18,6 +18,7 @@ from data.packing import PackedBatches, RawText, check_separation
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter
 from eval.costs import read_per_step
+from phases import pipeline
 from recipes import distillspec
 from recipes.base import Context
 from recipes.common import draft_size
@@ -40,8 +41,8 @@ from tests.helpers.objectives import Trained, trained
 from tests.helpers.tiny import ARCHITECTURES, EOS, VOCAB_SIZE
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
-from trainer.loop import learning_rate
 from trainer.losses import ce_hard
+from trainer.optimizer import learning_rate
 from trainer.shift import align
 
 STEPS = 6
@@ -378,7 +379,7 @@ def test_the_rate_of_every_stage_is_warmed_up_anew(target):
 
 def test_the_vetted_setting_trains_on_several_temperatures():
     """On greedy text alone the drafter grows too sharp for T=1."""
-    config, _ = train.resolve(["recipe=fastdraft"])
+    config, _ = pipeline.resolve(["recipe=fastdraft"])
     assert config.data.temperature == [0, 0.6, 0.8, 1]
     assert config.data.prompts == "toy"  # code too: it is forgotten where no prompt asks for it
     assert config.eval.K == 3

@@ -15,13 +15,13 @@ from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from phases import shared
 from phases.generate import contents
+from phases.pipeline import resolve
 from phases.run import Run, claim
 from target.model import Target
 from tests.helpers.commands import command
-from train import resolve
 from trainer import checkpoint, files
 from trainer.errors import UserError
-from trainer.loop import make_accelerator
+from trainer.setup import make_accelerator
 
 
 def trace(prompt, response, fixed=()):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from phases import run
+from phases.pipeline import resolve
 from tests.helpers.commands import command
-from train import resolve
 from trainer.errors import UserError
 
 

@@ -15,7 +15,8 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig, tree_depth
 from phases.generate import check_context
-from phases.report import check_drafter, facts, shapes_of
+from phases.measure import check_drafter, shapes_of
+from phases.report import facts
 from tests.helpers.eagle import build_eagle
 from tests.helpers.tiny import CONTEXT
 from trainer.errors import UserError

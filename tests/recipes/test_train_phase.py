@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 
 import train
 from drafters import output_head
-from drafters.acceptance_head import AcceptanceHead
+from drafters.acceptance import fresh_head
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from drafters.medusa2 import Medusa2Drafter
+from phases.pipeline import resolve
 from phases.run import Run
-from phases.stage import sample_drafter
+from phases.stage import RunText, sample_drafter
 from phases.train import (
     check_context,
     chosen_stages,
@@ -30,9 +31,8 @@ from recipes.base import Needs, Stage
 from tests.data.test_traces import make
 from tests.helpers.commands import command, read_jsonl
 from tests.helpers.tiny import prompts_of
-from train import resolve
 from trainer.errors import UserError
-from trainer.loop import make_accelerator
+from trainer.setup import make_accelerator
 
 TEXTS = zip(prompts_of([5, 8, 3, 6]), prompts_of([9, 7, 11, 4], seed=1), strict=True)
 # of one conversation: none is held out to choose a checkpoint, so that the last weights are kept
@@ -71,6 +71,11 @@ def run_of(folder, target, *given) -> Run:
     return Run(config, make_accelerator(config.trainer, cpu=True), target, config.run_dir)
 
 
+def trained(run, recipe, base):
+    """What `train_stages` returns."""
+    return train_stages(run, recipe, base, RunText.split(run, TRACES))
+
+
 def staged(target) -> tuple[Staged, medusa.MedusaDrafter]:
     recipe = Staged(medusa.Config(num_heads=2), target)
     recipe.begun = []
@@ -81,7 +86,7 @@ def staged(target) -> tuple[Staged, medusa.MedusaDrafter]:
 def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
     recipe, base = staged(target)
     before = weights_hash(base)
-    rows, results = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+    rows, results = trained(run_of(tmp_path, target), recipe, base)
     (first, *_), (second, *_), (third, *_) = recipe.begun
     starts = [begun[1] for begun in recipe.begun]
     assert weights_hash(base) == before
@@ -94,7 +99,7 @@ def test_each_stage_trains_a_copy_of_what_it_starts_from(target, tmp_path):
 
 def test_text_of_one_conversation_id_holds_nothing_out_and_says_so(target, tmp_path, capsys):
     recipe, base = staged(target)
-    train_stages(run_of(tmp_path, target, "run.stage=first"), recipe, base, TRACES)
+    trained(run_of(tmp_path, target, "run.stage=first"), recipe, base)
     assert "warning: all training text has the conversation_id 'c'" in capsys.readouterr().out
 
 
@@ -102,7 +107,7 @@ def test_what_a_stage_draws_does_not_depend_on_whether_those_before_are_done(tar
     drawn = []
     for _ in range(2):
         recipe, base = staged(target)
-        rows, _ = train_stages(run_of(tmp_path, target), recipe, base, TRACES)
+        rows, _ = trained(run_of(tmp_path, target), recipe, base)
         drawn.append(([begun[2] for begun in recipe.begun], weights_hash(rows["after"])))
     assert drawn[0] == drawn[1]
 
@@ -122,7 +127,7 @@ def test_a_shared_stage_is_trained_again_where_nothing_may_be_resumed(target, tm
     for name, resume in (("one", "auto"), ("two", "auto"), ("three", "never")):
         recipe, base = staged(target)
         words = f"run.dir={tmp_path / name}", f"trainer.resume={resume}", "run.stage=third"
-        rows, _ = train_stages(run_of(tmp_path, target, *words), recipe, base, TRACES)
+        rows, _ = trained(run_of(tmp_path, target, *words), recipe, base)
         found.append(("third: trained before" in capsys.readouterr().out, rows["after"]))
     assert [taken for taken, _ in found] == [False, True, False]
     assert len({weights_hash(drafter) for _, drafter in found}) == 1
@@ -147,7 +152,7 @@ def test_a_text_longer_than_the_drafter_sees_is_refused(target):
 def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):
     recipe = eagle.Recipe(eagle.Config(), target)
     given = recipe.build([])
-    given.acceptance = AcceptanceHead.build(given)
+    given.acceptance = fresh_head(given)
     given.save_pretrained(tmp_path / "given")
     run = run_of(tmp_path, target, "recipe=eagle", f"model.drafter={tmp_path / 'given'}")
     assert prepare(run, recipe, []).acceptance is None

@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eval.metrics import HEADLINE
 from eval.report.render import to_markdown
 from eval.report.rows import role_of
-from eval.report.schema import COUNTING, ROW_KEYS, read_report
+from eval.report.schema import as_json, read_report
+from eval.row import COUNTING, row_with
 from scripts.compare import leaderboard, parse, run_names
 from trainer.errors import UserError
 
@@ -19,27 +20,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def a_report(tokens_per_round, *, fingerprint="f1", **changes):
-    row = dict.fromkeys(ROW_KEYS) | {
-        "drafter": "after",
-        "prompts": {"name": "toy", "hash": "h1"},
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "verifier": "token",
-        "policy": "fixed",
-        "K": 4,
-        "counting": COUNTING,
-        "bonus_counted": True,
-        "lossless": True,
-        "measured_by": "decoding",
-        "num_prompts": 96,
-        "num_rounds": 1000,
-        "tokens_per_round": tokens_per_round,
-        "tokens_per_round_ci95": [tokens_per_round - 0.1, tokens_per_round + 0.1],
-    }
-    row |= changes
-    row["role"] = role_of(row["drafter"])
-    assert set(HEADLINE) <= set(row)
+    row = row_with(
+        drafter=changes.get("drafter", "after"),
+        prompts={"name": "toy", "hash": "h1"},
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        verifier="token",
+        policy="fixed",
+        K=4,
+        counting=COUNTING,
+        bonus_counted=True,
+        lossless=True,
+        measured_by="decoding",
+        num_prompts=96,
+        num_rounds=1000,
+        tokens_per_round=tokens_per_round,
+        tokens_per_round_ci95=[tokens_per_round - 0.1, tokens_per_round + 0.1],
+        alpha_pos=[],
+    )
+    row = replace(row, role=role_of(row.drafter), **changes)
     return {
         "schema": 1,
         "run": {},
@@ -54,7 +54,7 @@ def a_report(tokens_per_round, *, fingerprint="f1", **changes):
 def write(folder, name, report):
     (folder / name).mkdir()
     path = folder / name / "report.json"
-    path.write_text(report if isinstance(report, str) else json.dumps(report))
+    path.write_text(report if isinstance(report, str) else json.dumps(as_json(report)))
     return str(path)
 
 
@@ -135,7 +135,7 @@ def test_reports_of_an_earlier_version_stand_beside_those_of_this_one(tmp_path):
         paths[-1].write_text(json.dumps(report))
     reports = [(path.parent.name, read_report(path)) for path in paths]
     for _, report in reports:
-        roles = {row["drafter"]: row["role"] for row in report["results"]}
+        roles = {row.drafter: row.role for row in report["results"]}
         assert roles["after"] == "trained"
         assert roles["prompt_lookup"] == "baseline"
         assert roles.get("control", "control") == "control"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from phases import pipeline
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -181,7 +181,7 @@ def imports(folder, **files):
     """lint-imports on a tree of the rooms, with one import placed in some of them."""
     shutil.copy(ROOT / "pyproject.toml", folder)
     for room in ROOMS:
-        (folder / room).mkdir()
+        (folder / room).mkdir(exist_ok=True)
         (folder / room / "module.py").write_text(files.get(room, ""))
     (folder / "train.py").write_text("import recipes.module\n")
     tool = Path(sys.executable).with_name("lint-imports")
@@ -225,6 +225,14 @@ def test_an_arrow_that_runs_back_is_refused(tmp_path, room, line):
         f"{room} is not allowed to import {line.split()[1] if line == 'import train' else ''}"
         in done.stdout
     )
+
+
+def test_a_circle_inside_a_room_is_refused(tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/other.py").write_text("import eval.module")
+    done = imports(tmp_path, eval="import eval.other")
+    assert done.returncode == 1
+    assert "No cycles are allowed in eval." in done.stdout
 
 
 FAKE_TRAIN = """import os, pathlib, sys
@@ -290,7 +298,7 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert sum(int(minutes) for _, minutes in times) <= 30
     assert "real target: " in after
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", after, re.M)[1])
-    config, _ = train.resolve(words)
+    config, _ = pipeline.resolve(words)
     assert config.recipe == "eagle3"
     assert (config.data.prompts, config.data.prompts_config) == ("openai/gsm8k", "main")
     assert config.model.target == "runs/smollm2"
@@ -299,11 +307,11 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert "the target, 0.5 GB in runs/smollm2: is there\n" in done.stdout
     assert "got it" not in done.stdout
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
-    assert train.resolve(words)[0].data.prompts == "questions"
+    assert pipeline.resolve(words)[0].data.prompts == "questions"
     done = bash("bash scripts/real.sh trainer.max_steps=1200 eval.K=3", installed, **environment)
     assert int(re.search(r"training, 1200 steps of 8 rows: about (\d+) min", done.stdout)[1]) > 40
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
-    config, _ = train.resolve(words)
+    config, _ = pipeline.resolve(words)
     assert (config.trainer.max_steps, config.trainer.eval_every, config.eval.K) == (1200, 60, 3)
     done = bash("bash scripts/real.sh data.num_prompts=all", installed, **environment)
     assert done.returncode == 2

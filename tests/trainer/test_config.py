@@ -12,6 +12,7 @@ import yaml
 import train
 from data.config import DataConfig
 from eval.config import EvalConfig
+from phases import pipeline
 from recipes import base
 from recipes.common.config import Config, compose
 from tests.helpers.commands import ROOT
@@ -330,12 +331,12 @@ def test_every_recipe_has_the_setting_of_its_paper_and_one_for_a_laptop(wanted):
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
 def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsys, name, preset):
-    own = train.resolve([f"recipe={name}"])[0]
+    own = pipeline.resolve([f"recipe={name}"])[0]
     words = [f"recipe={name}", f"preset={preset}"]
-    taken = train.resolve(words)[0]
+    taken = pipeline.resolve(words)[0]
     assert taken.trainer.max_steps != own.trainer.max_steps
     assert taken.trainer.precision == ("fp32" if preset == "laptop" else "bf16")
-    assert train.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
+    assert pipeline.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
     assert taken.hash() != own.hash()
     assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0
     assert f"  max_steps: {taken.trainer.max_steps}\n" in capsys.readouterr().out
@@ -367,20 +368,20 @@ PUBLISHED = {  # what the papers and their code state, by recipe and preset
 @pytest.mark.parametrize(("recipe", "preset"), PUBLISHED)
 def test_presets_hold_published_numbers(recipe, preset):
     words = [f"recipe={recipe}", f"preset={preset}"]
-    taken = train.resolve(words)[0]
-    stated = train.resolve([*words, *PUBLISHED[recipe, preset].split()])[0]
+    taken = pipeline.resolve(words)[0]
+    stated = pipeline.resolve([*words, *PUBLISHED[recipe, preset].split()])[0]
     assert stated == taken
 
 
 def test_a_published_tree_of_64_nodes_counts_its_root():
     for name in ("medusa", "medusa2", "hydra", "hydrapp"):
-        published = train.resolve([f"recipe={name}", "preset=published"])[0]
+        published = pipeline.resolve([f"recipe={name}", "preset=published"])[0]
         assert published.eval.tree == ["calibrated:63"]
 
 
 def test_presets_hold_the_quirks_of_published_code():
     def method(name):
-        return train.resolve([f"recipe={name}", "preset=published"])[0].method
+        return pipeline.resolve([f"recipe={name}", "preset=published"])[0].method
 
     for name in ("medusa", "medusa2", "hydra", "hydrapp"):
         assert method(name).draft_vocab_size == 0
@@ -390,7 +391,7 @@ def test_presets_hold_the_quirks_of_published_code():
         assert not method(name).identity_residual
     assert method("specdecpp").shared_blocks
     assert (method("eagle3").steps, method("eagle3").draft_vocab_size) == (7, 32_000)
-    hass = train.resolve(["recipe=eagle", "preset=hass"])[0].method
+    hass = pipeline.resolve(["recipe=eagle", "preset=hass"])[0].method
     assert (hass.steps, hass.top_weight, hass.feature_noise) == (3, 1, 0.1)
     assert hass.base_max_steps  # it starts from a trained head
 
@@ -405,7 +406,7 @@ def test_presets_hold_the_quirks_of_published_code():
 )
 def test_a_preset_that_is_not_there_is_refused(words, says):
     with pytest.raises(UserError, match=says):
-        train.resolve(["recipe=medusa", *words])
+        pipeline.resolve(["recipe=medusa", *words])
 
 
 def test_the_hash_is_of_what_can_change_a_number(tmp_path):

@@ -39,11 +39,12 @@ from trainer import tracking
 from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
 from trainer.errors import RunFault, UserError
-from trainer.loop import Fit, fit, learning_rate, make_accelerator
+from trainer.loop import Fit, fit
 from trainer.losses import LossOutput, Term
-from trainer.optimizer import make_optimizer
+from trainer.optimizer import learning_rate, make_optimizer
 from trainer.processes import PATIENCE
 from trainer.replicated import Replicated
+from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
 V, LENGTH = 13, 9

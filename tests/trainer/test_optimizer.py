@@ -17,8 +17,8 @@ from tests.trainer.test_loop import TinyLM, losses_of, same_weights, train
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.hidden import hidden_layers
-from trainer.loop import make_accelerator, placement
 from trainer.optimizer import make_optimizer, orthogonal
+from trainer.setup import make_accelerator, placement
 
 MUON = TrainerConfig(optimizer="muon", lr=1e-3, muon_lr=0.1)
 

@@ -96,6 +96,21 @@ def test_a_deeper_token_needs_an_anchor_of_its_own_text():
     assert supervised(mask, 3, documents).int().tolist() == [[0, 0, 0, 0, 0, 0, 1]]
 
 
+def test_only_rounds_behind_sampled_anchors_are_trained():
+    mask = response_mask([1], [8], 8)
+    anchors = torch.tensor([[1, 0, 1, 0, 0, 0, 1, 0]]).bool()  # the first is the prompt's
+    assert supervised(mask, 1, anchors=anchors).int().tolist() == [[0, 0, 1, 0, 0, 0, 1]]
+    assert supervised(mask, 3, anchors=anchors).int().tolist() == [[0, 0, 0, 0, 1, 0, 0]]
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    assert supervised(mask, 1, documents, anchors=anchors).nonzero().tolist() == [[0, 2], [0, 6]]
+    assert not bool(supervised(mask, 2, documents, anchors=anchors).any())
+    own = torch.arange(8) > 4
+    assert supervised(mask, 1, own=own, anchors=anchors).nonzero().tolist() == [[0, 6]]
+    each = torch.stack([anchors, ~anchors])  # depth 2 has others
+    assert torch.equal(supervised(mask, 1, anchors=each), supervised(mask, 1, anchors=anchors))
+    assert supervised(mask, 2, anchors=each).int().tolist() == [[0, 0, 1, 0, 1, 1, 1]]
+
+
 def test_columns_stand_where_they_score():
     columns = torch.tensor([[[1.0], [2.0], [3.0]]])
     assert at_index(columns, 0, 5).flatten().tolist() == [1, 2, 3, 0, 0]

@@ -159,9 +159,10 @@ def test_a_checkpoint_is_not_written_after_best_weights_that_failed(tmp_path, mo
     training.save()
     training.store.settle()
     training.step()
-    plain = store.write
+    plain, tried = store.write, []
 
     def write(directory, *given):
+        tried.append(directory.name)
         if directory.parent.name == "best":
             raise RunFault("cannot write checkpoint: the disk is full")
         plain(directory, *given)
@@ -173,6 +174,7 @@ def test_a_checkpoint_is_not_written_after_best_weights_that_failed(tmp_path, mo
     with pytest.raises(RunFault, match="the disk is full"):
         training.store.settle()
     assert checkpoint.latest(tmp_path).name == "step-000001"
+    assert len(tried) == 1  # the best weights
     training.store.settle()  # the fault is reported once
 
 
@@ -186,28 +188,30 @@ def test_a_full_disk_ends_the_training_soon_with_the_usual_line(tmp_path):
     started = []
 
     class Limited(Batches):
-        """Once the checkpoint of step 4 is whole, files are as on a full disk."""
+        """Once the checkpoint of step 20 is whole, files are as on a full disk."""
 
         def at(self, index):
             started.append(index)
-            if index == 5:
+            if index == 21:
                 ends = time.monotonic() + 300  # a busy disk has taken more than 20 seconds
                 while checkpoint.latest(tmp_path) is None and time.monotonic() < ends:
                     time.sleep(0.01)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, hard))
-            if index > 8:
-                time.sleep(0.05)  # there is time for the writer to find out
+            if index > 40:
+                time.sleep(0.25)  # there is time for the writer to find out
             return super().at(index)
 
+    said = r"cannot write checkpoint .*step-000040.*free disk space"
     try:
-        with pytest.raises(
-            RunFault, match=r"cannot write checkpoint .*step-000008.*free disk space"
-        ):
-            train(tmp_path, drafter=Wide(), batches=Limited(2), evaluate=None, max_steps=400)
+        with pytest.raises(RunFault, match=said):
+            train(
+                tmp_path, drafter=Wide(), batches=Limited(2), evaluate=None, max_steps=400,
+                save_every=20,
+            )  # fmt: skip
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert started[-1] < 100  # not at the end
-    assert checkpoint.latest(tmp_path).name == "step-000004"
+    assert started[-1] < 59  # not at the next checkpoint
+    assert checkpoint.latest(tmp_path).name == "step-000020"
 
 
 def test_a_training_that_is_asked_to_stop_ends_once_its_checkpoint_is_there(tmp_path, slow):

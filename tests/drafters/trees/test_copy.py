@@ -17,6 +17,7 @@ from drafters.training_free.lookup import PromptLookup
 from drafters.trees.copy import CopyOrDraft, copies
 from drafters.trees.table import parse_shape, parse_tree
 from eval.engine import SpeculativeDecoder
+from eval.verifiers.base import Verification
 from eval.verifiers.token import Token
 from target.cache import CachedModel
 from target.decode import Request
@@ -191,7 +192,7 @@ def test_sampled_text_has_the_targets_law(context, beside):
         state = DraftState(ids, lengths, len(context), PLAIN, random)
         tree = CopyOrDraft(2, 8, depth).grow(drafter, state)
         last = torch.cat([ids.gather(1, lengths[:, None] - 1), tree.tokens], 1)
-        verdict = Token()(tree, target[last].log(), PLAIN, random, lengths)
+        verdict = Token()(Verification(tree, target[last].log(), PLAIN, random, lengths))
         if random.fork is not None:
             open_ += [((*outcomes, i), weight * w) for i, w in random.fork]
             continue

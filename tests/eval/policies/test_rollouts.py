@@ -152,10 +152,10 @@ def test_what_is_drafted_is_discarded_or_emitted(policy):
         assert one.rounds == len(bank.traces[0].response_ids) - 1  # a round from every place
     row = summarise(counters, draws=0)
     found = rollouts.rates(counters)
-    assert found["verification_rate"] == pytest.approx(row["verification_rate"])
-    assert found["tokens_per_round"] == pytest.approx(row["tokens_per_round"])
+    assert found["verification_rate"] == pytest.approx(row.verification_rate)
+    assert found["tokens_per_round"] == pytest.approx(row.tokens_per_round)
     share = found["discards_per_token"] / found["submitted_per_round"] * found["tokens_per_round"]
-    assert share == pytest.approx(row["discard_rate"])
+    assert share == pytest.approx(row.discard_rate)
 
 
 def test_rounds_are_cut_at_the_end_of_text_and_at_the_limit():
@@ -196,7 +196,7 @@ def test_time_in_place_of_rounds_gives_the_modelled_speedup():
     expected = modelled_speedup(found["tokens_per_round"], found["submitted_per_round"], 0.1)
     assert rollouts.speed(counters, 0.1) == pytest.approx(expected)
     timed = rollouts.at_cost(counters, 0.1)
-    assert summarise(timed, draws=0)["tokens_per_round"] == pytest.approx(expected)
+    assert summarise(timed, draws=0).tokens_per_round == pytest.approx(expected)
     assert paired_difference(timed, counters, "tokens_per_round")["diff"] < 0
 
 
@@ -334,7 +334,7 @@ def test_a_step_that_only_judges_costs_what_a_drafting_step_costs():
     expected = modelled_speedup(found["tokens_per_round"], steps, 0.1)
     assert rollouts.speed(paid, 0.1) == pytest.approx(expected)
     timed = rollouts.at_cost(paid, 0.1)
-    assert summarise(timed, draws=0)["tokens_per_round"] == pytest.approx(expected)
+    assert summarise(timed, draws=0).tokens_per_round == pytest.approx(expected)
 
 
 # --- the tabular oracle -----------------------------------------------------------------------

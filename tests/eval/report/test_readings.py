@@ -17,7 +17,7 @@ from eval.report.readings import (
     reading,
     token_texts,
 )
-from eval.report.schema import read_report, without_readings, write_report
+from eval.report.schema import as_json, read_report, without_readings, write_report
 from eval.report.web import to_html
 from eval.rounds import Round, RoundIds
 from tests.helpers.report_rows import report_with_tree
@@ -242,7 +242,7 @@ def test_damaged_readings_are_refused(tmp_path, change, message):
     change(report["readings"])
     with pytest.raises(UserError, match=message):
         write_report(report, tmp_path)
-    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "report.json").write_text(json.dumps(as_json(report)))
     with pytest.raises(UserError, match=message):
         read_report(tmp_path / "report.json")
 

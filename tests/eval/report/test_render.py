@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from drafters.export.card import model_card
 from eval.report.render import Bullets, Heading, Table, Text, escape_markdown, to_markdown
 from eval.report.web import to_html
+from eval.row import row_with
 
 HOSTILE = [
     "[x](javascript:alert(1))",
@@ -96,8 +97,8 @@ def test_what_does_nothing_stays_readable(text, escaped):
 
 @pytest.mark.parametrize("name", [*HOSTILE, "``` \n```\n# heading", "'; rm -rf x; '", '"+x+"'])
 def test_a_hostile_name_is_only_text_in_a_model_card(name):
-    row = {"drafter": "after", "measured_by": "offline", "tokens_per_round": 2.0, "alpha": 0.5,
-           "temperature": 1.0, "K": 4, "num_prompts": 9, "prompts": {"name": name}}  # fmt: skip
+    row = row_with(drafter="after", measured_by="offline", tokens_per_round=2.0, alpha=0.5,
+                   temperature=1.0, K=4, num_prompts=9, prompts={"name": name})  # fmt: skip
     report = {"run": {"command": name, "commit": name}, "results": [row]}
 
     def card(name):

@@ -1,5 +1,7 @@
 """Chains and trees beside each other: names, gains, acceptance by depth, modelled speed."""
 
+from dataclasses import replace
+
 import pytest
 
 from eval.metrics import per_domain
@@ -20,18 +22,18 @@ def section(text, heading):
 
 def test_headline_names_the_best_lossless_shape_and_its_gain_over_the_chain():
     report = report_with_tree()
-    tree, chain = (next(r for r in report["results"] if r["drafter"] == "after" and r["tree"] == t)
+    tree, chain = (next(r for r in report["results"] if r.drafter == "after" and r.tree == t)
                    for t in (TREE, None))  # fmt: skip
     text = headline(report)
-    gain = tree["tokens_per_round"] - chain["tokens_per_round"]
-    assert f"gives {tree['tokens_per_round']:.2f} [" in text
+    gain = tree.tokens_per_round - chain.tokens_per_round
+    assert f"gives {tree.tokens_per_round:.2f} [" in text
     assert f"with a tree ({TREE})" in text
     assert f"; +{gain:.2f} [" in text
-    assert f"over its chain of K = 4, which gives {chain['tokens_per_round']:.2f} [" in text
+    assert f"over its chain of K = 4, which gives {chain.tokens_per_round:.2f} [" in text
     assert text.index("its chain") < text.index("over before") < text.index("over control")
 
     lossy = headline(report_with_tree(1.0, lossless=False, verifier="typical"))
-    assert f"gives {chain['tokens_per_round']:.2f} [" in lossy
+    assert f"gives {chain.tokens_per_round:.2f} [" in lossy
     assert "tree" not in lossy
 
 
@@ -39,7 +41,7 @@ def test_a_policys_tuned_length_is_not_the_headline():
     """Its chain was only decoded, and every difference is of chains of eval.K."""
     report = report_with_tree()
     tuned = shaped(result_row("after", measured(0.95, K=6), measured_by="decoding"))
-    served = shaped(result_row("after", measured(0.9), measured_by="vllm")) | {"alpha": None}
+    served = replace(shaped(result_row("after", measured(0.9), measured_by="vllm")), alpha=None)
     more = build_report(
         report["run"], report["target"], report["drafter"],
         [*report["results"], tuned, served], report["comparisons"], [],
@@ -69,7 +71,7 @@ def test_comparisons_name_their_temperature_as_it_was_set():
 def test_what_an_engine_does_wrong_is_said_beside_a_row_measured_on_traces():
     found = shaped(result_row("after", measured(0.7), measured_by="offline"))
     said = {"lossless": False, "note": "the engine does not sample the target's distribution"}
-    served = shaped(result_row("after", measured(0.6), measured_by="vllm")) | said
+    served = shaped(result_row("after", measured(0.6), measured_by="vllm", **said))
     text = to_markdown(report_blocks(build_report({}, {}, {}, [found, served], [], [])))
     assert f"- after, vLLM: {said['note']}" in text
 
@@ -89,10 +91,10 @@ def test_twins_are_told_apart_by_drafter_and_shape():
 
 def test_a_tree_known_from_decoding_only_is_no_twin_of_the_chain():
     report = report_with_tree(1.0)
-    rows = [r for r in report["results"] if not (r.get("tree") and r["measured_by"] == "offline")]
+    rows = [r for r in report["results"] if not (r.tree and r.measured_by == "offline")]
     for row in rows:
-        if row.get("tree"):
-            row["tree_children"] = "sampled"
+        if row.tree:
+            row.tree_children = "sampled"
     report["results"] = rows
     text = to_markdown(report_blocks(report))
     assert f"| **after** | {TREE}, sampled children | 25 |" in text
@@ -112,11 +114,11 @@ def test_acceptance_stands_by_depth_for_chains_and_trees():
 
 def test_modelled_speed_stands_at_each_cost_for_every_row():
     report = report_with_tree()
-    chain = next(r for r in report["results"] if r["drafter"] == "after")
-    assert chain["tree"] is None
+    chain = next(r for r in report["results"] if r.drafter == "after")
+    assert chain.tree is None
     text = section(to_markdown(report_blocks(report)), "Modelled speed-up")
     line = next(line for line in text.splitlines() if line.startswith("| **after (K 4)**"))
-    assert " | ".join(f"{x:.2f}" for x in chain["modelled_speedup_at"].values()) in line
+    assert " | ".join(f"{x:.2f}" for x in chain.modelled_speedup_at.values()) in line
     assert line.endswith("| 0.25 |")  # known from the decoded twin
     assert f"| **after ({TREE})** |" in text
     for name in ("before", "control", "prompt_lookup"):
@@ -126,10 +128,10 @@ def test_modelled_speed_stands_at_each_cost_for_every_row():
 def test_a_stop_rule_has_the_modelled_speed_of_its_decoding_and_no_figure_over_K(tmp_path):
     """Its alpha_pos says nothing about other lengths, and a replay knows no cost."""
     decoded = shaped(result_row("after", measured(0.7), policy="confidence:0.4"))
-    offline = decoded | {"measured_by": "offline", "modelled_speedup_at": None}
+    offline = replace(decoded, measured_by="offline", modelled_speedup_at=None)
     report = build_report({}, {}, {}, [offline, decoded], [], [])
     text = section(to_markdown(report_blocks(report)), "Modelled speed-up")
-    values = " | ".join(f"{x:.2f}" for x in decoded["modelled_speedup_at"].values())
+    values = " | ".join(f"{x:.2f}" for x in decoded.modelled_speedup_at.values())
     assert text.count(f"| **after (K 4, confidence:0.4)** | {values} |") == 1
     assert "the best K is" not in text
     write_report(report, tmp_path)
@@ -138,24 +140,24 @@ def test_a_stop_rule_has_the_modelled_speed_of_its_decoding_and_no_figure_over_K
 
 def test_best_K_says_where_the_measured_K_ends():
     row = shaped(result_row("after", measured(0.7), measured_by="offline"))
-    row["alpha_pos"] = [0.9, 0.8, 0.1, 0.1]
+    row.alpha_pos = [0.9, 0.8, 0.1, 0.1]
     text = to_markdown(report_blocks(build_report({}, {}, {}, [row], [], [])))
     assert "at a cost ratio of 0.05 the best K is 2, 2.4x;" in text
-    row["alpha_pos"] = [0.9, 0.9, 0.9, None]
+    row.alpha_pos = [0.9, 0.9, 0.9, None]
     text = to_markdown(report_blocks(build_report({}, {}, {}, [row], [], [])))
     assert "at a cost ratio of 0.05 the best K is 3 or more, 3.0x;" in text
-    row["alpha_pos"] = [0.01]
+    row.alpha_pos = [0.01]
     text = to_markdown(report_blocks(build_report({}, {}, {}, [row], [], [])))
     assert "at a cost ratio of 0.05 the best is not to speculate" in text
 
 
 def test_goodput_compares_chain_and_tree_by_batch_size():
     report = report_with_tree()
-    tree = next(r for r in report["results"] if r.get("tree"))
+    tree = next(r for r in report["results"] if r.tree)
     text = section(to_markdown(report_blocks(report)), "Goodput by batch size")
     assert "| plain decoding | 1.0 | 2.0 | 4.0 | 8.0 | 16.0 | 32.0 | 64.0 |" in text
     line = next(line for line in text.splitlines() if line.startswith(f"| after ({TREE}), c = 0.1"))
-    ours = goodput(tree["tokens_per_round"], 5, 25, 0.1, 64)
+    ours = goodput(tree.tokens_per_round, 5, 25, 0.1, 64)
     assert line.endswith(f"{ours:.1f} ({ours / 64:.2f}) |")
     assert ours < 64  # 64 x 26 tokens a forward: past the knee, the tree costs more than it gives
     assert text.count("| after (K 4), c = ") == 3
@@ -194,10 +196,10 @@ def test_stages_stand_in_their_order_with_acceptance_by_domain():
     alphas = {"after": 0.7, "continued": 0.9, "pretrained": 0.4, "before": 0.1, "control": 0.5}
     rows = [result_row(name, measured(alpha)) for name, alpha in alphas.items()]
     for row, alpha in zip(rows, alphas.values(), strict=True):
-        row["by_domain"] = per_domain(measured(alpha))
+        row.by_domain = per_domain(measured(alpha))
     report = build_report({}, {}, {}, rows, [], [])
     order = ["before", "pretrained", "continued", "control", "after"]
-    assert [row["drafter"] for row in report["results"]] == order
+    assert [row.drafter for row in report["results"]] == order
     assert headline(report).startswith("At temperature 0, the trained drafter gives")  # not a stage
     text = section(to_markdown(report_blocks(report)), "By stage")
     table = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -205,10 +207,10 @@ def test_stages_stand_in_their_order_with_acceptance_by_domain():
         "stage", "code", "math", "prose", "all", "block efficiency", "mbsu, by parameters",
     ]  # fmt: skip
     assert [line[0].strip() for line in table[2:]] == ["before", "pretrained", "continued", "after"]
-    (pretrained,) = [row for row in rows if row["drafter"] == "pretrained"]
-    one = pretrained["by_domain"]["domains"]["code"]
+    (pretrained,) = [row for row in rows if row.drafter == "pretrained"]
+    one = pretrained.by_domain["domains"]["code"]
     assert table[3][1] == f"{one['draft_acceptance_rate']:.3f} / {one['alpha']:.3f}"
-    assert table[3][4] == f"{pretrained['draft_acceptance_rate']:.3f} / {pretrained['alpha']:.3f}"
+    assert table[3][4] == f"{pretrained.draft_acceptance_rate:.3f} / {pretrained.alpha:.3f}"
 
 
 def test_without_stages_there_is_no_such_table():
@@ -217,14 +219,14 @@ def test_without_stages_there_is_no_such_table():
 
 def offline_chain(report):
     """The row of the trained drafter's chain on the traces."""
-    rows = [row for row in report["results"] if row["drafter"] == "after" and not row["tree"]]
-    return next(row for row in rows if row["measured_by"] == "offline")
+    rows = [row for row in report["results"] if row.drafter == "after" and not row.tree]
+    return next(row for row in rows if row.measured_by == "offline")
 
 
 def test_domains_are_columns_with_their_intervals_where_there_are_several():
     report = report_with_tree()
     after = offline_chain(report)
-    after["by_domain"] = own = per_domain(measured(0.6), draws=100)
+    after.by_domain = own = per_domain(measured(0.6), draws=100)
     page = to_markdown(report_blocks(report))
     text = section(page, "By domain")
     assert "| drafter | code | math | prose | mean over domains | worst |" in text
@@ -239,9 +241,9 @@ def test_domains_are_columns_with_their_intervals_where_there_are_several():
     values = [own["domains"][name]["tokens_per_round"] for name in ("code", "math", "prose")]
     assert line.split()[-3:] == [f"{value:.2f}" for value in values]
     for row in report["results"]:
-        if row.get("by_domain"):
-            row["by_domain"]["domains"].pop("code")
-            row["by_domain"]["domains"].pop("math")
+        if row.by_domain:
+            row.by_domain["domains"].pop("code")
+            row.by_domain["domains"].pop("math")
     assert "## By domain" not in to_markdown(report_blocks(report))
     assert summary(report).splitlines()[3].split()[-1] == "speed-up"
 
@@ -250,10 +252,10 @@ def test_positions_are_columns_where_there_are_several(tmp_path):
     report = report_with_tree()
     row = offline_chain(report)
     place = {"num_rounds": 8, "tokens_per_round_ci95": None}
-    row["by_position"] = [{"first": 0, "last": 31, "tokens_per_round": 2.5, **place}]
+    row.by_position = [{"first": 0, "last": 31, "tokens_per_round": 2.5, **place}]
     assert "By position" not in to_markdown(report_blocks(report))
-    row["by_position"].append({"first": 32, "last": 63, "tokens_per_round": 1.25, **place})
-    row["by_position"][0]["tokens_per_round_ci95"] = [2.25, 2.75]
+    row.by_position.append({"first": 32, "last": 63, "tokens_per_round": 1.25, **place})
+    row.by_position[0]["tokens_per_round_ci95"] = [2.25, 2.75]
     text = section(to_markdown(report_blocks(report)), "By position in the answer")
     assert "| drafter | 0-31 | 32-63 |" in text
     assert "| after (K 4) | 2.50 [2.25, 2.75] | 1.25 |" in text
@@ -266,8 +268,8 @@ def test_positions_are_columns_where_there_are_several(tmp_path):
 def test_a_draft_vocabulary_says_what_it_costs():
     report = report_with_tree()
     for row in report["results"]:
-        if row["drafter"] in ("before", "after") and row["measured_by"] == "offline":
-            row["draft_vocabulary"] = {"size": 8192, "tokens_outside": 0.0212, "alpha_lost": 0.025,
+        if row.drafter in ("before", "after") and row.measured_by == "offline":
+            row.draft_vocabulary = {"size": 8192, "tokens_outside": 0.0212, "alpha_lost": 0.025,
                                        "tokens_per_round_lost": 0.061}  # fmt: skip
     text = to_markdown(report_blocks(report))
     sentence = (

@@ -14,17 +14,17 @@ def test_every_trained_drafter_has_a_line_and_the_trivial_ones_have_none():
     report = report_with_tree()
     text = summary(report)
     for row in report["results"]:
-        if row["drafter"] in ("plain", "untrained", "target"):
-            assert not lines_of(report, f"  {row['drafter']}")
+        if row.drafter in ("plain", "untrained", "target"):
+            assert not lines_of(report, f"  {row.drafter}")
         else:
-            assert f"{row['tokens_per_round']:.2f}" in text
+            assert f"{row.tokens_per_round:.2f}" in text
     (tree,) = lines_of(report, f"  after ({TREE})")
     (row,) = (
         r for r in report["results"]
-        if r["drafter"] == "after" and r["tree"] and r["measured_by"] == "offline"
+        if r.drafter == "after" and r.tree and r.measured_by == "offline"
     )  # fmt: skip
-    low, high = row["tokens_per_round_ci95"]
-    assert f"{row['tokens_per_round']:.2f} [{low:.2f}, {high:.2f}]" in tree
+    low, high = row.tokens_per_round_ci95
+    assert f"{row.tokens_per_round:.2f} [{low:.2f}, {high:.2f}]" in tree
 
 
 def test_gains_stand_below_with_their_intervals():

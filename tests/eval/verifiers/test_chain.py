@@ -11,7 +11,7 @@ from drafters.round import Budget
 from drafters.trees.tree import TokenTree
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
-from eval.verifiers.base import Verdict
+from eval.verifiers.base import Verdict, Verification
 from eval.verifiers.lenient import Lenient
 from eval.verifiers.token import Token
 from target.sampling import Sampling, warp
@@ -93,9 +93,9 @@ def test_greedy_drafts_under_a_sampling_target_leave_its_law(monkeypatch, seed):
 def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature):
     lengths, verify = set(), Token.__call__
 
-    def spy(self, tree, *rest):
-        lengths.update(tree.lengths.tolist())
-        return verify(self, tree, *rest)
+    def spy(self, round):
+        lengths.update(round.tree.lengths.tolist())
+        return verify(self, round)
 
     monkeypatch.setattr(Token, "__call__", spy)
     for seed in range(3):
@@ -149,8 +149,9 @@ def test_rows_without_a_draft_emit_one_token_of_the_target(monkeypatch):
 
 
 def test_control_resampling_from_p_after_a_rejection_is_seen(monkeypatch):
-    def broken(self, tree, logits, sampling, random, first, live=None):
-        p = warp(logits, sampling)
+    def broken(self, round):
+        tree, random, first = round.tree, round.random, round.first_position
+        p = warp(round.logits, round.sampling)
         index = torch.arange(tree.tokens.shape[1])
         drafted = tree.tokens.unsqueeze(-1)
         ratio = (p[:, :-1].gather(-1, drafted) / tree.probs.gather(-1, drafted))[..., 0].clamp(
@@ -228,7 +229,7 @@ def test_greedy_accepts_the_matching_prefix_and_emits_the_argmax_after_it():
     best = torch.tensor([[3, 1, 2, 0], [3, 1, 2, 0], [3, 1, 2, 0], [3, 1, 2, 0]])
     logits = torch.nn.functional.one_hot(best, 4).double()
     tree = tree_of([[3, 1, 2], [3, 0, 2], [0, 1, 2], [3, 1, 2]], None, [3, 3, 3, 1])
-    verdict = VERIFY(tree, logits, Sampling(0.0), _Fixed(), torch.full((4,), 5))
+    verdict = VERIFY(Verification(tree, logits, Sampling(0.0), _Fixed(), torch.full((4,), 5)))
     assert verdict.accepted.tolist() == [3, 1, 0, 1]
     assert verdict.emitted.tolist() == [0, 1, 3, 1]
     assert verdict.overlap.tolist() == [[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 0, 0]]
@@ -240,9 +241,8 @@ def test_residual_is_used_on_rejection_and_p_when_nothing_is_left():
     random = _Fixed()
     random.flip = lambda probability, positions, stream: torch.zeros(2, dtype=torch.bool)
     logits = torch.stack([p.log(), p.log()], 1)
-    verdict = VERIFY(
-        tree_of([[0], [1]], q.unsqueeze(1)), logits, PLAIN, random, torch.tensor([4, 4])
-    )
+    tree = tree_of([[0], [1]], q.unsqueeze(1))
+    verdict = VERIFY(Verification(tree, logits, PLAIN, random, torch.tensor([4, 4])))
     assert verdict.accepted.tolist() == [0, 0]
     assert random.laws[0][0].tolist() == pytest.approx([0.0, 1.0, 0.0])
     assert random.laws[0][1].tolist() == pytest.approx([0.2, 0.5, 0.3])  # rounding only
@@ -253,21 +253,19 @@ def test_target_head_wider_than_the_drafters_vocabulary():
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).double()
     q = torch.tensor([[0.5, 0.3, 0.2]]).double()
     random = _Fixed()
-    VERIFY(
-        tree_of([[0]], q.unsqueeze(1)), torch.stack([p.log(), p.log()], 1), PLAIN, random,
-        torch.tensor([4]),
-    )  # fmt: skip
+    tree, logits = tree_of([[0]], q.unsqueeze(1)), torch.stack([p.log(), p.log()], 1)
+    VERIFY(Verification(tree, logits, PLAIN, random, torch.tensor([4])))
     assert random.laws[0][0].tolist() == pytest.approx([0.0, 0.0, 0.2, 0.8])
 
 
 def test_a_drafted_token_of_probability_zero_is_a_fault_on_live_rows_only():
     laws = torch.tensor([[[0.0, 1.0, 0.0]]]).double()
     logits = torch.zeros(1, 2, 3).double()
-    arguments = (logits, PLAIN, _Fixed(), torch.tensor([4]))
+    round = Verification(tree_of([[0]], laws), logits, PLAIN, _Fixed(), torch.tensor([4]))
     with pytest.raises(RunFault, match="probability 0"):
-        VERIFY(tree_of([[0]], laws), *arguments)
-    VERIFY(tree_of([[0]], laws), *arguments, torch.tensor([False]))
-    VERIFY(tree_of([[0]], laws, [0]), *arguments)  # drafted, not submitted
+        VERIFY(round)
+    VERIFY(dataclasses.replace(round, live=torch.tensor([False])))
+    VERIFY(dataclasses.replace(round, tree=tree_of([[0]], laws, [0])))  # drafted, not submitted
 
 
 # --- lenience ------------------------------------------------------------------------------------
@@ -315,7 +313,7 @@ def test_at_temperature_0_lenience_changes_nothing(monkeypatch):
     tokens, lengths = torch.tensor([[1, 2], [1, 0]]), torch.tensor([2, 2])
     logits = dirichlet_table([2, 3, V], 3).log()
     tree = TokenTree.chain(tokens, None, lengths)
-    given = tree, logits, Sampling(0.0), None, torch.tensor([4, 4])
-    one, other = Token()(*given), Lenient(0.2)(*given)
+    round = Verification(tree, logits, Sampling(0.0), _Fixed(), torch.tensor([4, 4]))
+    one, other = Token()(round), Lenient(0.2)(round)
     assert torch.equal(one.accepted, other.accepted)
     assert torch.equal(one.emitted, other.emitted)

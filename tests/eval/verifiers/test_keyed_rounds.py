@@ -14,6 +14,7 @@ import torch
 from drafters.round import Budget, DraftState
 from drafters.trees.static import static_tree
 from drafters.trees.tree import CHAIN, TOP, WITHOUT_REPLACEMENT
+from eval.verifiers.base import Verification
 from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.token import Token
 from target.sampling import KeyedRandom
@@ -45,7 +46,7 @@ def test_the_text_of_many_rows_has_the_targets_law(budget, verify):
     tokens = torch.cat([torch.tensor([[0, 1]]).expand(ROWS, -1), tree.tokens], 1)
     above = tokens.gather(1, tree.parents + 2)
     logits = target[torch.cat([tokens[:, :1], above], 1), tokens[:, 1:]].log()
-    verdict = verify(tree, logits, PLAIN, random, lengths)
+    verdict = verify(Verification(tree, logits, PLAIN, random, lengths))
     nodes = torch.arange(2).expand(ROWS, -1) if verdict.path is None else verdict.path
     text = tree.tokens.gather(1, nodes.clamp(min=0))
     text = torch.cat([torch.tensor([[0, 1]]).expand(ROWS, -1), text, text[:, :1]], 1)

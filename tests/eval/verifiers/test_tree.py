@@ -17,6 +17,7 @@ from drafters.trees.static import static_tree
 from drafters.trees.table import parse_tree
 from drafters.trees.tree import TOP, WITHOUT_REPLACEMENT, TokenTree
 from eval.engine import SpeculativeDecoder
+from eval.verifiers.base import Verification
 from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.table import exact_verifier
 from eval.verifiers.token import Token
@@ -61,7 +62,7 @@ def one_round(target, drafter, context, budget, random, verify, draft=PLAIN):
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
         texts.append([*texts[parent + 1], token])
     logits = torch.stack([target[t[-2], t[-1]].log() for t in texts])[None]
-    verdict = verify(tree, logits, PLAIN, random, lengths)
+    verdict = verify(Verification(tree, logits, PLAIN, random, lengths))
     path = [n for n in verdict.path[0].tolist() if n >= 0]
     assert len(path) == int(verdict.accepted)
     assert [tree.parents[0, n].item() for n in path] == [-1, *path][: len(path)]
@@ -190,7 +191,8 @@ def test_a_rejection_that_leaves_no_residual_draws_from_the_target():
     tree = TokenTree(
         torch.tensor([[1]]), torch.tensor([[-1]]), p[:, None], lengths=torch.tensor([1])
     )
-    verdict = MultiRound()(tree, logits, PLAIN, Rejecting(), torch.tensor([4]))
+    round = Verification(tree, logits, PLAIN, Rejecting(), torch.tensor([4]))
+    verdict = MultiRound()(round)
     assert verdict.emitted.tolist() == [1]
     assert verdict.accepted.tolist() == [0]
 
@@ -203,9 +205,9 @@ def test_control_typical_acceptance_is_seen_to_change_the_law():
 def test_control_sampled_children_taken_as_deterministic_are_exact_too():
     """Drawing from the target is exact for every tree that does not look at the draw."""
 
-    def follow(tree, *rest):
-        tree.probs = None
-        return Token()(tree, *rest)
+    def follow(round):
+        round.tree.probs = None
+        return Token()(round)
 
     assert error(sampled(SMALL), verify=follow) < 1e-12
 
@@ -213,11 +215,12 @@ def test_control_sampled_children_taken_as_deterministic_are_exact_too():
 def test_control_deterministic_children_taken_as_sampled_are_seen():
     own = dirichlet_table([V] * 2, 200)
 
-    def lie(tree, logits, sampling, random, first):
+    def lie(round):
+        tree = round.tree
         parents = tree.parents[0].tolist()
         tokens = [1 if p < 0 else int(tree.tokens[0, p]) for p in parents]
         tree.probs = own[torch.tensor(tokens)][None]
-        return MultiRound()(tree, logits, sampling, random, first)
+        return MultiRound()(round)
 
     assert error(Budget(2, tree=STATIC), verify=lie) > 0.01
 
@@ -247,7 +250,8 @@ def test_greedy_follows_the_longest_path_of_best_tokens(verify):
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
         texts.append([*texts[parent + 1], token])
     logits = torch.stack([target[t[-2], t[-1]].log() for t in texts])[None]
-    verdict = verify(tree, logits, Sampling(0.0), Replaying(()), torch.tensor([2]))
+    round = Verification(tree, logits, Sampling(0.0), Replaying(()), torch.tensor([2]))
+    verdict = verify(round)
     assert verdict.accepted.tolist() == [2]
     assert not bool(verdict.rejected)
     assert [tree.tokens[0, n].item() for n in verdict.path[0]] == best
@@ -263,7 +267,7 @@ def test_a_node_that_its_row_did_not_draft_is_neither_accepted_nor_rejected(temp
     logits = torch.nn.functional.one_hot(certain, V).double().log()
     first = torch.tensor([4, 4])
     random = Replaying([1, 1, 2, 2, 0, 0])
-    verdict = Token()(tree, logits, Sampling(temperature), random, first)
+    verdict = Token()(Verification(tree, logits, Sampling(temperature), random, first))
     assert verdict.path.tolist() == [[0, 1], [0, -1]]
     assert verdict.accepted.tolist() == [2, 1]
     assert verdict.emitted.tolist() == [0, 2]
@@ -276,11 +280,11 @@ def test_typical_accepts_what_passes_the_threshold_and_takes_the_longest_path():
     tokens = torch.tensor([[0, 1, 0, 1, 0]])
     parents = torch.tensor([[-1, -1, 0, 0, 1]])
     tree = TokenTree(tokens, parents, None, torch.tensor([5]))
-    rule = Typical(epsilon=0.09, delta=0.3)
-    verdict = rule(tree, p.log(), PLAIN, Replaying(()), torch.tensor([2]))
+    round = Verification(tree, p.log(), PLAIN, Replaying(()), torch.tensor([2]))
+    verdict = Typical(epsilon=0.09, delta=0.3)(round)
     # from the root all pass (1/3 > 0.09), under node 0 only token 0: the likelier of two paths
     assert verdict.path.tolist() == [[0, 2]]
-    strict = Typical(0.5, 2.0)(tree, p.log(), PLAIN, Replaying(()), torch.tensor([2]))
+    strict = Typical(0.5, 2.0)(round)
     assert strict.path.tolist() == [[-1, -1]]  # min(0.5, 2 exp(-ln 3)) = 0.5 > 1/3
     assert strict.accepted.tolist() == [0]
 
@@ -293,8 +297,7 @@ def test_typical_takes_the_lower_of_its_two_limits(epsilon, delta, accepted):
     """All three tokens have probability 1/3, which is exp(-H) too."""
     tree = TokenTree(torch.tensor([[0]]), torch.tensor([[-1]]), None, torch.tensor([1]))
     p, first = torch.full((1, 2, V), 1 / 3).double(), torch.tensor([2])
-    rule = Typical(epsilon, delta)
-    verdict = rule(tree, p.log(), PLAIN, Replaying(()), first)
+    verdict = Typical(epsilon, delta)(Verification(tree, p.log(), PLAIN, Replaying(()), first))
     assert verdict.accepted.tolist() == [accepted]
 
 
@@ -302,8 +305,8 @@ def test_typical_takes_the_likelier_of_paths_of_one_length():
     p = torch.tensor([[[0.7, 0.3, 1e-9]] * 5]).double()
     for tokens, path in (([1, 0], [1]), ([0, 1], [0])):
         tree = TokenTree(torch.tensor([tokens]), torch.tensor([[-1, -1]]), None, torch.tensor([2]))
-        given = (tree, p[:, :3].log(), PLAIN, Replaying(()), torch.tensor([2]))
-        assert Typical()(*given).path.tolist() == [path]
+        round = Verification(tree, p[:, :3].log(), PLAIN, Replaying(()), torch.tensor([2]))
+        assert Typical()(round).path.tolist() == [path]
 
 
 def test_a_dynamic_tree_that_feeds_more_nodes_than_it_keeps_has_room(tiny_target):

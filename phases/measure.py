@@ -1,0 +1,251 @@
+"""The measurements of a report: every drafter's rows, calibration, and what may be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from data.prompts import Prompt
+from data.traces import Trace
+from drafters.base import TrainedDrafter, acceptance_of
+from drafters.causal_lm import CausalLMDrafter
+from drafters.kinds import kind_of
+from drafters.round import Budget, Shape
+from drafters.training_free.base import TrainingFree
+from drafters.training_free.lookup import PromptLookup
+from drafters.training_free.table import parse_training_free
+from drafters.trees.calibrated import accuracy_at, accuracy_name
+from drafters.trees.tree import WITHOUT_REPLACEMENT
+from eval.config import EvalConfig, tree_depth, trees_of
+from eval.costs import cost_of
+from eval.measure import Bench
+from eval.plain import next_token_loss
+from eval.policies.table import budget_for, parse_policy
+from eval.replay import follows_the_text, measure_accuracies
+from eval.report.rows import BASELINE, draft_shape
+from eval.report.schema import (
+    plain_row,
+)
+from eval.row import Json, Row
+from phases.cut_answers import answer_format, measured_on
+from phases.generate import check_context, evaluation_traces
+from phases.pairs import against, compare, merge
+from phases.readings import ReadingCollector
+from phases.run import Run
+from phases.serve import check_engine, served_rows
+from target.model import Target
+from target.sampling import Sampling
+from trainer.errors import UserError, require
+from trainer.progress import TokenProgress
+
+ReportDrafter = TrainedDrafter | TrainingFree  # of a row of the report
+
+
+def baselines(run: Run, drafter: ReportDrafter) -> dict[str, ReportDrafter]:
+    """Make the drafters that every report compares with, by row: the same shape untrained, those of
+    eval.baselines, the target as its own drafter."""
+    found: dict[str, ReportDrafter] = {}
+    if isinstance(drafter, TrainedDrafter):
+        with torch.random.fork_rng():
+            torch.manual_seed(run.config.run.seed)
+            found["untrained"] = drafter.fresh()
+    for text in run.config.eval.baselines:
+        one = parse_training_free(text, "eval.baselines")
+        if one != drafter:
+            found[baseline_name(one, text)] = one
+    return found | {"target": CausalLMDrafter.of_target(run.target)}
+
+
+def baseline_name(drafter: TrainingFree, text: str) -> str:
+    """The name of a baseline's rows: its spec `text`. The usual prompt lookup has the name that all
+    reports give it."""
+    return "prompt_lookup" if drafter == PromptLookup() else text
+
+
+def check_drafter(
+    drafter: TrainedDrafter, target: Target, config: EvalConfig, trains_acceptance: bool = False
+) -> None:
+    """Refuse settings of eval.* that do not suit the drafter, before any text is generated: a
+    drafter with one head per depth drafts no deeper, an engine must be able to serve it, and a
+    policy of the acceptance head needs one, or `trains_acceptance`, a training that makes one."""
+    kind_of(drafter)  # a network without a row there could not be saved or exported in the end
+    check_engine(drafter, config)
+    if parse_policy(config.policy).uses_head and not trains_acceptance:
+        acceptance_of(drafter)
+    most = drafter.max_depth
+    asked = max(config.K, tree_depth(config))
+    if drafter.target_layers:
+        context = target.context
+        require(asked < context, "eval.K", f"be below the target's context {context}", asked)
+    for text, tree in trees_of(config):
+        if tree.needs_accuracy and not drafter.target_layers and drafter.rank_accuracy is None:
+            raise UserError(
+                f"eval.tree={text}: the accuracies of ranks that it grows from are measured of "
+                "heads that read the target's states, not of a language model: name another tree"
+            )
+    if most is not None and asked > most:
+        trees = ", ".join(config.tree) or "null"
+        raise UserError(
+            f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
+            f"most {most} tokens deep; lower them or train more heads"
+        )
+
+
+def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> list[Shape]:
+    """Build the trees of eval.tree for this drafter, equal ones once; a calibrated tree is built
+    from the drafter's accuracies at the nearest temperature. A drafter that cannot draft trees has
+    an empty list."""
+    if not isinstance(drafter, TrainedDrafter):
+        return []
+    found = dict[str, Shape]()
+    for text, tree in trees_of(config):
+        drawn = tree.siblings == WITHOUT_REPLACEMENT and temperature > 0
+        drafted = config.draft_sampling(Sampling(temperature)).temperature
+        wanted = accuracy_name(temperature, drafted if drawn else None)
+        accuracy, measured = accuracy_at(drafter.rank_accuracy, wanted)
+        if tree.needs_accuracy and measured != wanted:
+            print(f"eval.tree={text}: the drafter has no accuracies at T={wanted}, so the tree is "
+                  f"built from those at T={measured}")  # fmt: skip
+        try:
+            shape = tree.shape(accuracy, config.K)
+        except UserError as error:
+            raise UserError(f"eval.tree={text}: {error}") from error
+        require(
+            shape.width <= drafter.draft_vocab_size,
+            "eval.tree",
+            f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
+            shape.width,
+        )
+        # where none are drawn, trees that differ in how children are drawn are one
+        found.setdefault(shape.describe() + ", drawn" * drawn, shape)
+    return [*found.values()]
+
+
+def calibrate(run: Run, drafter: TrainedDrafter, dev: list[Trace]) -> None:
+    """Measure how often each rank of each depth is the target's token at each of the report's
+    temperatures, and each draw the accepted one, on held-out training traces, of that temperature
+    where there are some, and set the drafter's `rank_accuracy`."""
+    if dev and drafter.target_layers:
+        depth = drafter.max_depth or max(run.config.eval.K, tree_depth(run.config.eval))
+        target = drafter.served_target() or run.target
+        progress = TokenProgress("calibration")
+        config, found = run.config.eval, dict[str, list[list[float]]]()
+        for temperature in config.temperatures:
+            sampling = Sampling(temperature, config.top_k, config.top_p)
+            own = [trace for trace in dev if trace.temperature == temperature] or dev
+            total = sum(len(trace.response_ids) for trace in own)
+            progress.part(f"T={temperature:g}", total=total)
+            drafted = config.draft_sampling(sampling)
+            ranks, draws = measure_accuracies(
+                target, own, drafter, depth, sampling, drafted, on_tokens=progress.advance
+            )
+            found[accuracy_name(temperature, None)] = ranks
+            if temperature > 0:
+                found[accuracy_name(temperature, drafted.temperature)] = draws
+        drafter.rank_accuracy = found
+        progress.close()
+
+
+@dataclasses.dataclass
+class Measured:
+    """The measurements of a report."""
+
+    rows: list[Row]
+    comparisons: list[Json]
+    rounds: list[dict[str, object]]  # lines of rounds.jsonl
+    readings: list[Json]
+
+
+def measure(
+    run: Run, drafters: Mapping[str, ReportDrafter], prompts: list[Prompt], decoded: str
+) -> Measured:
+    """Measure every drafter at every temperature on the target's traces; measure the one of row
+    `decoded` by decoding as well, and compare it in pairs with "before", "control" and "offline".
+    """
+    config, progress = run.config.eval, TokenProgress("report")
+    for drafter in drafters.values():
+        if isinstance(drafter, torch.nn.Module):
+            drafter.eval()
+    subject: Any = drafters[decoded]  # with weights or without
+    chains = {n: budget_for(d, config.policy, config.K) for n, d in drafters.items()}
+    own = cost_of(subject, run.target, chains[decoded])  # for all drafters of this shape
+    free = [n for n, d in drafters.items() if isinstance(d, TrainingFree) and n != decoded]
+    others = {*free, "target"}
+    costs = {
+        n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
+    }
+    shapes = {t: shapes_of(subject, config, t) for t in config.temperatures}
+    tree_costs = {  # equal shapes are timed once
+        shape: cost_of(subject, run.target, Budget.of(shape))
+        for shape in dict.fromkeys(chain(*shapes.values()))
+    }
+    out = Measured([], [], [], [])
+    readings = ReadingCollector(prompts, run.target.tokenizer)
+    for temperature in config.temperatures:
+        traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
+        check_context(subject, traces, config)
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        by = {"text_by": plan.served or "hf"}
+        on = measured_on(plan, traces, answer_format(run.target, run.config.data))
+        frozen = Bench(run.target, traces, sampling, config, on, by, progress)
+        shown = readings.choose(traces)
+        benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
+        measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
+        for n in free:
+            measured[n].row.role = BASELINE
+        bench = benches[decoded]
+        real = bench.decoded(decoded, subject, costs[decoded], shown=shown)
+        readings.add(real)
+        mine = measured[decoded]
+        merge(mine, real, temperature, config)
+        speed = real.row.plain_tokens_per_s
+        plain = plain_row(dataclasses.replace(mine.row, plain_tokens_per_s=speed))
+        out.rows += [plain, real.row, *(one.row for one in measured.values())]
+        out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
+        out.comparisons += compare(decoded, measured, temperature, config)
+        if config.engine != "own":
+            out.rows += served_rows(bench, decoded, subject, costs[decoded])
+        for shape in shapes[temperature]:
+            tree, tree_cost = Budget.of(shape), tree_costs[shape]
+            best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)
+            readings.add(real)
+            out.rows.append(real.row)
+            about = {"temperature": temperature, "tree": draft_shape(real.row)}
+            out.rounds += [{**about, **r.line()} for r in real.rounds]
+            if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
+                best = bench.replayed_tree(decoded, subject, tree_cost, tree)
+                merge(best, real, temperature, config)
+                out.rows.append(best.row)
+            if best.row.lossless:
+                out.comparisons += against(best, mine, temperature, config)
+    progress.close()
+    out.readings = readings.all()
+    return out
+
+
+def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prompt]) -> Bench:
+    """The bench to measure this drafter on: `frozen`, unless the drafter was trained with its
+    target. Then the trained target verifies, on text that it writes itself; its distance from the
+    run's target is measured on the text of the latter."""
+    served = drafter.served_target()
+    if served is None:
+        return frozen
+    at = frozen.sampling.temperature
+    traces, plan = evaluation_traces(run, prompts, at, served, alone=True)
+    before, now = (next_token_loss(target, frozen.traces) for target in (run.target, served))
+    change = 100 * (now / before - 1)
+    about = {
+        "text_by": plan.served or "hf",
+        "target_changed": True,
+        "next_token_loss": {"original": before, "served": now, "change_percent": change},
+        "note": "the target was trained too, and lossless means: equal to that one. Its next-token "
+        f"loss on the original target's text is {now:.4f} nats/token, the original's {before:.4f} "
+        f"({change:+.2f} %).",
+    }
+    return Bench(
+        served, traces, frozen.sampling, frozen.config, frozen.prompts, about, frozen.progress
+    )
