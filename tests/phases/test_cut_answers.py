@@ -13,6 +13,7 @@ from data.generate import GenerationPlan
 from data.prompts import Prompt
 from eval.config import EvalConfig
 from eval.report.rows import prompts_of
+from eval.row import row_with
 from eval.serving_defaults import unmeasured_defaults, unmeasured_words
 from phases.cut_answers import measured_on, show_cut
 from tests.data.test_traces import make
@@ -78,10 +79,12 @@ def test_a_report_says_how_many_answers_are_cut(run):
         "later_turns_left_out": 2,
     }  # fmt: skip
     words = "4 prompts, 1 left out as too long or equal to another, 25% of the answers cut, 2 "
-    row = {"num_prompts": 4, "prompts": found}
+    row = row_with(num_prompts=4, prompts=found)
     assert prompts_of(row) == f"{words}later turns left out behind those"
-    assert prompts_of(row | {"prompts": {"answers": 4, "cut": 0}}).endswith("0% of the answers cut")
-    assert prompts_of(row | {"prompts": {}}) == "4 prompts"  # of an earlier version
+    row.prompts = {"answers": 4, "cut": 0}
+    assert prompts_of(row).endswith("0% of the answers cut")
+    row.prompts = {}
+    assert prompts_of(row) == "4 prompts"  # of an earlier version
 
 
 @pytest.mark.parametrize(
