@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import DistributedType
+from wandb.sdk.lib.wbauth import unauthenticate_session
 
 from phases.exits import stop_softly
 from phases.pipeline import resolve
@@ -86,6 +87,7 @@ def test_what_a_launch_cannot_train_is_refused_before_a_model_is_loaded(
 def test_a_missing_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    unauthenticate_session()  # another test of this process may have logged in
     config = resolve(command(tmp_path, tmp_path / "no target", "trainer.wandb=online"))[0]
     with pytest.raises(UserError, match=r"trainer\.wandb=online needs a login"):
         Run.open(config)
