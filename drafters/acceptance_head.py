@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafters.layers import ResidualLayers
+from drafters.output_head import ResidualLayers
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
 ACCEPT = 1  # the index of the logit; 0: reject

@@ -22,16 +22,8 @@ from transformers import LlamaConfig
 
 from drafters.attention import attend, attend_unrolled
 from drafters.base import TrainedDrafter
-from drafters.layers import (
-    DecoderLayer,
-    ResidualLayers,
-    RMSNorm,
-    Shared,
-    SlotKeys,
-    layer_config,
-    zero_linear,
-)
-from drafters.output_head import copy_head, head_of, own_heads
+from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys, layer_config
+from drafters.output_head import ResidualLayers, copy_head, head_of, own_heads, zero_linear
 from drafters.round import Budget, DraftState
 from drafters.stored import read_stored, restore, save_tensors, without
 from drafters.text import Text

@@ -1,8 +1,7 @@
-"""Layers of heads: a decoder layer of Llama's parts, with slots that the caller chooses, and
-residual blocks.
+"""The decoder layer of heads with attention: Llama's parts, and slots that the caller chooses.
 
-Serving engines build heads with attention from Llama's layer whatever the target's family, so the
-activation is SiLU and projections have no bias.
+Serving engines build these heads from Llama's layer whatever the target's family, so the activation
+is SiLU and projections have no bias.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -222,33 +220,3 @@ class Shared:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Shared:
         return self
-
-
-class ResidualLayers(nn.Module):
-    """`count` layers z + SiLU(A z + b), with dropout before each.
-
-    A and b start at zero, so that z passes unchanged. `tie`: one module for all layers.
-    """
-
-    def __init__(self, width: int, count: int, tie: bool = False, dropout: float = 0.0):
-        super().__init__()
-        made = [zero_linear(width, width) for _ in range(min(count, 1) if tie else count)]
-        self.layers = nn.ModuleList(made * count if tie else made)
-        self.dropout = dropout
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Map z [..., width] to [..., width] in the dtype of the weights."""
-        if len(self.layers):
-            z = z.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
-        for layer in self.layers:
-            z = F.dropout(z, self.dropout, self.training)
-            z = z + F.silu(layer(z))
-        return z
-
-
-def zero_linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer of zeros."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer

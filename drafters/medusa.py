@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from drafters.base import TrainedDrafter
-from drafters.layers import ResidualLayers, Shared
-from drafters.output_head import copy_head, head_of, own_heads
+from drafters.layers import Shared
+from drafters.output_head import ResidualLayers, copy_head, head_of, own_heads
 from drafters.round import Budget, DraftState
 from drafters.stored import read_stored, restore, save_tensors, without
 from drafters.text import Text

@@ -1,4 +1,5 @@
-"""Output heads of a drafter's own, over the target's vocabulary or over the tokens `kept` of it."""
+"""Output heads of a drafter's own, over the target's vocabulary or some tokens `kept` of it, and
+the residual blocks before them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from target.layout import blocked
 from target.model import Target
@@ -77,3 +79,33 @@ def head_of(
     head = heads[depth - 1]
     assert isinstance(head, nn.Linear)
     return head_over(head, kept, target.head.transform)
+
+
+class ResidualLayers(nn.Module):
+    """`count` layers z + SiLU(A z + b), with dropout before each.
+
+    A and b start at zero, so that z passes unchanged. `tie`: one module for all layers.
+    """
+
+    def __init__(self, width: int, count: int, tie: bool = False, dropout: float = 0.0):
+        super().__init__()
+        made = [zero_linear(width, width) for _ in range(min(count, 1) if tie else count)]
+        self.layers = nn.ModuleList(made * count if tie else made)
+        self.dropout = dropout
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """Map z [..., width] to [..., width] in the dtype of the weights."""
+        if len(self.layers):
+            z = z.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
+        for layer in self.layers:
+            z = F.dropout(z, self.dropout, self.training)
+            z = z + F.silu(layer(z))
+        return z
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer of zeros."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer

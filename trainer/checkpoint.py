@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from trainer.errors import RunFault
 from trainer.files import FileDigest, fingerprint, sync
-from trainer.objective import TrainingBatch
 
 WEIGHTS, STATE, MANIFEST = "drafter.safetensors", "state.pt", "checkpoint.json"
 SHARE = "optimizer-{rank}.pt"  # of one process, where each holds a part
@@ -85,7 +84,7 @@ def write(
         for stale in (temporary, aside):
             shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(_unshared(weights), temporary / WEIGHTS, metadata={"format": "pt"})
+        save_file(unshared(weights), temporary / WEIGHTS, metadata={"format": "pt"})
         if state is not None:
             torch.save(state, temporary / STATE)
         for share in shares_of(directory).glob("*"):
@@ -171,27 +170,6 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-class Tokens(NamedTuple):
-    """Of a batch, what is kept until its step is known to be sound: not the target's logits."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-
-    @classmethod
-    def of(cls, batch: TrainingBatch) -> Tokens:
-        return cls(batch.input_ids, batch.loss_mask)
-
-
-def save_batches(path: Path, batches: Sequence[Tokens], step: int) -> None:
-    """Write the micro-batches of a failed step for inspection: `input_ids`, `input_ids_1`, ..."""
-    tensors: dict[str, Tensor] = {}
-    for i, batch in enumerate(batches):
-        for name, values in batch._asdict().items():
-            tensors[name if i == 0 else f"{name}_{i}"] = values
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(_unshared(tensors), path, metadata={"step": str(step)})
-
-
 def discard_after(folder: Path, step: int) -> None:
     """Remove the checkpoints after `step` and half-written ones, which a killed run left."""
     root = folder / "checkpoints"
@@ -237,7 +215,7 @@ def _steps(parent: Path) -> list[Path]:
     return sorted(parent.glob("step-*"), key=lambda directory: int(directory.name[5:]))
 
 
-def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU tensors; a tied tensor is written once per name, so loading stays strict."""
     seen: set[int] = set()
     plain = {}

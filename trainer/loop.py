@@ -28,7 +28,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 from trainer import lora
-from trainer.checkpoint import Tokens, load_weights, rng_state, set_rng_state
+from trainer.checkpoint import load_weights, rng_state, set_rng_state
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig
 from trainer.device import shows_numbers_at_once, tensor_cores
@@ -40,7 +40,7 @@ from trainer.processes import Sum
 from trainer.progress import Progress, working
 from trainer.setup import checkpointing_of, placement
 from trainer.store import FitResult, Store
-from trainer.tracking import StepRecord, Tracker, Window, said
+from trainer.tracking import StepRecord, Tokens, Tracker, Window, said
 
 Announced: TypeAlias = tuple[B, dict[str, float]]  # a batch, and its denominators by term
 

@@ -19,17 +19,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.checkpoint import Sums, Tokens, save_batches
+from trainer.checkpoint import Sums, unshared
 from trainer.config import TrainerConfig
 from trainer.errors import RunFault, UserError
 from trainer.files import write_atomic
 from trainer.losses import LossOutput
+from trainer.objective import TrainingBatch
 from trainer.progress import MetricsRow
 from trainer.redaction import hide, shown
 
@@ -216,6 +218,27 @@ def _flatten(row: Mapping[str, object], prefix: str) -> dict[str, object]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+class Tokens(NamedTuple):
+    """Of a batch, what is kept until its step is known to be sound: not the target's logits."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> Tokens:
+        return cls(batch.input_ids, batch.loss_mask)
+
+
+def save_batches(path: Path, batches: Sequence[Tokens], step: int) -> None:
+    """Write the micro-batches of a failed step for inspection: `input_ids`, `input_ids_1`, ..."""
+    tensors: dict[str, Tensor] = {}
+    for i, batch in enumerate(batches):
+        for name, values in batch._asdict().items():
+            tensors[name if i == 0 else f"{name}_{i}"] = values
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(unshared(tensors), path, metadata={"step": str(step)})
 
 
 @dataclass

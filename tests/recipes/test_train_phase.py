@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from drafters import output_head
+from drafters import widen
 from drafters.acceptance import fresh_head
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
@@ -319,7 +319,7 @@ def test_a_run_adds_drafted_tokens_to_the_drafter_that_it_starts_with(
         with pytest.raises(InterruptedError):
             drafted("halves", *given)
     capsys.readouterr()
-    monkeypatch.setattr(output_head, "RIDGE", 10.0)
+    monkeypatch.setattr(widen, "RIDGE", 10.0)
     halves = drafted("halves", *given)
     assert "step 0" not in capsys.readouterr().err
     assert halves.keys() == whole.keys()

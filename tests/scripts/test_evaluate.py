@@ -18,6 +18,7 @@ from eval.config import EvalConfig
 from eval.report.rows import draft_shape
 from eval.report.schema import read_report
 from eval.report.terminal import summary
+from eval.row import row_with
 from scripts import evaluate
 from tests.helpers.commands import command, only, read_jsonl
 from tests.helpers.eagle import build_eagle
@@ -266,7 +267,7 @@ def test_each_of_several_trees_has_its_rows(tmp_path, earlier):
     }  # fmt: skip
     rows = [r for r in report["results"] if r.get("tree") and r["measured_by"] == "decoding"]
     assert len(rows) == len(expected)
-    assert {(r["temperature"], draft_shape(r)) for r in rows} == expected
+    assert {(r["temperature"], draft_shape(row_with(**r))) for r in rows} == expected
     assert compared_trees(report) == expected
     rounds = read_jsonl(tmp_path / "out" / "rounds.jsonl")
     assert {(r["temperature"], r["tree"]) for r in rounds if "tree" in r} == expected

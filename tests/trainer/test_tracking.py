@@ -17,11 +17,10 @@ from wandb.sdk.lib.wbauth import unauthenticate_session
 import train
 from tests.helpers.commands import command
 from trainer import tracking
-from trainer.checkpoint import Tokens
 from trainer.config import TrainerConfig
 from trainer.errors import RunFault, UserError
 from trainer.losses import LossOutput, Term
-from trainer.tracking import StepRecord, Tracker, Window, check_login, track_report
+from trainer.tracking import StepRecord, Tokens, Tracker, Window, check_login, track_report
 
 
 def rows(folder):
