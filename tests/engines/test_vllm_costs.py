@@ -40,6 +40,6 @@ def test_rounds_are_timed_and_explain_the_measured_speedup(vllm_python, tmp_path
     for low, median, high in (row.token_s, row.round_s):
         assert 0 < low <= median <= high < 1
     (note,) = [one for one in notes([row]) if "round" in one]
-    assert f"as much as {row['round_cost']:.2f} such tokens" in note
+    assert f"as much as {row.round_cost:.2f} such tokens" in note
     # means and medians of other prompts, but the same times
     assert row.modelled_speedup == pytest.approx(row.speedup, rel=0.4)
