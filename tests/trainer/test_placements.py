@@ -23,7 +23,7 @@ pytestmark = pytest.mark.zero
 
 CONFIGS = ROOT / "scripts" / "accelerate"
 STAGES = {
-    "distillspec": ["method.control=false", "method.divergence=fkl"],
+    "distillspec": ["method.divergence=fkl"],
     "medusa": [],
     "eagle3": ["method.steps=2", "method.layers=[0,1]"],
 }
