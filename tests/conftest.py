@@ -22,6 +22,14 @@ from tests.helpers.reports import figures_left_empty, no_report
 from tests.helpers.tiny import save_tiny
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Tests of tools wait for CI, as slow ones do, however fast they are."""
+    for item in items:
+        if item.get_closest_marker("tools"):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish(session):
     """Every training collects garbage, which would walk through all the tests there are."""
     gc.collect()
