@@ -40,7 +40,7 @@ from trainer.processes import Sum
 from trainer.progress import Progress, working
 from trainer.setup import checkpointing_of, placement
 from trainer.store import FitResult, Store
-from trainer.tracking import StepRecord, Tokens, Tracker, Window, said
+from trainer.tracking import StepRecord, Tokens, Tracker, Window, metrics_text
 
 Announced: TypeAlias = tuple[B, dict[str, float]]  # a batch, and its denominators by term
 
@@ -271,7 +271,7 @@ class Fit(Generic[B, O, C]):
             set_rng_state(random_state)
             self.tracker.log({"step": counters.step, "eval": metrics})
             improved = counters.improved_by(metrics)
-            text = said(metrics) + ", the best so far" * improved
+            text = metrics_text(metrics) + ", the best so far" * improved
             self.progress.note(f"step {counters.step}  held-out text: {text}")
             if improved:
                 self.store.save_best(counters.step, self.model, metrics)

@@ -368,7 +368,7 @@ def _accumulate(sums: Sums, entries: Iterable[tuple[str, Tensor | float, Tensor 
         entry[1] += float(count)
 
 
-def said(metrics: Mapping[str, object]) -> str:
+def metrics_text(metrics: Mapping[str, object]) -> str:
     """Each number of an evaluation behind its name; `select` repeats one of them."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
     if len(numbers) > 1:
