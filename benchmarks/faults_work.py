@@ -48,10 +48,8 @@ TINY = (
 RECIPES = {
     "run": ("recipe=distillspec", "trainer.max_steps=4", "method.draft_hidden_size=16",
             "method.control=false"),
-    "stages": ("recipe=gto", "method.base_options={layers: [0, 1], steps: 2}", "eval.tree=null",
-               "method.num_groups=1", "method.group_size=2", "method.tree=dynamic:8:3:3",
-               "method.base_max_steps=2", "method.base_batch_size=4", "trainer.max_steps=2",
-               "trainer.eval_every=2"),
+    "stages": ("recipe=eagle", "method.steps=2", "method.base_max_steps=2", "eval.tree=null",
+               "trainer.max_steps=2", "trainer.eval_every=2"),
     "sizes": ("recipe=fastdraft", "method.stages=[align]", "method.from_scratch=true",
               "method.search_parameters=[600, 6000]",
               "method.search_layers=[1]", "method.search_steps=4", "trainer.max_steps=2",

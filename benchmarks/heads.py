@@ -148,7 +148,6 @@ class Experiment:
         kind = module.Recipe
         if name in CAPTURES:
             kind = type("Reading", (kind,), {"captures": CAPTURES[name]})
-        recipe = kind(module.Config(**options), self.target)
         settings = TrainerConfig(
             max_steps=steps, batch_size=self.rows, lr=lr or own_lr,
             lr_warmup_steps=min(20, steps // 3),
@@ -160,12 +159,11 @@ class Experiment:
             settings = dataclasses.replace(settings, optimizer="muon", lr=own_lr, muon_lr=rate)
         traces = self.train[:prompts]
         given = None if start is None else self.fit(start, seed)
+        recipe = kind(module.Config(**options), self.target, given)
         torch.manual_seed(seed)
         drafter = given or recipe.build(traces)
         if name in NORMED:
             drafter.__class__ = ReadingNormed
-        if given is not None:
-            recipe.accept(given)
         (stage,) = recipe.stages()
         folder = self.work / f"{_slug(name)}-{seed}-{rate:g}-{steps}"
         fit(Fit(

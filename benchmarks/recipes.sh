@@ -25,7 +25,9 @@ for recipe in medusa hydra hydrapp eagle eagle3; do
     run $recipe "${steps[@]}"
 done
 run medusa2 trainer.max_steps=300 trainer.batch_size=32 # in each of its two stages
-run gto method.base_max_steps=562 method.base_batch_size=32 trainer.max_steps=150 trainer.batch_size=8
+# a head that has had what the trees leave of the budget
+(folder="$folder-base" && run eagle3 trainer.max_steps=562 trainer.batch_size=32)
+run gto "model.drafter=$folder-base/eagle3/drafter" trainer.max_steps=150 trainer.batch_size=8
 run osd trainer.max_steps=325 trainer.batch_size=8
 run fastdraft trainer.max_steps=300 trainer.batch_size=32 method.pretrain_steps=200 \
     method.continue_steps=100

@@ -102,9 +102,8 @@ class Experiment:
         self, options: dict[str, Any], left_out: str | None, seed: int, steps: int = STEPS
     ) -> tuple[TrainedDrafter, dict[str, float]]:
         """A drafter with its head, and what the head is worth on held-out training text."""
-        recipe = Recipe(Config(**options), self.target)
         drafter = load_drafter("assets/toy/draft", self.target)
-        recipe.accept(drafter)
+        recipe = Recipe(Config(**options), self.target, drafter)
         (stage,) = recipe.stages()
         torch.manual_seed(seed)
         drafter = stage.prepare(Start(drafter, self.train, {}, steps, NEW_TOKENS))

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -37,7 +38,7 @@ from trainer.progress import working
 from trainer.setup import checkpointing_of
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
-TOY_ENDINGS = ("_steps", "_lr", "context")  # and keys of the method that end so
+TOY_ENDINGS = ("_steps", "_lr", "_preset", "context")  # and keys of the method that end so
 LARGE = 10**9  # parameters of a target for which these keys, as the recipe has them, are too small
 
 
@@ -55,7 +56,9 @@ def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
         value, toys, papers = (
             getattr(getattr(one, section), name) for one in (config, own, published)
         )
-        if value is not None and value == toys != papers:  # null: as another key that is named
+        # null: as another key that is named, or no preset
+        if value == toys != papers and (value is not None or name.endswith("_preset")):
+            value = "null" if value is None else value
             found.append(f"{key}={value}")
     return found
 
@@ -75,10 +78,15 @@ def deeper_than_trained(config: EvalConfig, steps: int) -> tuple[int, str] | Non
     )
 
 
-def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter | None:
-    """Check the settings that can be checked before any text is generated, and make the starting
-    drafter; None where the recipe builds one from the traces."""
+def prepare(
+    run: Run, module: ModuleType, prompts: list[Prompt]
+) -> tuple[Recipe, TrainedDrafter | None]:
+    """Make the recipe of `module` and the starting drafter, None where the recipe builds one from
+    the traces, and check all settings that can be checked before any text is generated."""
     model, engine = run.config.model, run.config.eval.engine
+    # a trained drafter may leave out some stages
+    given = None if model.drafter is None else _given_drafter(run, module.Recipe, model.drafter)
+    recipe: Recipe = module.Recipe(run.config.method, run.target, given)
     num_parameters = run.target.model.num_parameters()
     toy = settings_of_the_toy(run.config, num_parameters)
     if toy and run.accelerator.is_main_process:
@@ -97,11 +105,9 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
                 "trainer.lora_rank adapts trained weights, of which a fresh drafter has none: name "
                 "one with model.drafter, or set it to 0"
             )
-    # a trained drafter may leave out some stages, so it comes before what the stages ask for
-    drafter = None if model.drafter is None else _given_drafter(run, recipe, model.drafter)
-    if drafter is not None:
-        _check_checkpointing(run, recipe, drafter)
-    unroll = recipe.unroll  # `accept` may have chosen what is unrolled
+    if given is not None:
+        _check_checkpointing(run, recipe, given)
+    unroll = recipe.unroll
     deeper = deeper_than_trained(run.config.eval, unroll[1]) if unroll else None
     if unroll and deeper and run.accelerator.is_main_process:
         print(f"warning: {deeper[1]}; set {unroll[0]} to {deeper[0]}")
@@ -109,17 +115,17 @@ def prepare(run: Run, recipe: Recipe, prompts: list[Prompt]) -> TrainedDrafter |
         _check_text(run, stage, prompts)
     if run.config.trainer.pack_tokens:
         _check_packing(run, recipe)
-        if isinstance(drafter, CausalLMDrafter):
-            check_separation(drafter.model, "set trainer.pack_tokens=0")
+        if isinstance(given, CausalLMDrafter):
+            check_separation(given.model, "set trainer.pack_tokens=0")
     _check_settings(run, recipe)
-    if drafter is None and not recipe.builds_from_traces:
-        return build(run, recipe, RunText([], [], [], {}))
-    return drafter
+    if given is None and not recipe.builds_from_traces:
+        return recipe, build(run, recipe, RunText([], [], [], {}))
+    return recipe, given
 
 
 @working("loading the drafter")
-def _given_drafter(run: Run, recipe: Recipe, name: str) -> TrainedDrafter:
-    """Load model.drafter; UserError if the recipe cannot train it."""
+def _given_drafter(run: Run, recipe: type[Recipe], name: str) -> TrainedDrafter:
+    """Load model.drafter."""
     model = run.config.model
     drafter = load_drafter(
         name,
@@ -133,7 +139,6 @@ def _given_drafter(run: Run, recipe: Recipe, name: str) -> TrainedDrafter:
             f"{name}: its acceptance head was trained for the present weights and is left out; "
             "recipe=specdecpp trains one for the new weights"
         )
-    recipe.accept(drafter)
     return drafter
 
 

@@ -190,6 +190,9 @@ class Stage:
 class Recipe:
     """A method: the drafter it builds, and the stages that train it.
 
+    `Recipe(config, target, given)` is made with the method's settings and, where model.drafter
+    names one, with the trained drafter that it starts from: UserError if it cannot train that.
+
     `size_search`: short trainings that choose the drafter's size before `build`; `unserved`: why no
     engine serves the trained drafter, None if one does; `no_lora`: why trainer.lora_rank does not
     apply, None if it does; `trains_acceptance`: whether the drafter gets an acceptance head."""
@@ -212,10 +215,6 @@ class Recipe:
 
     def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
         """Build a fresh drafter, where model.drafter is null."""
-        raise NotImplementedError
-
-    def accept(self, drafter: TrainedDrafter) -> None:
-        """Check model.drafter and start from it; UserError if the recipe cannot train it."""
         raise NotImplementedError
 
     def widen(self, drafter: TrainedDrafter, traces: Sequence[Trace]) -> None:

@@ -187,8 +187,10 @@ class Config(DivergenceConfig):
 
 
 class Recipe(base.Recipe):
-    def __init__(self, config: Config, target: Target):
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
+        if given is not None:
+            check_kind(given, CausalLMDrafter, "distillspec")
         self.distillation = OnPolicyDistillation(config, target)
 
     def stages(self) -> list[Stage]:
@@ -227,9 +229,6 @@ class Recipe(base.Recipe):
         return CausalLMDrafter.from_target(
             self.target, num_layers=self.config.draft_layers, hidden_size=width
         )
-
-    def accept(self, drafter: TrainedDrafter) -> None:
-        check_kind(drafter, CausalLMDrafter, "distillspec")
 
 
 @dataclass(frozen=True)

@@ -48,23 +48,21 @@ class Config(HeadConfig):
 
 class Recipe(HeadRecipe[Config]):
     drafter_type = Eagle1Drafter
-    _trained = False
 
-    def __init__(self, config: Config, target: Target):
-        super().__init__(config, target)
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
+        super().__init__(config, target, given)
         # EAGLE-1's: one step, and no loss on the best tokens
         one = dataclasses.replace(config, steps=1, top_weight=0.0)
         self._base_objective = HeadObjective(one, target, one.steps, self.captures)
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        super().accept(drafter)
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        super().check_given(drafter)
         head = check_kind(drafter, Eagle1Drafter, "eagle")
         head.settings.detach_recycled = self.config.steps > 1
-        self._trained = True
 
     def stages(self) -> list[Stage]:
         (own,) = super().stages()
-        if self._trained or self.config.base_max_steps is None:
+        if self.given is not None or self.config.base_max_steps is None:
             return [own]
         first = dataclasses.replace(
             own,

@@ -16,7 +16,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
-from target.model import Target, check_layers
+from target.model import check_layers
 from target.outputs import LayerId
 from trainer.errors import UserError, require
 
@@ -41,19 +41,20 @@ class Config(VocabularyConfig):
 class Recipe(VocabularyRecipe[Config]):
     drafter_type = Eagle3Drafter
 
-    def __init__(self, config: Config, target: Target):
-        layers: Sequence[LayerId] = config.layers or default_captures(target.num_layers)
-        self.captures = check_layers(layers, target.num_layers)
-        super().__init__(config, target)
+    @property
+    def captures(self) -> tuple[LayerId, ...]:
+        if self.given is not None:
+            return self.given.target_layers
+        count = self.target.num_layers
+        return check_layers(self.config.layers or default_captures(count), count)
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        super().accept(drafter)
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        super().check_given(drafter)
         if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
             raise UserError(
                 f"model.drafter reads the layers {list(drafter.target_layers)}, got "
                 f"method.layers={self.config.layers}: leave method.layers out"
             )
-        self.objective.captures = self.captures = drafter.target_layers
 
     @property
     def depth(self) -> int:

@@ -169,7 +169,7 @@ class Alignment(distillspec.Distillation):
 
 
 class Recipe(base.Recipe):
-    def __init__(self, config: Config, target: Target):
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
         self.pretraining = distillspec.LabelObjective(config.alignment(), target)
         self.alignment = Alignment(config, target)
@@ -178,6 +178,8 @@ class Recipe(base.Recipe):
             config.context <= target.context, "ContextError: method.context",
             f"be at most the target's context {target.context}", config.context,
         )  # fmt: skip
+        if given is not None:
+            self._check_given(check_kind(given, CausalLMDrafter, "fastdraft"))
 
     @property
     def builds_from_traces(self) -> bool:
@@ -230,18 +232,17 @@ class Recipe(base.Recipe):
         )  # fmt: skip
         return self._checked(drafter)
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        model = check_kind(drafter, CausalLMDrafter, "fastdraft")
+    def _check_given(self, drafter: CausalLMDrafter) -> None:
         if self.size_search is not None:
             raise UserError(
                 "method.search_parameters chooses the size of a fresh drafter: leave it out, or "
                 "set model.drafter=null"
             )
         require(
-            self.config.context <= model.context, "ContextError: method.context",
-            f"be at most the drafter's context {model.context}", self.config.context,
+            self.config.context <= drafter.context, "ContextError: method.context",
+            f"be at most the drafter's context {drafter.context}", self.config.context,
         )  # fmt: skip
-        self._checked(model)
+        self._checked(drafter)
 
     def _prepare(self, start: Start) -> CausalLMDrafter:
         return self._checked(check_kind(start.drafter, CausalLMDrafter, "fastdraft"))

@@ -4,9 +4,9 @@ Group Tree Optimization, arXiv:2509.22134 (ICLR 2026). At adjacent positions of 
 and a frozen copy of it, the reference, draft trees; the target scores how many tokens of each it
 would accept. The drafter's gain over the reference, standardised within the group of adjacent
 positions, is the advantage of a clipped policy-gradient step on the accepted path. The head's own
-token loss is added: L = token_weight L_token + omega L_tree. Without `model.drafter` the head is
-trained first (stage base), by its own recipe. At the first step of stage gto both drafters are the
-same, so that all advantages are 0 and only the token loss acts.
+token loss, that of its own recipe, is added: L = token_weight L_token + omega L_tree. Without
+`model.drafter` recipe eagle3 trains the head first (stage base). At the first step of stage gto
+both drafters are the same, so that all advantages are 0 and only the token loss acts.
 
 The default reward is the expected number of accepted tokens, exactly (`node_sum`): what the paper's
 abstract names. Its printed formula, in `preset=published`, is log sum exp over the branches
@@ -25,10 +25,9 @@ import dataclasses
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ from drafters.load import load_drafter
 from drafters.round import Shape
 from drafters.trees.table import parse_shape
 from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
-from recipes import base, eagle, eagle3
+from recipes import base
 from recipes.base import (
     Evaluate,
     Metrics,
@@ -57,7 +56,8 @@ from recipes.base import (
     unwrapped,
 )
 from recipes.common.config import Config as RunConfig
-from recipes.common.divergence import check_step
+from recipes.common.config import compose
+from recipes.common.draft_vocabulary import VocabularyConfig
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
 from recipes.common.reference_rewards import (
     ReferenceRewards,
@@ -69,7 +69,7 @@ from recipes.common.tree_loss import Paths, advantages, tree_loss
 from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_read
-from trainer.config import Section, make_settings
+from trainer.config import Section
 from trainer.errors import UserError, require
 from trainer.losses import LossOutput, Term
 
@@ -77,7 +77,11 @@ from trainer.losses import LossOutput, Term
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
 RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega", "token_weight")
 REWARDS_KEY = "method.reference_rewards"
-BASES: dict[str, ModuleType] = {"eagle3": eagle3, "eagle": eagle}  # by kind of drafter
+# kinds of heads whose trees can be trained; each has the name of the recipe that trains it
+BASES = ("eagle3", "eagle")
+# trainer.* of that recipe, which stage base has in place of the run's own
+OF_BASE = ("max_steps", "batch_size", "gradient_accumulation_steps", "lr", "lr_schedule",
+           "lr_warmup_steps", "lr_min_ratio")  # fmt: skip
 
 
 @dataclass
@@ -85,14 +89,9 @@ class Config(Section):
     HERE: ClassVar[tuple[str, ...]] = ("reference_rewards",)
     NAMES: ClassVar[tuple[str, ...]] = ("reference", "tree")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
-    # recipe of the head's token loss; null: the one that made model.drafter, else eagle3
-    base: str | None = None
-    base_options: dict[str, Any] = field(default_factory=dict)  # method.* of that recipe
-    base_max_steps: int | None = None  # steps of stage base; null: trainer.max_steps
-    base_batch_size: int | None = None  # batch of stage base; null: trainer.batch_size
-    base_lr: float = 1e-3  # rate of stage base; stage gto wants about a tenth of it
-    base_lr_warmup_steps: int | None = None  # warm-up of stage base; null: trainer.lr_warmup_steps
-    base_lr_min_ratio: float | None = None  # end of its decay; null: trainer.lr_min_ratio
+    # preset of the head's own recipe, for its token loss and for stage base, which trains it where
+    # model.drafter is null; null: that recipe's settings for the toy
+    base_preset: str | None = None
     # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
     reference: str | None = None
     reference_rewards: str | None = None  # folder that stores its rewards for later runs
@@ -113,14 +112,14 @@ class Config(Section):
     token_weight: float = 1.0  # weight of the token loss; 0 trains on trees alone
 
     def __post_init__(self) -> None:
-        known = {"base": (None, *BASES), "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
+        presets = (None, *base.presets("eagle3"))
+        known = {"base_preset": presets, "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
         for name, allowed in known.items():
             value, words = getattr(self, name), ", ".join(str(one or "null") for one in allowed)
             require(value in allowed, f"method.{name}", f"be one of {words}", value)
-        for name in ("base_max_steps", "base_batch_size", "num_groups", "group_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"method.{name}", "be >= 1", value)
-        for name in ("base_lr", "eta", "std_floor", "omega"):
+        for name in ("num_groups", "group_size"):
+            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
+        for name in ("eta", "std_floor", "omega"):
             require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
         require(self.token_weight >= 0, "method.token_weight", "be >= 0", self.token_weight)
         temperature = self.reward_temperature
@@ -145,116 +144,99 @@ class Config(Section):
         return shape
 
 
+def of_preset(name: str, preset: str | None) -> tuple[ModuleType, RunConfig]:
+    """A recipe with its settings under that preset."""
+    module, files = base.load(name, preset)
+    return module, compose(name, module.Config, files, [])
+
+
+def settings_of_base(config: Config) -> dict[str, object]:
+    """The settings trainer.* that stage base has in place of the run's own."""
+    _, settings = of_preset("eagle3", config.base_preset)
+    return {key: getattr(settings.trainer, key) for key in OF_BASE}
+
+
 class Recipe(base.Recipe):
-    def __init__(self, config: Config, target: Target):
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
         self.shape = config.shape()
-        self._head_recipe: HeadRecipe[HeadConfig] | None = None
-        self._trained = False
-        self._given: TrainedDrafter | None = None  # method.reference
+        self._given = given is not None
+        self._reference: TrainedDrafter | None = None  # method.reference
         if config.reference is not None:
-            self._given = load_drafter(config.reference, target, key="method.reference")
+            self._reference = load_drafter(config.reference, target, key="method.reference")
+        self.heads = self._recipe_of_heads(given)
+        self.objective = TreeObjective(config, target, self.heads.objective)
+        if given is not None:
+            self._check(given)
+            made_of = self.objective.made_of(self._reference or given)
+            check_rewards(config.reference_rewards, made_of, REWARDS_KEY)
 
-    # --- the recipe of the token loss ------------------------------------------------------------
-
-    @property
-    def head_recipe(self) -> HeadRecipe[HeadConfig]:
-        """The recipe of the head's token loss."""
-        if self._head_recipe is None:
-            self._head_recipe = self._make_head_recipe(self.config.base or "eagle3", {})
-        return self._head_recipe
-
-    def _make_head_recipe(self, name: str, known: Mapping[str, object]) -> HeadRecipe[HeadConfig]:
-        module = BASES[name]
-        try:
-            settings = make_settings(module.Config, {**known, **self.config.base_options})
-            if isinstance(settings, eagle.Config):
-                rule, steps = "be null: GTO trains its base in one stage", settings.base_max_steps
-                require(steps is None, "method.base_max_steps", rule, steps)
-            return module.Recipe(settings, self.target)
-        except UserError as error:
-            raise UserError(f"method.base_options, of recipe {name}: {error}") from error
-
-    @cached_property
-    def objective(self) -> TreeObjective:
-        """The objective of stage gto."""
-        return TreeObjective(self.config, self.target, self.head_recipe.objective)
+    def _recipe_of_heads(self, given: TrainedDrafter | None) -> HeadRecipe[HeadConfig]:
+        """Make the recipe that trains heads like `given`, for the token loss and for stage base."""
+        kind = "eagle3" if given is None else given.kind
+        if given is not None and kind not in BASES:
+            check_kind(given, Eagle3Drafter, "gto")
+        module, config = of_preset(kind, self.config.base_preset)
+        if given is None:
+            try:
+                return module.Recipe(config.method, self.target)
+            except UserError as error:
+                remedy = "train a head with recipe=eagle3 and name it as model.drafter"
+                raise UserError(f"stage base: {error}; {remedy}") from error
+        if isinstance(config.method, VocabularyConfig):
+            config.method.draft_vocab_size = None  # a trained head keeps its own
+        return module.Recipe(config.method, self.target, given)
 
     @property
     def unroll(self) -> tuple[str, int] | None:
-        own = self.head_recipe.unroll
-        return None if own is None else ("steps in method.base_options", own[1])
+        if self.heads.unroll is None:
+            return None
+        name, steps = self.heads.unroll
+        return f"{name} of recipe={type(self.heads).__module__.partition('.')[2]}", steps
 
     @property
     def builds_from_traces(self) -> bool:
-        return self.head_recipe.builds_from_traces
+        return self.heads.builds_from_traces
 
     def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
-        drafter = self.head_recipe.build(traces)
+        drafter = self.heads.build(traces)
         self._check(drafter)
         return drafter
-
-    def accept(self, drafter: TrainedDrafter) -> None:
-        """Start from a trained head: stage base is left out, the token loss is that of its kind."""
-        name = drafter.kind
-        if name not in BASES:
-            check_kind(drafter, Eagle3Drafter, "gto")
-        if self.config.base not in (None, name):
-            raise UserError(
-                f"model.drafter is a head of recipe {name}, got method.base={self.config.base}: "
-                "leave method.base out"
-            )
-        known = {"layers": list(drafter.target_layers)} if name == "eagle3" else {}
-        self._head_recipe = self._make_head_recipe(name, known)
-        try:
-            self._head_recipe.accept(drafter)
-        except UserError as error:
-            raise UserError(f"method.base_options, of recipe {name}: {error}") from error
-        size = self.config.base_options.get("draft_vocab_size")
-        has = drafter.draft_vocab_size
-        same = size is None or (size or drafter.vocab_size) == has
-        rule = f"leave out draft_vocab_size: model.drafter drafts {has} tokens"
-        require(same, "method.base_options", rule, size)
-        self._check(drafter)
-        self.__dict__.pop("objective", None)  # one made before now is for the default base
-        made_of = self.objective.made_of(self._given or drafter)
-        check_rewards(self.config.reference_rewards, made_of, REWARDS_KEY)
-        self._trained = True
 
     def _check(self, drafter: TrainedDrafter) -> None:
         rule = f"have at most {drafter.draft_vocab_size} children under a node, its vocabulary"
         require(self.shape.width <= drafter.draft_vocab_size, "method.tree", rule, self.config.tree)
-        if self._given is not None:
-            check_same_network(self._given, drafter)
-
-    @staticmethod
-    def check_launch(config: RunConfig, num_processes: int) -> None:
-        micro_steps = config.trainer.gradient_accumulation_steps
-        divergence = config.method.base_options.get("divergence")
-        check_step("method.base_options.divergence", divergence, micro_steps, num_processes)
-
-    # --- stages ----------------------------------------------------------------------------------
+        if self._reference is not None:
+            check_same_network(self._reference, drafter)
 
     def stages(self) -> list[Stage]:
-        text, config, heads = Needs({"target": 1.0}), self.config, self.head_recipe
-        names = ("max_steps", "batch_size", "lr", "lr_warmup_steps", "lr_min_ratio")
-        own = {name: getattr(config, f"base_{name}") for name in names}
-        overrides = {name: value for name, value in own.items() if value is not None}
+        text = Needs({"target": 1.0})
+        tuned = Stage("gto", self.objective, text, row="after", prepare=self._freeze_reference)
+        if self._given:
+            return [tuned]
         # the same for all settings of the other stage
         shared = {
-            "recipe": type(heads).__module__,
-            **dataclasses.asdict(heads.config),
+            "recipe": type(self.heads).__module__,
+            **dataclasses.asdict(self.heads.config),
         }
         first = Stage(
-            "base", heads.objective, text, overrides, start="base", row="before", shared=shared
-        )
-        tuned = Stage("gto", self.objective, text, row="after", prepare=self._freeze_reference)
-        return [tuned] if self._trained else [first, tuned]
+            "base", self.heads.objective, text, settings_of_base(self.config), start="base",
+            row="before", shared=shared,
+        )  # fmt: skip
+        return [first, tuned]
+
+    @staticmethod
+    def describe(config: RunConfig) -> str:
+        """Describe stage base, for `dry_run`."""
+        if config.model.drafter is not None:
+            return ""
+        own = settings_of_base(config.method)
+        return "stage base, recipe=eagle3: " + ", ".join(f"{k}={v}" for k, v in own.items())
 
     def _freeze_reference(self, start: Start) -> TrainedDrafter:
         """Freeze a copy of the drafter as the reference, unless method.reference names one."""
         drafter, objective = start.drafter, self.objective
-        objective.compare_with(self._given or copy.deepcopy(drafter))
+        objective.compare_with(self._reference or copy.deepcopy(drafter))
         drafter.provenance = {
             "recipe": "gto",
             "reference": objective.made_of(objective.reference)["reference"],

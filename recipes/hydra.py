@@ -43,8 +43,8 @@ class Recipe(VocabularyRecipe[Config]):
     def depth(self) -> int:
         return self.config.num_heads
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        super().accept(drafter)
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        super().check_given(drafter)
         check_kind(drafter, HydraDrafter, "hydra").set_dropout(self.config.dropout)
 
     def build(self, traces: Sequence[Trace]) -> HydraDrafter:

@@ -83,11 +83,10 @@ class Recipe(medusa.Recipe):
     config: Config
     no_lora = "recipe=medusa2 has an adapter of its own, see method.lora_rank"
 
-    def __init__(self, config: Config, target: Target):
-        super().__init__(config, target)
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
+        super().__init__(config, target, given)
         AdaptedTarget(target, config.lora())  # refuses a target before the first stage trains
         self._joint = JointObjective(config, target, self.depth, self.captures)
-        self._given_heads = False
 
     def stages(self) -> list[Stage]:
         text, joint = Needs({"target": 1.0}), self._joint
@@ -102,10 +101,10 @@ class Recipe(medusa.Recipe):
             shares_texts=self.config.reduction == "token",
             lr_multiplier=self._lr_multiplier,
         )  # fmt: skip
-        return [second] if self._given_heads else [heads, second]
+        return [heads, second] if self.given is None else [second]
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        """Start from trained heads, with or without a trained adapter; refuse other drafters."""
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        """Refuse all but trained heads, with or without a trained adapter."""
         if drafter.kind != Medusa2Drafter.kind:
             check_kind(drafter, MedusaDrafter, "medusa2")
         elif (lora := check_kind(drafter, Medusa2Drafter, "medusa2").lora) != self.config.lora():
@@ -114,7 +113,6 @@ class Recipe(medusa.Recipe):
             )
         self.check_network(drafter)
         self.check_vocabulary(drafter)
-        self._given_heads = True
 
     def _adapt(self, start: Start) -> Medusa2Drafter:
         """Give the heads an adapter of the target, where they have none yet."""

@@ -121,8 +121,10 @@ class Config(DivergenceConfig):
 
 
 class Recipe(base.Recipe):
-    def __init__(self, config: Config, target: Target):
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
+        if given is not None:
+            check_kind(given, CausalLMDrafter, "osd")
         processes = PartialState().num_processes
         if config.bank and processes > 1:
             raise UserError(
@@ -171,9 +173,6 @@ class Recipe(base.Recipe):
         return CausalLMDrafter.from_target(
             self.target, num_layers=config.draft_layers, hidden_size=width
         )
-
-    def accept(self, drafter: TrainedDrafter) -> None:
-        check_kind(drafter, CausalLMDrafter, "osd")
 
     def _begin(self, start: Start) -> TrainedDrafter:
         """Make what serves: the drafter, or a copy of it for each domain of the stream."""

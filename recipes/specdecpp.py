@@ -102,9 +102,10 @@ class Recipe(base.Recipe):
     no_lora = "recipe=specdecpp trains an acceptance head and leaves the drafter unchanged"
     trains_acceptance = True
 
-    def __init__(self, config: Config, target: Target):
-        self.config = config
-        self._given = False
+    def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
+        self.config, self._given = config, given is not None
+        if given is not None:
+            check_exposed(given)
         own = distillspec.Config(
             divergence="fkl", control=False, draft_layers=config.draft_layers,
             draft_hidden_size=config.draft_hidden_size,
@@ -123,10 +124,6 @@ class Recipe(base.Recipe):
 
     def build(self, traces: Sequence[Trace]) -> TrainedDrafter:
         return self._distill.build(traces)
-
-    def accept(self, drafter: TrainedDrafter) -> None:
-        check_exposed(drafter)
-        self._given = True
 
     def _add_head(self, start: Start) -> TrainedDrafter:
         """Freeze the drafter and give it a fresh head."""

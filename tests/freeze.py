@@ -30,6 +30,7 @@ import train
 from recipes import base
 from scripts import evaluate
 from tests.helpers.commands import command, own_words, read_jsonl
+from tests.helpers.heads import eagle3_word
 from tests.helpers.tiny import save_tiny
 from tests.helpers.wrong_words import HEADS, MALFORMED, WORDS, WORDS_OF_TARGET
 from tests.offline import sitecustomize  # noqa: F401
@@ -104,9 +105,7 @@ def words_of(recipe: str, folder: Path, target: Path, *given: str) -> list[str]:
     if recipe == "eagle3":  # the defaults collide on two layers
         own.append("method.layers=[0,1]")
     if recipe == "gto":
-        own += ["method.base_options={layers: [0, 1]}", "method.base_max_steps=2",
-                "method.base_batch_size=4", "method.group_size=2",
-                "trainer.lr_warmup_steps=1"]  # fmt: skip
+        own += [eagle3_word(folder, target), "method.group_size=2", "trainer.lr_warmup_steps=1"]
     if recipe == "fastdraft":
         own += ["method.pretrain_steps=2", "method.continue_steps=2"]
     last = dict(word.split("=", 1) for word in [*words, *own, *given])

@@ -23,6 +23,7 @@ from target.sampling import Sampling
 from tests.eval.test_engine import drafter_of, speculated, target_of
 from tests.helpers.commands import command, own_words, write_jsonl
 from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.heads import eagle3_word
 from tests.helpers.kernels import chosen_as_on_a_gpu
 from tests.helpers.tape import decoding_as_on_a_gpu
 from tests.helpers.tiny import (
@@ -45,9 +46,7 @@ STEPS = 4
 OWN_WORDS = {
     "distillspec": ["method.data_mix={draft: 1}"],  # text that the drafter writes in a step
     "eagle3": ["method.layers=[0,1]"],  # the defaults collide on two layers
-    "gto": ["method.base_options={layers: [0, 1], steps: 2}", f"method.base_max_steps={STEPS}",
-            "method.base_batch_size=1", "method.group_size=2", "method.tree=dynamic:5:3:2",
-            "trainer.lr_warmup_steps=0"],
+    "gto": ["method.group_size=2", "method.tree=dynamic:5:3:2", "trainer.lr_warmup_steps=0"],
 }  # fmt: skip
 
 
@@ -140,8 +139,10 @@ def test_a_step_waits_equally_often_whatever_its_texts_chunks_and_vocabulary(
         folder = tmp_path / str(size)
         write_jsonl(folder / "train.jsonl", rows)
         write_jsonl(folder / "eval.jsonl", [{"prompt": "What is 3 times 3? "}])
+        target = saved_target(folder / "target", size)
+        head = [eagle3_word(folder, target)] if recipe == "gto" else []
         words = command(
-            folder, saved_target(folder / "target", size), f"recipe={recipe}",
+            folder, target, f"recipe={recipe}", *head,
             f"trainer.max_steps={STEPS}", "eval.temperatures=0", "eval.num_prompts=1",
             "eval.timing_prompts=0", "data.features=live", "trainer.batch_size=1",
             "data.max_new_tokens=16",

@@ -286,7 +286,6 @@ NOT_RUN_HERE = [
     ["data.engine=vllm", "data.engine_options={hf_token: SECRET, api_key: [SECRET], a: {k: 1}}"],
     ["model.quantization={quant_method: awq, secret: SECRET}"],
     ["model.device_map=auto", "model.max_memory={0: 1GiB, password: SECRET}"],
-    ["recipe=gto", "trainer.lr_warmup_steps=0", "method.base_options={api_token: SECRET}"],
     ["data.stop_strings=[Bearer SECRET]"],
 ]  # fmt: skip
 

@@ -33,6 +33,7 @@ from tests.helpers.commands import (
     training_stores,
     write_jsonl,
 )
+from tests.helpers.heads import eagle3_word
 from tests.helpers.tiny import ARCHITECTURES, EOS, save_tiny
 from trainer.errors import UserError
 
@@ -149,15 +150,17 @@ def test_every_architecture_trains_reports_and_exports(
 @pytest.mark.figures
 @pytest.mark.parametrize("recipe", base.names())
 def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, recipe):
-    given = (f"recipe={recipe}", "eval.temperatures=[0, 1]", "method.control=true")
-    words = command(tmp_path, tiny_folder("llama", layers=8), *given)
+    given = [f"recipe={recipe}", "eval.temperatures=[0, 1]", "method.control=true"]
+    target = tiny_folder("llama", layers=8)
+    given += [eagle3_word(tmp_path, target)] if recipe == "gto" else []
+    words = command(tmp_path, target, *given)
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
     words += own_words(recipe, tmp_path)
     if recipe == "fastdraft":
         words += [f"eval.K={K}"]
     if recipe == "gto":
-        words += ["method.base_max_steps=2", "trainer.lr_warmup_steps=0"]
+        words += ["trainer.lr_warmup_steps=0"]
     run(*words)
     check_run_folder(tmp_path / "run", recipe, (0.0, 1.0), control=recipe == "distillspec")
 

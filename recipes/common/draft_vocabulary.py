@@ -61,12 +61,13 @@ class VocabularyRecipe(HeadRecipe[ConfigT]):
 
     @property
     def is_reduced(self) -> bool:
+        if self.given is not None:
+            return self._size_for(self.given) < self.target.vocab_size
         return is_reduced(self.config.draft_vocab_size, self.target)
 
-    def accept(self, drafter: TrainedDrafter) -> None:
-        super().accept(drafter)
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        super().check_given(drafter)
         self.check_vocabulary(drafter)
-        self.objective.is_reduced = self._size_for(drafter) < self.target.vocab_size
 
     def check_vocabulary(self, drafter: TrainedDrafter) -> None:
         """Refuse a trained head that drafts more tokens than asked for; `widen` adds the others

@@ -65,15 +65,21 @@ class HeadConfig(DivergenceConfig):
 
 
 class HeadRecipe(Recipe, Generic[ConfigT]):
-    """A recipe that trains a head in one stage. `drafter_type`: the class of its drafters."""
+    """A recipe that trains a head in one stage. `drafter_type`: the class of its drafters;
+    `given`: the trained head that it starts from, None for a fresh one."""
 
     drafter_type: ClassVar[type[TrainedDrafter]]
-    captures: tuple[LayerId, ...] = ("final_norm",)  # the target's layers that the head reads
 
-    def __init__(self, config: ConfigT, target: Target):
-        self.config, self.target = config, target
-        # a given drafter may read other layers, or draft another part of the vocabulary: `accept`
+    def __init__(self, config: ConfigT, target: Target, given: TrainedDrafter | None = None):
+        self.config, self.target, self.given = config, target, given
+        if given is not None:
+            self.check_given(given)
         self.objective = HeadObjective(config, target, self.depth, self.captures, self.is_reduced)
+
+    @property
+    def captures(self) -> tuple[LayerId, ...]:
+        """The target's layers that the head reads."""
+        return ("final_norm",)
 
     @property
     def depth(self) -> int:
@@ -94,7 +100,7 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
             )
         ]  # fmt: skip
 
-    def accept(self, drafter: TrainedDrafter) -> None:
+    def check_given(self, drafter: TrainedDrafter) -> None:
         """Refuse a head of another kind or network than the one that is asked for."""
         head = check_kind(drafter, self.drafter_type, type(self).__module__.rpartition(".")[2])
         self.check_network(head)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -16,8 +17,10 @@ from drafters.text import Text
 from drafters.trees.static import StaticTree
 from eval.counters import check_invariants
 from eval.engine import SpeculativeDecoder
+from recipes import eagle3
 from target.cache import CachedModel
 from target.decode import Request, decode
+from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import KeyedRandom, Sampling, row_key
 from tests.helpers.tiny import VOCAB_SIZE, assert_same_greedy, prompts_of
@@ -37,6 +40,16 @@ def randomised(drafter, std=0.3, seed=0):
         for parameter in drafter.parameters():
             parameter += std * torch.randn(parameter.shape, generator=generator)
     return drafter.eval()
+
+
+def eagle3_word(folder: Path, target: Path) -> str:
+    """model.drafter=..., an EAGLE-3 head for a target of two layers, on which the default captures
+    collide; made anew below `folder`."""
+    loaded = Target.load(str(target))
+    torch.manual_seed(0)
+    drafter = eagle3.Recipe(eagle3.Config(layers=[0, 1]), loaded).build([])
+    drafter.save_pretrained(folder / "eagle3-head")
+    return f"model.drafter={folder / 'eagle3-head'}"
 
 
 def outputs_of(drafter, target, ids):

@@ -53,16 +53,12 @@ def test_what_zero_cannot_train_is_refused_before_a_model_is_loaded(
         ("eagle3", [], 2, "divergence", "tvd_pp"),
         ("osd", [], 4, "divergence", "tvd_pp,draft_temperature=2"),
         ("medusa", ["preset=published"], 1, "divergence", "tvd_pp"),  # it accumulates four batches
-        ("gto", [], 2, "base_options.divergence", "tvd_pp"),
     ],
 )
 def test_a_loss_with_moments_of_its_batch_needs_one_batch_a_step(
     recipe, given, processes, key, value
 ):
-    word = f"method.{key}={value}"
-    if recipe == "gto":
-        word = f"method.base_options={{divergence: {value}}}"
-    config, module = resolve([f"recipe={recipe}", word, *given])
+    config, module = resolve([f"recipe={recipe}", f"method.{key}={value}", *given])
     with pytest.raises(UserError) as caught:
         module.Recipe.check_launch(config, processes)
     assert (caught.value.key, caught.value.value) == (f"method.{key}", value)

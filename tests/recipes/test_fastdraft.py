@@ -159,7 +159,7 @@ def test_a_network_that_does_not_keep_documents_apart_is_refused(target):
 
     drafter.model.base_model.forward = forward
     with pytest.raises(UserError, match=r"see each other: set method\.separate_documents=false"):
-        make(target, "pretrain").accept(drafter)
+        Recipe(Config(draft_hidden_size=16), target, drafter)
     with pytest.raises(UserError, match="see each other: remedy"):
         check_separation(drafter.model, "remedy")
 

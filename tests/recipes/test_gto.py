@@ -20,26 +20,43 @@ from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.trees.tree import TokenTree
 from eval.tree_reward import AGGREGATIONS
 from phases import shared
-from recipes import eagle, eagle3
+from phases.pipeline import resolve
+from recipes import eagle, eagle3, gto
 from recipes.common.reference_rewards import (
     ReferenceRewards,
     check_rewards,
     check_same_network,
 )
 from recipes.common.tree_loss import Paths, advantages, tree_loss
-from recipes.gto import Config, Recipe, TreeObjective
+from recipes.gto import OF_BASE, Config, Recipe, TreeObjective, settings_of_base
 from target.model import Target
 from tests.helpers.commands import TWO, command, finish, read_jsonl, start
 from tests.helpers.eagle import build_eagle, eagle_settings
-from tests.helpers.heads import PROMPTS, fitted, plain_texts, randomised
+from tests.helpers.heads import PROMPTS, eagle3_word, fitted, plain_texts, randomised
 from tests.helpers.losses import listed, ordered
 from tests.helpers.objectives import trained as prepared
 from tests.recipes.test_heads import outputs_of
 from trainer.errors import UserError
 
 SMALL = {"num_groups": 3, "group_size": 3, "tree": "dynamic:8:3:3"}
-OPTIONS = {"eagle3": {"steps": 2, "layers": [0, 1]}, "eagle": {"feature_noise": 0.0}}
+BASE = {"max_steps": 3, "batch_size": 4}
 KEPT_SIZE = 70
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_base():
+    """Stage base in a few steps, and a token loss of EAGLE-1 without noise."""
+    of_preset = gto.of_preset
+
+    def plain(name, preset):
+        module, config = of_preset(name, preset)
+        config.method.feature_noise = 0.0
+        return module, config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gto, "settings_of_base", lambda config: dict(BASE))
+        patch.setattr(gto, "of_preset", plain)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +90,9 @@ def trained(target_name, base, size):
 def tuned(target, *, moved=0.03, size=None, base="eagle3", **options):
     """In stage gto; `moved`: how far the drafter has gone from the reference; `size`: of its
     vocabulary."""
-    given = {"base": base, "base_options": OPTIONS[base], **SMALL, **options}
-    recipe = Recipe(Config(**given), target)
     drafter = copy.deepcopy(trained(target.name, base, size))
     drafter.shared = Shared(target)
-    recipe.accept(drafter)
+    recipe = Recipe(Config(**SMALL | options), target, drafter)
     found = prepared(recipe, drafter)
     if moved:
         found.drafter = randomised(drafter, moved, 5)
@@ -268,7 +283,8 @@ def test_advantages_are_standardised_by_the_groups_population_and_flat_ones_are_
 def test_at_the_first_step_only_the_token_loss_is_left(base, target, batch):
     recipe = tuned(target, moved=0, base=base)
     module = {"eagle3": eagle3, "eagle": eagle}[base]
-    head = module.Recipe(module.Config(**OPTIONS[base]), target)
+    options = {"layers": [0, 1]} if base == "eagle3" else {"feature_noise": 0.0}
+    head = module.Recipe(module.Config(**options), target)
     head = prepared(head, recipe.drafter)
     *terms, (total, _, weight) = terms_of(recipe, batch)
     alone = listed(head.loss(batch, outputs_of(head, batch), 0).terms)
@@ -282,12 +298,15 @@ def test_at_the_first_step_only_the_token_loss_is_left(base, target, batch):
     assert (found["reward"], found["flat_groups"], found["clipped"]) == (0.0, 1.0, 0.0)
 
 
-def test_in_stage_base_there_is_nothing_but_the_token_loss(target, batch):
-    recipe = Recipe(Config(base_options=OPTIONS["eagle3"], **SMALL), target)
+def test_in_stage_base_there_is_nothing_but_the_token_loss(tiny_target):
+    target = tiny_target("llama", layers=8)
+    texts = plain_texts(target)
+    batch = collate(PROMPTS, texts, ["target"] * len(texts))
+    recipe = Recipe(Config(**SMALL), target)
     drafter = recipe.build([])
     first = prepared(recipe, drafter, stage=0)
     assert first.drafter is drafter
-    assert len(terms_of(first, batch)) == 2  # one for each unrolled step
+    assert len(terms_of(first, batch)) == 5  # one for each unrolled step
     usual = object()
     assert first.evaluated(usual, []) is usual  # trees do not choose there
 
@@ -349,7 +368,7 @@ def test_the_token_loss_can_be_weighed_or_switched_off(target, batch):
         assert not torch.allclose(got, whole)
 
 
-@pytest.mark.parametrize("change", [{"base": "eagle"}, {"base_options": {"steps": 3}}])
+@pytest.mark.parametrize("change", [{"base": "eagle"}, {"base_preset": "published"}])
 def test_the_token_loss_is_the_bases(change, target, batch):
     losses = [
         sum(total.item() for total, _, _ in terms_of(tuned(target, **given), batch)[:-1])
@@ -549,68 +568,56 @@ def test_a_reference_of_another_network_or_vocabulary_is_refused(target, tmp_pat
 
 
 def test_the_kind_of_a_given_head_is_read_from_it(target):
-    for name in ("eagle3", "eagle"):
-        drafter = head(target, name)
-        recipe = Recipe(Config(**SMALL), target)
-        recipe.accept(drafter)
-        assert type(recipe.head_recipe).__module__ == f"recipes.{name}"
-        assert recipe.head_recipe.captures == drafter.target_layers
-        assert [stage.name for stage in recipe.stages()] == ["gto"]
-        other = {"eagle3": "eagle", "eagle": "eagle3"}[name]
-        with pytest.raises(UserError, match=f"head of recipe {name}, got method.base={other}"):
-            Recipe(Config(base=other, **SMALL), target).accept(drafter)
-    for option, says in (
-        ({"draft_vocab_size": 60}, "leave out draft_vocab_size: model.drafter drafts 30 tokens"),
-        ({"draft_vocab_size": 20}, "of recipe eagle3: method.draft_vocab_size must be null, or"),
-        ({"norm_output": True}, "method.base_options, of recipe eagle3: model.drafter has norm_o"),
-    ):
-        recipe = Recipe(Config(base_options=option, **SMALL), target)
-        with pytest.raises(UserError, match=says):
-            recipe.accept(head(target, kept=torch.arange(30)))
-    whole = Recipe(Config(base_options={"draft_vocab_size": 0}, **SMALL), target)
-    whole.accept(head(target))
+    for name, size in (("eagle3", 0), ("eagle3", 30), ("eagle", 0)):
+        drafter = head(target, name, kept=torch.arange(size) if size else None)
+        recipe = Recipe(Config(**SMALL, base_preset="published"), target, drafter)
+        assert type(recipe.heads).__module__ == f"recipes.{name}"
+        assert recipe.heads.captures == drafter.target_layers
+        assert recipe.heads.is_reduced == bool(size)  # it keeps its vocabulary
+        (stage,) = recipe.stages()
+        assert (stage.name, stage.objective.tokens) == ("gto", recipe.heads.objective)
+    medusa = MedusaDrafter.build(target, MedusaSettings(num_heads=2))
     with pytest.raises(UserError, match="of kind 'medusa', recipe=gto trains 'eagle3'"):
-        Recipe(Config(**SMALL), target).accept(
-            MedusaDrafter.build(target, MedusaSettings(num_heads=2))
-        )
+        Recipe(Config(**SMALL), target, medusa)
 
 
-def test_a_given_head_takes_its_own_token_loss_whatever_was_asked_before(tiny_target):
+@pytest.mark.parametrize("preset", [None, "laptop", "published"])
+def test_stage_base_is_recipe_eagle3_under_the_preset(preset, tiny_target):
+    words = ["recipe=eagle3", *([] if preset is None else [f"preset={preset}"])]
+    eagle3_run = resolve(words)[0]
+    gto_run = resolve([word.replace("eagle3", "gto") for word in words])[0]
+    assert gto_run.method.base_preset == preset
+    found = settings_of_base(gto_run.method)
+    assert found == {key: getattr(eagle3_run.trainer, key) for key in OF_BASE}
+    # what is the same for both stages is what recipe eagle3 has
+    free = {*OF_BASE, "resume", "save_every", "eval_every", "log_every"}
+    for key, value in vars(eagle3_run.trainer).items():
+        assert key in free or getattr(gto_run.trainer, key) == value, key
+    if preset != "published":  # whose vocabulary is larger than the tiny one
+        recipe = Recipe(gto_run.method, tiny_target("llama", layers=8))
+        assert recipe.heads.config == eagle3_run.method
+    said = Recipe.describe(gto_run)
+    assert said.startswith(f"stage base, recipe=eagle3: max_steps={eagle3_run.trainer.max_steps}")
+    gto_run.model.drafter = "head"
+    assert not Recipe.describe(gto_run)
+
+
+def test_bases_are_the_same_by_their_own_recipe_and_its_settings_alone(tiny_target):
     target = tiny_target("llama", layers=8)
-    recipe = Recipe(Config(**SMALL), target)
-    before = recipe.stages()[-1].objective.tokens
-    recipe.accept(head(target, "eagle"))
-    (stage,) = recipe.stages()
-    assert stage.objective.tokens is recipe.head_recipe.objective is not before
 
-
-def test_stage_base_has_settings_of_its_own(target):
-    own = {"base_options": OPTIONS["eagle3"], **SMALL}
-    given = {"max_steps": 7, "batch_size": 5, "lr": 0.5, "lr_warmup_steps": 3, "lr_min_ratio": 0.0}
-    config = Config(**{f"base_{name}": value for name, value in given.items()}, **own)
-    base, tuned = Recipe(config, target).stages()
-    assert base.overrides == given
-    assert Recipe(Config(**own), target).stages()[0].overrides == {"lr": 1e-3}
-    assert (tuned.overrides, base.row, tuned.row) == ({}, "before", "after")
-
-
-def test_bases_are_the_same_by_their_own_recipe_and_its_settings_alone(target):
     def shared(**options):
-        given = {"base_options": OPTIONS["eagle3"], **SMALL, **options}
-        return Recipe(Config(**given), target).stages()[0].shared
+        base, tuned = Recipe(Config(**SMALL | options), target).stages()
+        assert (base.row, tuned.row, tuned.overrides) == ("before", "after", {})
+        assert base.overrides == BASE
+        return base.shared
 
-    assert shared() == shared(omega=0.7, num_groups=2)
-    others = {"steps": 3}, {"depth_decay": 0.5}, {"layers": [1, 0]}
-    assert all(shared(base_options=OPTIONS["eagle3"] | other) != shared() for other in others)
-    assert shared(base="eagle", base_options=OPTIONS["eagle"]) != shared()
+    assert shared() == shared(omega=0.7, num_groups=2) == shared(base_preset="laptop")
+    assert shared(base_preset="published") != shared()
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
-    options = {"layers": [0, 1], "draft_vocab_size": 2}
-    recipe = Recipe(Config(base_options=options, **SMALL), target)
-    assert recipe.builds_from_traces
     with pytest.raises(UserError, match=r"method\.tree must have at most 2 children"):
-        recipe.accept(head(target, kept=torch.tensor([5, 9])))
+        Recipe(Config(**SMALL), target, head(target, kept=torch.tensor([5, 9])))
 
 
 # --- a whole run ------------------------------------------------------------------------------
@@ -618,11 +625,10 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target):
 
 def words_of(folder, target, *given):
     settings = (
-        "recipe=gto", "method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
-        "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
-        "method.base_batch_size=4", "trainer.lr_warmup_steps=0",
-        "trainer.max_steps=6", "trainer.log_every=1", "trainer.save_every=2",
-        "trainer.eval_every=3", "trainer.lr=1e-2", "eval.tree=dynamic:8:3:3", "data.num_prompts=8",
+        "recipe=gto", "method.num_groups=2", "method.group_size=2", "method.tree=dynamic:8:3:3",
+        "trainer.lr_warmup_steps=0", "trainer.max_steps=6", "trainer.log_every=1",
+        "trainer.save_every=2", "trainer.eval_every=3", "trainer.lr=1e-2",
+        "eval.tree=dynamic:8:3:3", "data.num_prompts=8",
         "data.max_new_tokens=12", "eval.temperatures=0", "eval.timing_prompts=0",
     )  # fmt: skip
     words = command(folder, target, *settings, *given)
@@ -630,9 +636,15 @@ def words_of(folder, target, *given):
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_folder, tmp_path_factory):
+def eight(tiny_folder):
+    """A target on whose layers the default captures differ."""
+    return tiny_folder("llama", layers=8)
+
+
+@pytest.fixture(scope="module")
+def finished(eight, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gto")
-    assert train.main(words_of(folder, tiny_folder("llama"))) == 0
+    assert train.main(words_of(folder, eight)) == 0
     return folder
 
 
@@ -668,7 +680,7 @@ def test_a_run_trains_its_base_and_then_its_trees(finished):
     assert report["drafter"]["provenance"] == about
 
 
-def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys):
+def test_a_base_trained_before_is_found(finished, eight, tmp_path, capsys, monkeypatch):
     """By all that decides its weights; settings of the other stage are none of that."""
     shutil.copytree(finished / "cache", tmp_path / "cache")
     for name in ("train.jsonl", "eval.jsonl"):
@@ -677,30 +689,32 @@ def test_a_base_trained_before_is_found(finished, tiny_folder, tmp_path, capsys)
     (kept,) = (tmp_path / "cache" / "stages").iterdir()
     words = (*paths, "method.omega=0.7", "trainer.max_steps=2", "trainer.lr=1e-3",
              "run.stage=gto")  # fmt: skip
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 0
+    assert train.main(words_of(tmp_path, eight, *words)) == 0
     assert f"0-base: trained before, from {kept}" in capsys.readouterr().out
     assert (losses(tmp_path / "run", "base"), len(losses(tmp_path / "run", "gto"))) == ([], 2)
     place = "stages/0-base/checkpoints/best"
     for path in (tmp_path / "run" / place).rglob("*.safetensors"):
         theirs = finished / "run" / path.relative_to(tmp_path / "run")
         assert path.read_bytes() == theirs.read_bytes()
-    anew = (*words, f"run.dir={tmp_path / 'anew'}", "method.base_lr=2e-3", "run.stage=base")
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *anew)) == 0
+    anew = (*words, f"run.dir={tmp_path / 'anew'}", "run.stage=base")
+    monkeypatch.setattr(gto, "settings_of_base", lambda config: BASE | {"lr": 2e-3})
+    assert train.main(words_of(tmp_path, eight, *anew)) == 0
     assert len(losses(tmp_path / "anew", "base")) == 3
     assert len(list((tmp_path / "cache" / "stages").iterdir())) == 2
 
 
 def test_a_stage_that_is_left_out_may_be_shorter_than_the_warm_up(
-    finished, tiny_folder, tmp_path, capsys
+    finished, eight, tmp_path, capsys, monkeypatch
 ):
     given = f"model.drafter={finished / 'run' / 'drafter'}"
-    words = (given, "trainer.lr_warmup_steps=4", "data.max_new_tokens=256")
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 2
+    monkeypatch.setattr(gto, "settings_of_base", lambda config: BASE | {"lr_warmup_steps": 4})
+    words = (given, "data.max_new_tokens=256")
+    assert train.main(words_of(tmp_path, eight, *words)) == 2
     assert "max_new_tokens=256 leaves no room" in capsys.readouterr().err
 
 
 def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
-    finished, tiny_folder, tmp_path, capsys, monkeypatch
+    finished, eight, tmp_path, capsys, monkeypatch
 ):
     shutil.copytree(finished / "cache", tmp_path / "cache")
     for name in ("train.jsonl", "eval.jsonl"):
@@ -713,14 +727,14 @@ def test_a_base_of_another_placement_is_not_taken_and_a_full_disk_keeps_none(
 
     monkeypatch.setattr(shared, "placement", lambda *_: SimpleNamespace(name="elsewhere"))
     monkeypatch.setattr(shared.shutil, "copytree", full)
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words, "run.stage=base")) == 0
+    assert train.main(words_of(tmp_path, eight, *words, "run.stage=base")) == 0
     assert "base: not saved for other runs in" in capsys.readouterr().out
     assert len(losses(tmp_path / "run", "base")) == 3
     assert list((tmp_path / "cache" / "stages").iterdir()) == before
 
 
 @pytest.mark.usefixtures("unreported")
-def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_folder, tmp_path):
+def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, eight, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)
     stage = run / "stages" / "1-gto"
@@ -730,7 +744,7 @@ def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_fol
     for found in (stage / "checkpoints").glob("step-*"):
         if int(found.name[5:]) > 2:
             shutil.rmtree(found)
-    assert train.main(words_of(finished, tiny_folder("llama"), f"run.dir={run}")) == 0
+    assert train.main(words_of(finished, eight, f"run.dir={run}")) == 0
     then, now = (read_jsonl(folder / "metrics.jsonl") for folder in (finished / "run", run))
     for row in (*then, *now):
         row.pop("tokens_per_s", None)
@@ -741,56 +755,56 @@ def test_stopped_in_stage_gto_it_goes_on_with_the_same_losses(finished, tiny_fol
 
 @pytest.mark.slow
 def test_a_trained_head_is_gone_on_from_with_its_first_state_as_reference(
-    finished, tiny_folder, tmp_path, capsys
+    finished, eight, tmp_path, capsys
 ):
     given = (
         f"model.drafter={finished / 'run' / 'drafter'}", "trainer.max_steps=2",
-        f"method.reference={finished / 'run' / 'drafter'}", "method.base_options={steps: 2}",
+        f"method.reference={finished / 'run' / 'drafter'}",
         f"method.reference_rewards={tmp_path / 'rewards'}",
     )  # fmt: skip
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *given)) == 0
+    assert train.main(words_of(tmp_path, eight, *given)) == 0
     assert {r["stage"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")} == {"gto"}
     (rewards,) = (tmp_path / "rewards").glob("rewards-*.jsonl")
     assert len(rewards.read_text().splitlines()) == 7
-    target = Target.load(str(tiny_folder("llama")))
+    target = Target.load(str(eight))
     assert load_drafter(str(tmp_path / "run" / "drafter"), target).kind == "eagle3"
     other = (*given, "method.reward_temperature=2", f"run.dir={tmp_path / 'other'}")
     capsys.readouterr()
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *other)) == 2
+    assert train.main(words_of(tmp_path, eight, *other)) == 2
     assert "were made with another method.reward_temperature (" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()  # known before anything is written
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
-    given = (f"data.prompts={finished / 'train.jsonl'}", f"eval.prompts={finished / 'eval.jsonl'}")
-    words = words_of(tmp_path, tiny_folder("llama"), "trainer.batch_size=2",
-                     "method.base_batch_size=2", *given)  # fmt: skip
-    code, _, err = finish(start(*TWO, "train.py", *words))
+@pytest.mark.usefixtures("unreported")
+def test_two_processes_train_as_one_does(eight, tmp_path):
+    head = eagle3_word(tmp_path, eight)
+    alone, both = (
+        words_of(tmp_path, eight, head, f"trainer.batch_size={size}", f"run.dir={tmp_path / name}")
+        for name, size in (("alone", 4), ("both", 2))
+    )
+    assert train.main(alone) == 0
+    code, _, err = finish(start(*TWO, "train.py", *both))
     assert code == 0, err
-    for stage in ("base", "gto"):
-        expected = losses(finished / "run", stage)
-        assert losses(tmp_path / "run", stage)[:2] == pytest.approx(expected[:2], rel=1e-4)
+    expected = losses(tmp_path / "alone", "gto")
+    assert losses(tmp_path / "both", "gto")[:2] == pytest.approx(expected[:2], rel=1e-4)
 
 
 # --- what is refused --------------------------------------------------------------------------
 
 
+def test_a_target_for_which_no_base_can_be_made_wants_a_trained_head(target):
+    with pytest.raises(UserError, match=r"stage base: method\.layers.* name it as model\.drafter"):
+        Recipe(Config(**SMALL), target)
+
+
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("method.base=medusa", "method.base must be one of null, eagle3, eagle, got 'medusa'"),
-        ("method.base_options={stps: 2}", ["of recipe eagle3: unknown key", "'method.stps'"]),
-        ("method.base_options=3", "method.base_options must be a mapping"),
-        ("method.base_options={layers: [0, 2]}", "layer id must lie in 0..1"),
-        ("method.base_options={steps: 0}", "of recipe eagle3: method.steps must be >= 1"),
         (
-            ["method.base=eagle", "method.base_options={base_max_steps: 3}"],
-            "of recipe eagle: method.base_max_steps must be null: GTO trains its base in one stage",
+            "method.base_preset=hass",
+            "method.base_preset must be one of null, laptop, published, got 'hass'",
         ),
-        ("method.base_max_steps=0", "method.base_max_steps must be >= 1"),
-        ("method.base_batch_size=0", "method.base_batch_size must be >= 1"),
-        ("method.base_lr=0", "method.base_lr must be > 0"),
         ("method.num_groups=0", "method.num_groups must be >= 1"),
         ("method.group_size=1", "method.group_size must be >= 2, got 1: standardised"),
         ("method.aggregation=sum", "method.aggregation must be one of lse, lse_mean, max, mean"),
@@ -815,22 +829,15 @@ def test_two_processes_train_as_one_does(finished, tiny_folder, tmp_path):
             "method.tree=static,file=assets",
             "static,file=assets': file assets is a folder: name a regular file",
         ),
-        (
-            "trainer.lr_warmup_steps=4",
-            [
-                "stage base of recipe=gto: trainer.lr_warmup_steps must lie",
-                "in 0..3 (trainer.max_steps), got 4",
-            ],
-        ),
         ("method.tree=dynamic:200:3:101", "method.tree must have at most 100 children"),
         ("method.reference=no/such", "method.reference"),
         ("model.drafter=no/such", "model.drafter"),
     ],
 )
-def test_bad_settings_end_in_one_line(word, says, tiny_folder, tmp_path, capsys):
+def test_bad_settings_end_in_one_line(word, says, eight, tmp_path, capsys):
     """Before any text is generated."""
     words = [word] if isinstance(word, str) else word
-    assert train.main(words_of(tmp_path, tiny_folder("llama"), *words)) == 2
+    assert train.main(words_of(tmp_path, eight, *words)) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     for text in [says] if isinstance(says, str) else says:
         assert text in line

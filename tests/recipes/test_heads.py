@@ -52,9 +52,14 @@ def traces(target, tmp_path_factory):
     return made
 
 
-def make(name, target, traces, **options):
+def recipe_of(name, target, given=None, **options):
+    """`given`: a trained head that it starts from."""
     module = importlib.import_module(f"recipes.{name}")
-    recipe = module.Recipe(module.Config(**(EXTRA.get(name, {}) | options)), target)
+    return module.Recipe(module.Config(**(EXTRA.get(name, {}) | options)), target, given)
+
+
+def make(name, target, traces, **options):
+    recipe = recipe_of(name, target, **options)
     torch.manual_seed(0)
     drafter = recipe.build(traces)
     torch.manual_seed(1)
@@ -243,8 +248,7 @@ def test_a_trained_head_decides_whether_its_vocabulary_is_reduced(target, traces
     batch = batch_of(traces)
     for drafted, size in ((20, None), (0, None)):
         given = make("eagle3", target, traces, draft_vocab_size=drafted).drafter
-        recipe = make("eagle3", target, traces, draft_vocab_size=size).recipe
-        recipe.accept(given)
+        recipe = recipe_of("eagle3", target, given, draft_vocab_size=size)
         assert recipe.objective.target_request(batch, 0).summary == bool(drafted)
 
 
@@ -373,9 +377,9 @@ def test_hass_starts_from_a_trained_head_of_eagle(target, traces):
     later = trained(own.recipe, own.drafter, stage=1, traces=traces)
     assert later.depth == 3
     assert loss_of(later, batch) - loss_of(own, batch) > 1e-3
-    own.recipe.accept(plain.drafter)
-    (only,) = own.recipe.stages()
-    assert only.objective is second.objective
+    (only,) = recipe_of("eagle", target, plain.drafter, **options).stages()
+    assert (only.name, only.start) == (second.name, "base")
+    assert only.objective.depth == 3
     assert plain.drafter.settings.detach_recycled
 
 
@@ -523,13 +527,12 @@ def test_a_trained_head_keeps_the_tokens_that_it_drafts(name, target, traces):
     trained = make(name, target, traces, draft_vocab_size=20).drafter
     before = {key: value.clone() for key, value in trained.state_dict().items()}
     for size in (None, 20):
-        recipe = make(name, target, traces, draft_vocab_size=size).recipe
-        recipe.accept(trained)
+        recipe = recipe_of(name, target, trained, draft_vocab_size=size)
         recipe.widen(trained, traces)
         assert recipe.objective.is_reduced
         torch.testing.assert_close(trained.state_dict(), before, rtol=0, atol=0)
     with pytest.raises(UserError, match="be null, or one of 20 to 100"):
-        make(name, target, traces, draft_vocab_size=19).recipe.accept(trained)
+        recipe_of(name, target, trained, draft_vocab_size=19)
 
 
 @pytest.mark.parametrize("size", [30, VOCAB_SIZE, 0])
@@ -541,10 +544,9 @@ def test_a_trained_head_can_draft_further_tokens(name, size, target, traces):
     trained.kept[-1] = rare
     trained.kept.copy_(trained.kept.sort().values)
     known, batch = trained.kept.clone(), batch_of(traces)
-    recipe = make(name, target, traces, draft_vocab_size=size).recipe
     outputs = outputs_of(make(name, target, traces), batch)
     before = trained.draft_logits(batch.input_ids, outputs, 2)
-    recipe.accept(trained)
+    recipe = recipe_of(name, target, trained, draft_vocab_size=size)
     assert recipe.objective.is_reduced == (size == 30)
     recipe.widen(trained, traces)
     assert trained.draft_vocab_size == (size or VOCAB_SIZE)
@@ -576,8 +578,7 @@ def test_a_new_row_has_moved_as_the_known_ones_have(name, target, traces):
             layer.weight.copy_(expected[trained.kept])
             if layer.bias is not None:
                 layer.bias.fill_(0.5)
-    recipe = make(name, target, traces, draft_vocab_size=0).recipe
-    recipe.accept(trained)
+    recipe = recipe_of(name, target, trained, draft_vocab_size=0)
     recipe.widen(trained, traces)
     for layer in trained.output_layers():
         error = (layer.weight - expected).norm() / (expected - whole).norm()
@@ -601,12 +602,11 @@ def test_a_trained_head_keeps_its_network(name, options, target, traces):
     """What it has may be left out or said; another network is refused, not ignored."""
     usual = make(name, target, traces)
     (key, value), *_ = options.items()
-    recipe = make(name, target, traces, **options).recipe
     with pytest.raises(UserError, match=rf"model\.drafter has {key}=.*, got method\.{key}={value}"):
-        recipe.accept(usual.drafter)
+        recipe_of(name, target, usual.drafter, **options)
     other = make(name, target, traces, **options).drafter
-    recipe.accept(other)
-    usual.recipe.accept(other)
+    recipe_of(name, target, other, **options)
+    recipe_of(name, target, other)
 
 
 @pytest.mark.parametrize("name", ["medusa", "medusa2", "hydra", "hydrapp"])
@@ -614,19 +614,19 @@ def test_the_published_preset_takes_published_heads(name, target):
     """A head of one block has nothing to tie, and no file says how its weights began."""
     module = importlib.import_module(f"recipes.{name}")
     preset = load_yaml(Path(f"recipes/{name}.published.yaml"))["method"]
-    recipe = module.Recipe(module.Config(**preset), target)
-    built = recipe.build([]).settings
+    config = module.Config(**preset)
+    built = module.Recipe(config, target).build([]).settings
     tied = {"tie_layers": built.num_layers > 2}  # as their file shows by repeated layers
     untied = dataclasses.replace(built, tie_layers=False)
     if name.startswith("hydra"):
         tied |= {"identity_residual": True, "dropout": 0.0}  # which no file holds
     kind = HydraDrafter if name.startswith("hydra") else MedusaDrafter
     head = kind.build(target, dataclasses.replace(built, **tied))
-    recipe.accept(head)
+    module.Recipe(config, target, head)
     if name == "hydrapp":
-        assert head.settings.dropout == head.heads[0].dropout == recipe.config.dropout == 0.2
+        assert head.settings.dropout == head.heads[0].dropout == config.dropout == 0.2
         with pytest.raises(UserError, match=r"set method\.tie_layers=False"):
-            recipe.accept(HydraDrafter.build(target, untied))
+            module.Recipe(config, target, HydraDrafter.build(target, untied))
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -685,14 +685,14 @@ def test_a_drafter_of_another_kind_or_size_is_refused(target, traces):
     medusa = make("medusa", target, traces, num_heads=2)
     eagle, eagle3 = make("eagle", target, traces), make("eagle3", target, traces)
     with pytest.raises(UserError, match="kind 'eagle'"):
-        medusa.accept(eagle.drafter)
+        recipe_of("medusa", target, eagle.drafter, num_heads=2)
     with pytest.raises(UserError, match=r"method\.num_heads=2"):
-        make("medusa", target, traces).accept(medusa.drafter)
+        recipe_of("medusa", target, medusa.drafter)
     with pytest.raises(UserError, match="of kind 'eagle3', recipe=eagle trains 'eagle'"):
-        eagle.accept(eagle3.drafter)
+        recipe_of("eagle", target, eagle3.drafter)
     with pytest.raises(UserError, match="of kind 'eagle', recipe=eagle3 trains 'eagle3'"):
-        eagle3.accept(eagle.drafter)
+        recipe_of("eagle3", target, eagle.drafter)
     other = make("eagle3", target, traces, layers=[1])
     with pytest.raises(UserError, match=r"reads the layers \[1\]"):
-        eagle3.accept(other.drafter)
+        recipe_of("eagle3", target, other.drafter)
     assert isinstance(other.drafter, EagleDrafter)

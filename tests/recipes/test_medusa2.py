@@ -457,14 +457,12 @@ def test_an_adapter_on_a_tied_head_is_refused_before_any_training(tiny_target):
 
 def test_an_adapter_of_another_shape_is_not_gone_on_from(target, traces):
     drafter = joint(target, traces).drafter
-    other = Recipe(Config(lora_rank=8), target)
     with pytest.raises(UserError, match=r"adapter of another shape, LoraSettings\(rank=32"):
-        other.accept(drafter)
+        Recipe(Config(lora_rank=8), target, drafter)
     with pytest.raises(UserError, match=r"method\.num_heads=4"):
-        Recipe(Config(num_heads=2, lora_dropout=0.0), target).accept(drafter)
+        Recipe(Config(num_heads=2, lora_dropout=0.0), target, drafter)
     with pytest.raises(UserError, match="must be null, or one of 100 to 100"):
-        Recipe(Config(draft_vocab_size=20, lora_dropout=0.0), target).accept(drafter)
-    same = Recipe(Config(lora_dropout=0.0), target)
-    same.accept(drafter)
+        Recipe(Config(draft_vocab_size=20, lora_dropout=0.0), target, drafter)
+    same = Recipe(Config(lora_dropout=0.0), target, drafter)
     assert [stage.name for stage in same.stages()] == ["joint"]
     assert trained(same, drafter, stage=0).drafter is drafter

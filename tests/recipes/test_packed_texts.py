@@ -20,6 +20,7 @@ from data.prompts import Prompt
 from data.shares import TextShares
 from target.shared_text import TextGroup
 from tests.helpers.commands import command, read_jsonl
+from tests.helpers.heads import eagle3_word
 from tests.helpers.losses import listed, ordered
 from tests.helpers.objectives import trained
 from tests.helpers.tiny import ARCHITECTURES
@@ -317,11 +318,11 @@ def test_a_run_trains_on_several_texts_a_row(recipe, tmp_path, tiny_folder):
 def test_what_cannot_be_packed_is_said_in_one_line(
     recipe, tokens, words_of_it, tmp_path, tiny_folder, capsys
 ):
-    given = words(tmp_path, tiny_folder("llama"), recipe, f"trainer.pack_tokens={tokens}")
+    target = tiny_folder("llama")
+    head = [eagle3_word(tmp_path, target)] if recipe == "gto" else []
+    given = words(tmp_path, target, recipe, f"trainer.pack_tokens={tokens}", *head)
     given += ["trainer.lr_warmup_steps=0"]
-    own = {"distillspec": "method.algorithm=on_policy_gkd",
-           "gto": "method.base_options={layers: [0, 1]}"}  # fmt: skip
-    given += [own[recipe]] if recipe in own else []
+    given += ["method.algorithm=on_policy_gkd"] if recipe == "distillspec" else []
     assert train.main(given) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
     assert words_of_it in line

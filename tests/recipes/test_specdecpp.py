@@ -53,13 +53,12 @@ def traces(target, tmp_path_factory):
 
 def recipe_of(target, kind="causal_lm", **options):
     """In its second stage."""
-    recipe = Recipe(Config(**{"num_layers": 1} | options), target)
     if kind == "causal_lm":
         drafter = CausalLMDrafter._of(perturbed(target.model, 0.1), target, "draft")
     else:
         settings = Eagle3Settings([0, 1], target.hidden_size)
         drafter = randomised(build_eagle(target, settings), 0.1)
-    recipe.accept(drafter)
+    recipe = Recipe(Config(**{"num_layers": 1} | options), target, drafter)
     assert len(recipe.stages()) == 1
     torch.manual_seed(0)
     stage = trained(recipe, drafter, max_steps=9, new=24)
@@ -469,7 +468,7 @@ def test_a_drafter_without_states_and_a_policy_without_a_head_are_refused(
 ):
     medusa = MedusaDrafter.build(target, MedusaSettings(num_heads=2))
     with pytest.raises(UserError, match="CapabilityError: a drafter of kind 'medusa'"):
-        Recipe(Config(), target).accept(medusa)
+        Recipe(Config(), target, medusa)
     words = command(tmp_path, tiny_folder("llama"), "eval.policy=head:0.5")
     assert train.main(words) == 2
     assert "CapabilityError: eval.policy=head:..." in capsys.readouterr().err

@@ -182,7 +182,7 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
         settings_of_the_toy(resolve(["recipe=gto", *words])[0], 8 * 10**9)
         for words in ((), ("model.drafter=head",))
     )
-    assert {*gto} - {*headed} == {"method.base_max_steps=600", "method.base_lr=0.001"}
+    assert {*gto} - {*headed} == {"method.base_preset=null"}
     fastdraft = settings_of_the_toy(resolve(["recipe=fastdraft"])[0], 8 * 10**9)
     assert "method.pretrain_lr=0.003" in fastdraft
     assert "method.context=128" in fastdraft
@@ -191,11 +191,11 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
         assert settings_of_the_toy(published, 8 * 10**9) == []
 
     run = run_of(tmp_path, target, "trainer.lr=1e-3", "data.max_new_tokens=96")
-    recipe = medusa.Recipe(medusa.Config(num_heads=2), target)
-    prepare(run, recipe, [])
+    run.config.method = medusa.Config(num_heads=2)
+    prepare(run, medusa, [])
     assert "parameters" not in capsys.readouterr().out
     monkeypatch.setattr(target.model, "num_parameters", lambda: 7 * 10**9)
-    prepare(run, recipe, [])
+    prepare(run, medusa, [])
     said = capsys.readouterr().out
     assert "data.max_new_tokens=96, trainer.lr=0.001: recipe=medusa has this for the toy" in said
     assert "7.0 B parameters" in said
@@ -211,18 +211,14 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
         ("recipe=eagle3 eval.tree=calibrated:9 eval.K=6", "drafts 6 tokens deep"),
         ("recipe=gto", None),
         ("recipe=gto eval.K=6", "drafts 6 tokens deep"),
-        ("recipe=gto eval.K=6 method.base=eagle", None),
         ("recipe=eagle", None),  # one step: no unroll
         ("recipe=eagle method.steps=3", "drafts 5 tokens deep, training unrolls 3"),
         ("recipe=medusa eval.K=9", None),
     ],
 )
-def test_drafts_deeper_than_the_trained_unroll_are_named(words, says, target):
+def test_drafts_deeper_than_the_trained_unroll_are_named(words, says, tiny_target):
+    target = tiny_target("llama", layers=8)
     config = resolve([*words.split(), "model.target=x"])[0]
-    if config.recipe == "eagle3":
-        config.method.layers = [0, 1]
-    elif config.recipe == "gto" and config.method.base is None:
-        config.method.base_options = {"layers": [0, 1]}
     recipe = base.load(config.recipe)[0].Recipe(config.method, target)
     found = recipe.unroll and deeper_than_trained(config.eval, recipe.unroll[1])
     assert (says or "") in (found[1] if found else "")
@@ -234,8 +230,8 @@ def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
 ):
     run = run_of(tmp_path, target, "eval.K=4")
     for steps, warned in ((3, True), (4, False)):
-        recipe = eagle3.Recipe(eagle3.Config(layers=[0, 1], steps=steps), target)
-        prepare(run, recipe, [])
+        run.config.method = eagle3.Config(layers=[0, 1], steps=steps)
+        prepare(run, eagle3, [])
         said = capsys.readouterr().out
         assert ("warning: eval" in said) == warned, said
 

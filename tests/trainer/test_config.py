@@ -357,7 +357,7 @@ PUBLISHED = {  # what the papers and their code state, by recipe and preset
     ("eagle", "hass"): "trainer.lr=1e-5 method.steps=3 method.top_weight=1 method.base_lr=3e-5",
     ("eagle3", "published"): "trainer.lr=5e-5 trainer.lr_warmup_steps=12000 method.steps=7",
     ("gto", "published"): "trainer.lr=5e-6 method.num_groups=16 method.group_size=8 "
-    "method.base_lr=5e-5 method.base_max_steps=800000 method.aggregation=lse method.omega=0.5",
+    "method.base_preset=published method.aggregation=lse method.omega=0.5",
     ("osd", "published"): "method.K=5 trainer.batch_size=8 trainer.lr=1e-4 data.max_new_tokens=128 "
     "eval.max_new_tokens=128 method.offline_lr=2e-5",
     ("specdecpp", "published"): "method.num_layers=3 method.reject_weight=6 method.mix=0.15 "

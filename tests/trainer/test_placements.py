@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import train
 from phases.exits import end
 from tests.helpers.commands import ROOT, command, finish, read_jsonl, start
+from tests.helpers.heads import eagle3_word
 from trainer.replicated import Replicated
 
 pytestmark = pytest.mark.zero
@@ -197,9 +198,8 @@ def test_medusa2_trains_inside_of_the_target(tmp_path, tiny_folder, kind):
 
 
 UNEVEN = {
-    "gto": ("method.base_options={layers: [0, 1], steps: 2}", "method.num_groups=2",
-            "method.group_size=2", "method.tree=dynamic:8:3:3", "method.base_max_steps=3",
-            "method.base_batch_size=2", "data.max_new_tokens=12", "trainer.lr_warmup_steps=0"),
+    "gto": ("method.num_groups=2", "method.group_size=2", "method.tree=dynamic:8:3:3",
+            "data.max_new_tokens=12", "trainer.lr_warmup_steps=0"),
     "osd": ("data.num_prompts=24", "method.replay_share=0.3"),
 }  # fmt: skip
 ACCEPTANCE = ("alpha", "tokens_per_round", "engine_drafts", "engine_accepted")
@@ -235,6 +235,8 @@ def test_processes_that_ask_a_target_in_parts_unevenly(tmp_path, tiny_folder, re
     for run, given in zip(runs, ((), (SHARED,)), strict=True):
         given = ("trainer.batch_size=2", f"run.dir={run}", f"data.cache_dir={run}-cache", *given)
         given = (f"recipe={recipe}", *GIVEN, *given, *UNEVEN[recipe])
+        if recipe == "gto":
+            given = (*given, eagle3_word(tmp_path, tiny_folder("llama")))
         words = command(tmp_path, tiny_folder("llama"), *given)
         launched(tmp_path, "ddp", [word for word in words if "draft_hidden_size" not in word])
     whole, parts = map(losses, runs)
