@@ -75,7 +75,7 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     unread: dict[str, object] = {}  # rows of prompts that could not be read
     train_prompts, eval_prompts = generate.choose_prompts(config, unread)
     this = run.Run.open(config)
-    recipe, start = train.prepare(this, module, train_prompts)
+    recipe, start = train.prepare(this, module.Recipe, train_prompts)
     raw = train.raw_texts(this, recipe)
     if start is not None:
         report.check_start(this, start, recipe.trains_acceptance)

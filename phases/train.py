@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -79,14 +78,14 @@ def deeper_than_trained(config: EvalConfig, steps: int) -> tuple[int, str] | Non
 
 
 def prepare(
-    run: Run, module: ModuleType, prompts: list[Prompt]
+    run: Run, kind: type[Recipe], prompts: list[Prompt]
 ) -> tuple[Recipe, TrainedDrafter | None]:
-    """Make the recipe of `module` and the starting drafter, None where the recipe builds one from
-    the traces, and check all settings that can be checked before any text is generated."""
+    """Make the recipe and the starting drafter, None where the recipe builds one from the traces,
+    and check all settings that can be checked before any text is generated."""
     model, engine = run.config.model, run.config.eval.engine
     # a trained drafter may leave out some stages
-    given = None if model.drafter is None else _given_drafter(run, module.Recipe, model.drafter)
-    recipe: Recipe = module.Recipe(run.config.method, run.target, given)
+    given = None if model.drafter is None else _given_drafter(run, kind, model.drafter)
+    recipe = kind(run.config.method, run.target, given)
     num_parameters = run.target.model.num_parameters()
     toy = settings_of_the_toy(run.config, num_parameters)
     if toy and run.accelerator.is_main_process:

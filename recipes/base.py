@@ -26,6 +26,7 @@ from data.traces import Trace
 from drafters.base import TrainedDrafter
 from recipes.common.config import Config
 from recipes.common.divergence import DivergenceConfig, check_step
+from target.model import Target
 from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_one_of
 from trainer.config import suggest
@@ -190,9 +191,6 @@ class Stage:
 class Recipe:
     """A method: the drafter it builds, and the stages that train it.
 
-    `Recipe(config, target, given)` is made with the method's settings and, where model.drafter
-    names one, with the trained drafter that it starts from: UserError if it cannot train that.
-
     `size_search`: short trainings that choose the drafter's size before `build`; `unserved`: why no
     engine serves the trained drafter, None if one does; `no_lora`: why trainer.lora_rank does not
     apply, None if it does; `trains_acceptance`: whether the drafter gets an acceptance head."""
@@ -201,6 +199,11 @@ class Recipe:
     unserved: str | None = None
     no_lora: str | None = None
     trains_acceptance: ClassVar[bool] = False
+
+    def __init__(self, config: object, target: Target, given: TrainedDrafter | None = None):
+        """`config`: of the recipe's own `Config`; `given`: the trained drafter that model.drafter
+        names. UserError if the recipe cannot train that, or no drafter of this target."""
+        raise NotImplementedError
 
     @property
     def unroll(self) -> tuple[str, int] | None:

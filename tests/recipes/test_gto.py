@@ -39,7 +39,7 @@ from tests.recipes.test_heads import outputs_of
 from trainer.errors import UserError
 
 SMALL = {"num_groups": 3, "group_size": 3, "tree": "dynamic:8:3:3"}
-BASE = {"max_steps": 3, "batch_size": 4}
+BASE = {"max_steps": 3, "batch_size": 4, "lr": 1e-3}
 KEPT_SIZE = 70
 
 
@@ -596,8 +596,9 @@ def test_stage_base_is_recipe_eagle3_under_the_preset(preset, tiny_target):
     if preset != "published":  # whose vocabulary is larger than the tiny one
         recipe = Recipe(gto_run.method, tiny_target("llama", layers=8))
         assert recipe.heads.config == eagle3_run.method
-    said = Recipe.describe(gto_run)
-    assert said.startswith(f"stage base, recipe=eagle3: max_steps={eagle3_run.trainer.max_steps}")
+    assert (
+        Recipe.describe(gto_run) == "stage base, recipe=eagle3: max_steps=3, batch_size=4, lr=0.001"
+    )
     gto_run.model.drafter = "head"
     assert not Recipe.describe(gto_run)
 

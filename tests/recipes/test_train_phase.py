@@ -155,7 +155,8 @@ def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target,
     given.acceptance = fresh_head(given)
     given.save_pretrained(tmp_path / "given")
     run = run_of(tmp_path, target, "recipe=eagle", f"model.drafter={tmp_path / 'given'}")
-    assert prepare(run, recipe, []).acceptance is None
+    _, drafter = prepare(run, eagle.Recipe, [])
+    assert drafter.acceptance is None
     assert "its acceptance head was trained for the present weights" in capsys.readouterr().out
 
 
@@ -192,10 +193,10 @@ def test_a_large_target_with_the_settings_of_the_toy_is_named(
 
     run = run_of(tmp_path, target, "trainer.lr=1e-3", "data.max_new_tokens=96")
     run.config.method = medusa.Config(num_heads=2)
-    prepare(run, medusa, [])
+    prepare(run, medusa.Recipe, [])
     assert "parameters" not in capsys.readouterr().out
     monkeypatch.setattr(target.model, "num_parameters", lambda: 7 * 10**9)
-    prepare(run, medusa, [])
+    prepare(run, medusa.Recipe, [])
     said = capsys.readouterr().out
     assert "data.max_new_tokens=96, trainer.lr=0.001: recipe=medusa has this for the toy" in said
     assert "7.0 B parameters" in said
@@ -231,7 +232,7 @@ def test_drafts_deeper_than_the_trained_unroll_are_warned_of_before_training(
     run = run_of(tmp_path, target, "eval.K=4")
     for steps, warned in ((3, True), (4, False)):
         run.config.method = eagle3.Config(layers=[0, 1], steps=steps)
-        prepare(run, eagle3, [])
+        prepare(run, eagle3.Recipe, [])
         said = capsys.readouterr().out
         assert ("warning: eval" in said) == warned, said
 
@@ -333,17 +334,16 @@ def test_a_recipe_without_a_published_setting_trains_with_a_large_target(tmp_pat
 
 def test_heads_without_layers_to_compute_again_are_refused_at_the_start(tmp_path, tiny_target):
     target, checkpointed = tiny_target("llama"), "trainer.gradient_checkpointing=true"
-    fresh = medusa.Recipe(medusa.Config(num_heads=2), target)
+    two = "method.num_heads=2"
     says = r"trainer\.gradient_checkpointing must be false for a MedusaDrafter, got true"
     with pytest.raises(UserError, match=says):
-        prepare(run_of(tmp_path, target, checkpointed), fresh, [])
-    drafter = prepare(run_of(tmp_path, target), fresh, [])
+        prepare(run_of(tmp_path, target, checkpointed, two), medusa.Recipe, [])
+    _, drafter = prepare(run_of(tmp_path, target, two), medusa.Recipe, [])
     drafter.save_pretrained(tmp_path / "heads")
     given = f"model.drafter={tmp_path / 'heads'}"
     with pytest.raises(UserError, match=says):
-        prepare(run_of(tmp_path, target, checkpointed, given), fresh, [])
+        prepare(run_of(tmp_path, target, checkpointed, given, two), medusa.Recipe, [])
     # its second stage trains in the target, which has layers
-    both = medusa2.Recipe(medusa2.Config(num_heads=2), target)
     for words in ((), (given,)):
-        run = run_of(tmp_path, target, "recipe=medusa2", checkpointed, *words)
-        assert prepare(run, both, []).kind == "medusa"
+        run = run_of(tmp_path, target, "recipe=medusa2", checkpointed, two, *words)
+        assert prepare(run, medusa2.Recipe, [])[1].kind == "medusa"
