@@ -40,6 +40,9 @@ from trainer.losses import CompressedTeacher, compress
 from trainer.progress import TokenProgress
 
 TEACHER_GROUP = 16
+# settings of a plan that have the same names in data.*
+DRAWN = ("top_k", "top_p", "max_new_tokens", "samples_per_prompt")
+TEACHER = ("teacher_top_k", "teacher_samples")
 # why later turns of a conversation are left out
 BEHIND_CUT = "behind an answer that was cut"
 REFUSED = "of a form that the chat template has no place for"
@@ -74,9 +77,7 @@ class GenerationPlan:
         cls, config: DataConfig, prompts: Sequence[Prompt], seed: int
     ) -> GenerationPlan:
         """The plan of a configuration for these prompts."""
-        same = ("top_k", "top_p", "max_new_tokens", "samples_per_prompt", "teacher_top_k",
-        "teacher_samples",
-        "system_prompt", "chat_template_kwargs", "max_prompt_tokens", "long_prompts")  # fmt: skip
+        shown = ("system_prompt", "chat_template_kwargs", "max_prompt_tokens", "long_prompts")
         return cls(
             source=config.prompts,
             prompts=tuple(prompts),
@@ -84,7 +85,7 @@ class GenerationPlan:
             stop_strings=tuple(config.stop_strings),
             seed=seed,
             served=config.engine != "hf",
-            **{name: getattr(config, name) for name in same},
+            **{name: getattr(config, name) for name in (*DRAWN, *TEACHER, *shown)},
         )
 
     @property
@@ -111,6 +112,7 @@ class GenerationPlan:
             any(p.response for p in self.prompts)
             and ends.end_ids != [target.tokenizer.eos_token_id]
         )
+        same = (*DRAWN, "seed", "lookahead", *TEACHER, "served")
         return TraceIdentity(
             schema=2 if newer else 1,
             prompts=self.source,
@@ -118,10 +120,8 @@ class GenerationPlan:
             target=target.fingerprint,
             temperatures=list(self.temperatures),
             stop_strings=list(self.stop_strings),
-            **{name: getattr(self, name) for name in ("top_k", "top_p", "max_new_tokens",
-            "samples_per_prompt",
-               "seed", "lookahead", "teacher_top_k", "teacher_samples", "served")},
-        )  # fmt: skip
+            **{name: getattr(self, name) for name in same},
+        )
 
 
 def traces_folder(plan: GenerationPlan, target: Target, cache_dir: str | Path) -> Path:

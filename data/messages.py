@@ -147,8 +147,9 @@ def _message(
     value = item.get("content", item.get("value"))
     if role != "assistant":
         message: Message = {"role": role, "content": text_of(value, where)}
-        return message | ({key: item[key] for key in sorted(_OF_A_TOOL & item.keys())}
-                          if role == "tool" else {})  # fmt: skip
+        if role == "tool":
+            message |= {key: item[key] for key in sorted(_OF_A_TOOL & item.keys())}
+        return message
     message = {"role": role, "content": ""}
     try:
         if name in ("function_call", "tool_call"):  # whose text is the call

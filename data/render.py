@@ -212,9 +212,9 @@ def _with_arguments(
 def _stands_in(content: str, text: str) -> bool:
     """Whether a text stands in a rendered one, as it is or as JSON spells it."""
     spelled = content.strip()
-    return spelled in text or json.dumps(spelled)[1:-1] in text or (
-        json.dumps(spelled, ensure_ascii=False)[1:-1] in text
-    )  # fmt: skip
+    in_ascii = json.dumps(spelled)[1:-1]
+    as_it_is = json.dumps(spelled, ensure_ascii=False)[1:-1]
+    return spelled in text or in_ascii in text or as_it_is in text
 
 
 def _check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:

@@ -43,8 +43,9 @@ def tools_of(value: object) -> Tools:
         return ()
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise BadRow("tools that are no list of functions")
-    return tuple(one if "function" in one else {"type": "function", "function": one}
-                 for one in found)  # fmt: skip
+    return tuple(
+        one if "function" in one else {"type": "function", "function": one} for one in found
+    )
 
 
 def _loaded(value: object) -> object:
@@ -67,25 +68,27 @@ def first_call(messages: Sequence[Message]) -> int:
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """The messages with the arguments of their calls as JSON text."""
-    return [
-        {**message, "tool_calls": [
-            {**call, "function": {**call["function"],
-                                  "arguments": _as_text(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]} if "tool_calls" in message else message
-        for message in messages
-    ]  # fmt: skip
+    found: list[Message] = []
+    for message in messages:
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": [*map(_with_text, message["tool_calls"])]}
+        found.append(message)
+    return found
 
 
-def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def prints_objects(text: str, messages: Sequence[Message]) -> bool:
     """Whether a template wrote the arguments of a call as Python spells them: it expects text."""
     calls = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls", ())]
-    return any(
-        isinstance(arguments, dict) and str(arguments) != json.dumps(arguments)
-        and str(arguments) in text
-        for arguments in calls
-    )  # fmt: skip
+    for arguments in calls:
+        spelled = str(arguments)
+        if isinstance(arguments, dict) and spelled != json.dumps(arguments) and spelled in text:
+            return True
+    return False

@@ -278,36 +278,10 @@ def shrunk_config(
         own.pop(name, None)
     own_names = config.attribute_map  # GPT-2 says n_embd where others say hidden_size
     shape = own | {name: own.get(renamed) for name, renamed in own_names.items()}
-    model_type = shape["model_type"]
     depth, all_heads = getattr(config, "num_hidden_layers", 0), shape.get("num_attention_heads")
     if not (depth and all_heads):
-        raise _no_such_width(hidden_size, model_type, "no attention heads to shrink")
-    ratio = hidden_size / shape["hidden_size"]
-    heads = max(1, round(all_heads * ratio))
-    if not shape.get("head_dim"):
-        head_dim = shape["hidden_size"] // all_heads
-        heads = max(1, hidden_size // head_dim)
-        if heads * head_dim != hidden_size:
-            raise UserError(
-                f"method.draft_hidden_size must be a multiple of the target's head size "
-                f"{head_dim}, got {hidden_size}"
-            )
-
-    def shrunk(values: dict[str, Any]) -> dict[str, int | list[int]]:
-        """The smaller key-value heads and widths for those in `values`, of all layers or of one."""
-        found: dict[str, int | list[int]] = {}
-        if "num_key_value_heads" in values:
-            groups = max(1, heads * (values["num_key_value_heads"] or all_heads) // all_heads)
-            while heads % groups:
-                groups -= 1
-            found["num_key_value_heads"] = groups
-        for name, width in values.items():
-            if width and WIDTHS.search(name):
-                each = width if isinstance(width, list) else [width]
-                each = [max(32, round(one * ratio / 32) * 32) for one in each]
-                found[name] = each if isinstance(width, list) else each[0]
-        return found
-
+        raise _no_such_width(hidden_size, own["model_type"], "no attention heads to shrink")
+    ratio, heads = hidden_size / shape["hidden_size"], _num_heads(shape, hidden_size)
     exceptions = {int(i): values for i, values in (own.get("per_layer_config") or {}).items()}
     # the first layers: where later ones know no positions (SmolLM3, Cohere2) or have experts, those
     # do and are dense; but Gemma 4 wants its last kind, which has heads of its own, at the end
@@ -319,32 +293,80 @@ def shrunk_config(
         for name, value in own.items()
         if isinstance(value, list) and len(value) == depth and not name.endswith("token_id")
     }
-    changed: dict[str, object] = {**per_layer, **shrunk(shape | per_layer)}
-    changed |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size,
-                "num_attention_heads": heads}  # fmt: skip
+    changed: dict[str, object] = {
+        **per_layer,
+        **_smaller(shape | per_layer, ratio, heads, all_heads),
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+    }
     if exceptions:
         changed["per_layer_config"] = {
-            new: exceptions[old] | shrunk(exceptions[old])
+            new: exceptions[old] | _smaller(exceptions[old], ratio, heads, all_heads)
             for new, old in enumerate(copied)
             if old in exceptions
         }
     # Gemma's later layers read the keys of earlier ones, and every layer has a table of the whole
     # vocabulary: nothing for a drafter of a few layers; OPT's embedding has a width of its own
-    others = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
-              "word_embed_proj_dim": hidden_size}  # fmt: skip
+    others = {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "word_embed_proj_dim": hidden_size,
+    }
     changed |= {name: value for name, value in others.items() if shape.get(name)}
     if tie_embeddings is not None:
         changed["tie_word_embeddings"] = tie_embeddings
     changed = {own_names.get(name, name): value for name, value in changed.items()}
+    return _tried_config(own | changed, num_layers, hidden_size)
+
+
+def _num_heads(shape: dict[str, Any], hidden_size: int) -> int:
+    """The heads of a layer so wide: in proportion, or where a head's size follows from the width,
+    as many of the target's size. UserError where these do not fill it."""
+    all_heads = shape["num_attention_heads"]
+    if shape.get("head_dim"):
+        return max(1, round(all_heads * (hidden_size / shape["hidden_size"])))
+    head_dim = shape["hidden_size"] // all_heads
+    heads = max(1, hidden_size // head_dim)
+    if heads * head_dim != hidden_size:
+        raise UserError(
+            f"method.draft_hidden_size must be a multiple of the target's head size "
+            f"{head_dim}, got {hidden_size}"
+        )
+    return heads
+
+
+def _smaller(
+    values: dict[str, Any], ratio: float, heads: int, all_heads: int
+) -> dict[str, int | list[int]]:
+    """The smaller key-value heads and widths for those in `values`, of all layers or of one.
+    `heads`: of a smaller layer, in place of `all_heads`."""
+    found: dict[str, int | list[int]] = {}
+    if "num_key_value_heads" in values:
+        groups = max(1, heads * (values["num_key_value_heads"] or all_heads) // all_heads)
+        while heads % groups:
+            groups -= 1
+        found["num_key_value_heads"] = groups
+    for name, width in values.items():
+        if width and WIDTHS.search(name):
+            each = width if isinstance(width, list) else [width]
+            each = [max(32, round(one * ratio / 32) * 32) for one in each]
+            found[name] = each if isinstance(width, list) else each[0]
+    return found
+
+
+def _tried_config(settings: dict[str, Any], num_layers: int, hidden_size: int) -> PreTrainedConfig:
+    """The configuration with these settings, of which a model so deep and wide can be made: one is,
+    without weights. UserError where the architecture refuses."""
     try:
-        config = AutoConfig.for_model(**(own | changed))
+        config = AutoConfig.for_model(**settings)
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config)
         made = config.num_hidden_layers, config.hidden_size
         if made != (num_layers, hidden_size):
             raise ValueError(f"it would be {made[0]} layers of {made[1]}")
     except Exception as error:  # each architecture refuses in its own way
-        raise _no_such_width(hidden_size, model_type, error) from error
+        raise _no_such_width(hidden_size, settings["model_type"], error) from error
     return config
 
 

@@ -80,8 +80,8 @@ class EvalConfig(Section):
         if sampled and isinstance(tree, str) and not tree.startswith("dynamic:"):
             new["tree"] = f"{tree},siblings=without_replacement"
             new["verifier"] = "multi_round" if verifier == "token" else verifier
-        limits = [f"{key}={stored[f'typical_{key}']}" for key in ("epsilon", "delta")
-                  if f"typical_{key}" in stored]  # fmt: skip
+        asked = [key for key in ("epsilon", "delta") if f"typical_{key}" in stored]
+        limits = [f"{key}={stored[f'typical_{key}']}" for key in asked]
         if verifier == "typical" and limits:
             new["verifier"] = spelled(parse_verifier(",".join(["typical", *limits])))
         if "tree" in new and not isinstance(new["tree"], list):
@@ -111,9 +111,8 @@ class EvalConfig(Section):
             self.draft_temperature = float(self.draft_temperature)
             drafted = self.draft_temperature
             require(drafted > 0, "eval.draft_temperature", "be > 0, or null", drafted)
-            own = self.engine == "own"
-            require(own, "eval.draft_temperature", "be null for vLLM, which drafts its own way",
-                    drafted)  # fmt: skip
+            own, rule = self.engine == "own", "be null for vLLM, which drafts its own way"
+            require(own, "eval.draft_temperature", rule, drafted)
         require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
         require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
         require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
@@ -143,8 +142,8 @@ def _check_names(config: EvalConfig) -> None:
         require(config.drafter is not None, "eval.drafter", rule, config.drafter)
         rule = "be head:<h> or head_last:<h>, which ask eval.acceptance_head"
         require(policy.uses_head, "eval.policy", rule, config.policy)
-    require(policy.K_min <= config.K, "eval.policy", f"have K_min <= eval.K={config.K}",
-            config.policy)  # fmt: skip
+    rule = f"have K_min <= eval.K={config.K}"
+    require(policy.K_min <= config.K, "eval.policy", rule, config.policy)
     _check_trees(config)
     drafts = [(f"eval.tree={text}, {one.siblings}", one.siblings) for text, one in trees_of(config)]
     verifier = parse_verifier(config.verifier)

@@ -103,9 +103,7 @@ class SpeculativeDecoder:
         self.hidden: dict[LayerId, torch.Tensor] = {}
         yield from self._fill()
         while self.waiting or any(self.rows):
-            if any(
-                self.rows
-            ):  # none is left when all answers ended with the token of their prefill
+            if any(self.rows):  # none where all answers ended with the token of their prefill
                 yield from self._round()
             free = self.rows.count(None)
             if self.waiting and free >= max(1, size // 8):
@@ -177,18 +175,7 @@ class SpeculativeDecoder:
         if self.budget.stop is not None:
             self.budget.stop.verified(verdict.accepted, tree.lengths)
         self.lengths += (verdict.accepted + 1) * active
-        depth = tree.lengths if tree.is_chain else tree.depths.amax(1) * (tree.lengths > 0)
-        host = torch.cat(
-            [
-                verdict.accepted.unsqueeze(1),
-                verdict.emitted.unsqueeze(1),
-                tree.lengths.unsqueeze(1),
-                self._rejected(tree, verdict).unsqueeze(1),
-                depth.unsqueeze(1),
-                accepted_tokens,
-            ],
-            1,
-        ).tolist()
+        host = self._on_host(tree, verdict, accepted_tokens)
         overlaps = [[]] * len(host) if verdict.overlap is None else verdict.overlap.tolist()
         spent = (drafted - began, verified - drafted, self._clock() - verified)
         for index, row in enumerate(self.rows):
@@ -296,10 +283,15 @@ class SpeculativeDecoder:
         return tokens
 
     @staticmethod
-    def _rejected(tree: TokenTree, verdict: Verdict) -> torch.Tensor:
-        if verdict.rejected is not None:
-            return verdict.rejected.long()
-        return (verdict.accepted < tree.lengths).long()
+    def _on_host(tree: TokenTree, verdict: Verdict, tokens: torch.Tensor) -> list[list[int]]:
+        """Read the numbers of a round with one copy from the device: of each row, what was
+        accepted, emitted, submitted and rejected, the depth of its tree, and `tokens`."""
+        depth = tree.lengths if tree.is_chain else tree.depths.amax(1) * (tree.lengths > 0)
+        rejected = verdict.rejected
+        if rejected is None:
+            rejected = verdict.accepted < tree.lengths
+        numbers = (verdict.accepted, verdict.emitted, tree.lengths, rejected.long(), depth)
+        return torch.cat([*(one.unsqueeze(1) for one in numbers), tokens], 1).tolist()
 
     def _finish(self, index: int) -> Speculated:
         row = self.rows[index]

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from data.traces import Trace
@@ -260,18 +261,10 @@ class Bench:
         longest = self.config.max_new_tokens
         self.progress.part(f"{label}, timed", rows=2 * len(turns), longest=longest)
         for turn, index in enumerate(turns):
-            plain, plain_s = timed(
-                lambda i=index: plain_generate(
-                    self.target,
-                    self.traces[i].prompt_ids,
-                    self.sampling,
-                    self.config.max_new_tokens,
-                ),
-                self.target,
-            )
-            ours, ours_s = timed(
-                lambda i=index: next(iter(decoder.run([requests[i]]))), self.target
-            )
+            prompt_ids = self.traces[index].prompt_ids
+            plainly = partial(plain_generate, self.target, prompt_ids, self.sampling, longest)
+            plain, plain_s = timed(plainly, self.target)
+            ours, ours_s = timed(partial(_answer, decoder, requests[index]), self.target)
             self.progress.advance(len(plain) + len(ours.response_ids))
             self.progress.finish_row()
             self.progress.finish_row()
@@ -281,7 +274,7 @@ class Bench:
             one.plain_s, one.plain_tokens = plain_s, len(plain)
             one.speculative_s, one.speculative_tokens = ours_s, len(ours.response_ids)
             if self.sampling.temperature == 0:
-                gap = difference(self.target, self.traces[index].prompt_ids, plain, ours)
+                gap = difference(self.target, prompt_ids, plain, ours)
                 one.identical = gap is None
                 if gap is not None:
                     differing.append({**gap, "prompt_hash": one.prompt_hash})
@@ -353,6 +346,11 @@ class Bench:
             row.mbsu = mbsu(paid, share, cost.round_bytes)
             row.mbsu_params = mbsu(paid, share, cost.round_parameters)
         return row
+
+
+def _answer(decoder: SpeculativeDecoder, request: Request) -> Speculated:
+    """Decode one request by itself."""
+    return next(iter(decoder.run([request])))
 
 
 def beyond_context(drafter: object, row: Row) -> dict[str, float] | None:

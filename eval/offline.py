@@ -11,7 +11,7 @@ output; traces carry look-ahead tokens so that those counters can be replayed to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,17 +161,11 @@ class OfflineEvaluator:
             ranges = np.array([range_of(t) for t in range(width)])
             for row, trace in enumerate(group):
                 visits.append(starts[row, : lengths[row]])
-                one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
-                for name, values in sums.items():
-                    value = values[row]
-                    setattr(one, name, value.tolist() if value.ndim else float(value))
+                one = self._counters(trace, {name: values[row] for name, values in sums.items()})
                 one.rounds_from, one.emitted_from = (
                     np.bincount(ranges, weights=own[row], minlength=NUM_RANGES).tolist()
                     for own in (starts, emitted)
                 )
-                if not self.engine_counters:
-                    one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
-                    one.engine_accepted_per_position = [0.0] * self.K
                 if rule is not None:
                     # what a stop rule drafts after a rejection is not in the trace
                     one.submitted = one.engine_drafted = 0.0
@@ -185,6 +179,16 @@ class OfflineEvaluator:
         return OfflineResult(
             counters, calibration(confidence, agreement), by_depth, visits, lost.found()
         )
+
+    def _counters(self, trace: Trace, sums: Mapping[str, np.ndarray]) -> PromptCounters:
+        """The counters of a trace from what its replay has summed up."""
+        one = PromptCounters(trace.prompt_hash, trace.domain, self.K)
+        for name, value in sums.items():
+            setattr(one, name, value.tolist() if value.ndim else float(value))
+        if not self.engine_counters:
+            one.engine_drafts = one.engine_drafted = one.engine_accepted = 0.0
+            one.engine_accepted_per_position = [0.0] * self.K
+        return one
 
     @torch.inference_mode()
     def along(

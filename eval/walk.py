@@ -50,11 +50,10 @@ def replay(
             tried = survive * (j < drafted[:, t])
             passed = tried * accept[:, t, j]
             inside = j < room
-            visit[:, t + j + 1] += (
-                survive - passed
-            )  # rejected here, or nothing left to verify: round ends
+            ended = survive - passed  # rejected here, or nothing left to verify
+            visit[:, t + j + 1] += ended
             # the j+1 tokens so far came with one more: past the room, it was cut
-            sums["truncated_rounds"] += (survive - passed) * (j + 1 > room)
+            sums["truncated_rounds"] += ended * (j + 1 > room)
             sums["accepted"] += passed * inside
             sums["emitted"] += passed * (j + 1 < room)
             sums["rejections"] += (tried - passed) * inside

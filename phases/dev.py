@@ -92,36 +92,45 @@ def dev_evaluation(
     if not any(len(trace.response_ids) > first for trace in dev):
         return None
     depth = min(run.config.eval.K, drafter.max_depth or run.config.eval.K)
-    groups: dict[Sampling, list[Trace]] = {}
-    for trace in dev:
-        groups.setdefault(Sampling(trace.temperature, trace.top_k, trace.top_p), []).append(trace)
+    return _DevEvaluation(run, dev, depth, chooses)
 
-    def prepared(target: Target) -> list[OfflineEvaluator]:
-        budget = make_budget("fixed", depth)
+
+class _DevEvaluation:
+    """The `Evaluate` that `dev_evaluation` returns."""
+
+    def __init__(self, run: Run, dev: list[Trace], depth: int, chooses: bool):
+        self.depth, self.chooses = depth, chooses
+        self.groups: dict[Sampling, list[Trace]] = {}
+        for trace in dev:
+            sampling = Sampling(trace.temperature, trace.top_k, trace.top_p)
+            self.groups.setdefault(sampling, []).append(trace)
+        self.frozen = self._evaluators(run.target)
+        self.share = sharing(run)
+        self.sizes = {
+            (number, index): len(group) * max(trace.num_tokens for trace in group)
+            for number, evaluator in enumerate(self.frozen)
+            for index, group in enumerate(evaluator.texts.groups)
+        }
+
+    def _evaluators(self, target: Target) -> list[OfflineEvaluator]:
+        """One for each sampling."""
+        budget = make_budget("fixed", self.depth)
         return [
             OfflineEvaluator(target, traces, sampling, budget, engine_counters=False)
-            for sampling, traces in groups.items()
+            for sampling, traces in self.groups.items()
         ]
 
-    frozen = prepared(run.target)
-    share = sharing(run)
-    sizes = {
-        (number, index): len(group) * max(trace.num_tokens for trace in group)
-        for number, evaluator in enumerate(frozen)
-        for index, group in enumerate(evaluator.texts.groups)
-    }
-
-    def evaluate(drafter: nn.Module, step: int) -> dict[str, object]:
+    def __call__(self, drafter: nn.Module, step: int) -> dict[str, object]:
         network = unwrapped(drafter)
         # a target that trains too is used with its present weights, on the text of the frozen one
         served = network.served_target()
-        evaluators = frozen if served is None else prepared(served)
+        evaluators = self.frozen if served is None else self._evaluators(served)
 
         def counted(batch: tuple[int, int]) -> list[PromptCounters]:
             number, index = batch
             return evaluators[number](network, groups=[index]).counters
 
-        counters = [one for found in share(sizes, counted).values() for one in found]
+        counters = [one for found in self.share(self.sizes, counted).values() for one in found]
         alpha = sum(c.overlap_sum for c in counters) / sum(c.overlap_count for c in counters)
         # a drafter that reads the target's states has another distribution at each depth
         where = "_at_depth_1" if network.target_layers else ""
@@ -137,7 +146,5 @@ def dev_evaluation(
             f"greedy_match{where}": sum(c.greedy_sum for c in counters)
             / sum(c.greedy_count for c in counters),
             "tokens_per_round": tokens,
-            **({} if chooses else {"select": None}),
+            **({} if self.chooses else {"select": None}),
         }
-
-    return evaluate

@@ -91,12 +91,14 @@ def failed_export(report: Report, folder: Path, trust_remote_code: bool = False)
         if marker.exists() and marker.stat().st_mtime_ns > reported.st_mtime_ns:
             print(f"export: {marker.parent}")
             return 0
-    words = [f"script.drafter={folder / 'drafter'}", f"script.engine={exported['engine']}",
-             f"script.out={out}"]  # fmt: skip
-    words += ["model.trust_remote_code=true"] if trust_remote_code else []
-    print(f"error: the drafter was trained and saved, but not exported: {exported['error']}; fix "
-          f"that and run {shlex.join(['python', '-m', 'scripts.export', *words])}",
-          file=sys.stderr)  # fmt: skip
+    command = ["python", "-m", "scripts.export", f"script.drafter={folder / 'drafter'}"]
+    command += [f"script.engine={exported['engine']}", f"script.out={out}"]
+    command += ["model.trust_remote_code=true"] if trust_remote_code else []
+    print(
+        f"error: the drafter was trained and saved, but not exported: {exported['error']}; fix "
+        f"that and run {shlex.join(command)}",
+        file=sys.stderr,
+    )
     return 3
 
 

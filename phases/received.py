@@ -124,11 +124,11 @@ def names_place(value: object) -> bool:
 
 
 def _of(schema: Mapping[str, type], kind: str) -> set[str]:
-    found = {
-        name: {"HERE": section.HERE, "NAMES": section.NAMES, "NEEDED": section.NEEDED}[kind]
-        for name, section in schema.items() if issubclass(section, Section)
-    }  # fmt: skip
-    return {f"{name}.{key}" for name, keys in found.items() for key in keys}
+    found: set[str] = set()
+    for name, section in schema.items():
+        if issubclass(section, Section):
+            found |= {f"{name}.{key}" for key in getattr(section, kind)}
+    return found
 
 
 def _word(key: str, value: object) -> str:

@@ -95,9 +95,8 @@ def finish(
     if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
         raise RunFault("the trained drafter holds weights that are not finite: see metrics.jsonl")
     calibrate(run, after, dev)
-    save_drafter(
-        run, after
-    )  # before anything is measured: nothing may stand between it and its user
+    # before anything is measured: nothing may stand between it and its user
+    save_drafter(run, after)
     exported = export_run(run, after)
     drafters = {"before": base, **trained, **baselines(run, base)}
     with in_served_dtype(drafters.values(), run.target), laid_out(*drafters.values()):

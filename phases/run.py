@@ -319,8 +319,8 @@ def provenance(command: list[str]) -> dict[str, object]:
         version = importlib.metadata.version("draftsmith")
     except importlib.metadata.PackageNotFoundError:  # its dependencies came from elsewhere
         version = None
-    parts = [platform.machine(), torch.cpu.get_capabilities().get("cpu_name"),
-             f"{os.cpu_count()} cores"]  # fmt: skip
+    processor = torch.cpu.get_capabilities().get("cpu_name")
+    parts = [platform.machine(), processor, f"{os.cpu_count()} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name(0))
     return {

@@ -88,6 +88,30 @@ class Config(DivergenceConfig):
     draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
 
     def __post_init__(self) -> None:
+        self._follow_algorithm()
+        super().__post_init__()
+        self._check_mix()
+        self._check_teacher()
+        known = self.mix_per in ("batch", "example")
+        require(known, "method.mix_per", "be batch or example", self.mix_per)
+        known = self.reduction in ("token", "sequence")
+        require(known, "method.reduction", "be token or sequence", self.reduction)
+        ramp, warm = self.draft_ramp_share, self.warm_start_steps
+        require(0 <= ramp <= 1, "method.draft_ramp_share", "lie in [0, 1]", ramp)
+        for name in ("refresh_every", "draft_layers"):
+            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
+        require(warm >= 0, "method.warm_start_steps", "be >= 0", warm)
+        require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
+        drafts = bool(self.mix.get("draft"))
+        for name in ("refresh_every", "gen_temperature"):
+            require_read(self, name, drafts, "a share of draft in method.data_mix")
+        changes = self.parsed_divergence.name not in ("fkl", "ce_hard")
+        remedy = "another method.divergence than fkl, which it begins with, or ce_hard"
+        require_read(self, "warm_start_steps", changes, remedy)
+
+    def _follow_algorithm(self) -> None:
+        """Fill in the divergence and the data mix that were left out: those of the algorithm, which
+        takes no others, or the default ones."""
         divergence, mix = DEFAULT_DIVERGENCE, DEFAULT_MIX
         if self.algorithm is not None:
             if self.algorithm not in ALGORITHMS:
@@ -103,7 +127,8 @@ class Config(DivergenceConfig):
                 )
         self.divergence = self.divergence or divergence
         self.data_mix = dict(mix) if self.data_mix is None else self.data_mix
-        super().__post_init__()
+
+    def _check_mix(self) -> None:
         unknown = set(self.mix) - set(SOURCES)
         if unknown:
             raise UserError(
@@ -117,16 +142,14 @@ class Config(DivergenceConfig):
                 f"ConfigError: method.data_mix must be shares >= 0 that sum to 1, got "
                 f"{self.data_mix}"
             )
+
+    def _check_teacher(self) -> None:
         compressed = self.teacher == "compressed"
         require(self.approx in (None, "bucket"), "method.approx", "be null or bucket", self.approx)
         if compressed:
             self.parsed_divergence.check_compressed(self.approx, "method.approx")
-        require(
-            self.teacher in ("live", "compressed"),
-            "method.teacher",
-            "be live or compressed",
-            self.teacher,
-        )
+        known = self.teacher in ("live", "compressed")
+        require(known, "method.teacher", "be live or compressed", self.teacher)
         if self.approx is not None and not compressed:
             raise UserError(
                 f"method.approx={self.approx} is for a compressed teacher: set "
@@ -147,37 +170,6 @@ class Config(DivergenceConfig):
                 "ConfigError: the compressed teacher is stored for target text only: set "
                 "method.teacher=live or method.data_mix={target: 1.0}"
             )
-        require(
-            self.mix_per in ("batch", "example"),
-            "method.mix_per",
-            "be batch or example",
-            self.mix_per,
-        )
-        require(
-            self.reduction in ("token", "sequence"),
-            "method.reduction",
-            "be token or sequence",
-            self.reduction,
-        )
-        require(
-            0 <= self.draft_ramp_share <= 1,
-            "method.draft_ramp_share",
-            "lie in [0, 1]",
-            self.draft_ramp_share,
-        )
-        for name in ("refresh_every", "draft_layers"):
-            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
-        require(
-            self.warm_start_steps >= 0, "method.warm_start_steps", "be >= 0", self.warm_start_steps
-        )
-        require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
-        for name in ("refresh_every", "gen_temperature"):
-            require_read(self, name, bool(self.mix.get("draft")),
-                         "a share of draft in method.data_mix")  # fmt: skip
-        require_read(self, "warm_start_steps",
-            self.parsed_divergence.name not in ("fkl", "ce_hard"),
-            "another method.divergence than fkl, which it begins with, or ce_hard",
-        )  # fmt: skip
 
     @property
     def mix(self) -> dict[str, float]:

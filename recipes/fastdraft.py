@@ -79,22 +79,20 @@ class Config(DivergenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_order = [name for name in STAGES if name in self.stages]
-        require(
-            bool(self.stages) and self.stages == in_order, "ConfigError: method.stages",
-            f"be some of {', '.join(STAGES)}, in this order", self.stages,
-        )  # fmt: skip
+        ordered = bool(self.stages) and self.stages == in_order
+        rule = f"be some of {', '.join(STAGES)}, in this order"
+        require(ordered, "ConfigError: method.stages", rule, self.stages)
         for key in ("corpus", "continue_corpus"):
             check_shares(f"method.{key}", getattr(self, key))
-        counts = ("pretrain_steps", "continue_steps", "search_steps", "draft_layers",
-                  "draft_hidden_size")  # fmt: skip
-        for key in counts:
+        steps = ("pretrain_steps", "continue_steps", "search_steps")
+        for key in (*steps, "draft_layers", "draft_hidden_size"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"method.{key}", "be >= 1", value)
         require(self.context >= 2, "method.context", "be >= 2", self.context)
         for key in ("pretrain_lr", "continue_lr"):
             require(getattr(self, key) > 0, f"method.{key}", "be > 0", getattr(self, key))
-        require(0 <= self.warmup_share < 1, "method.warmup_share", "lie in [0, 1)",
-                self.warmup_share)  # fmt: skip
+        warmup = self.warmup_share
+        require(0 <= warmup < 1, "method.warmup_share", "lie in [0, 1)", warmup)
         require(self.weight_decay >= 0, "method.weight_decay", "be >= 0", self.weight_decay)
         require(0 <= self.ce_share < 1, "method.ce_share", "lie in [0, 1)", self.ce_share)
         if self.divergence == "ce_hard" and self.ce_share:

@@ -19,6 +19,7 @@ text of the offline reference and of the evaluation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ from recipes.common.stream import Stream, check_context
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer import fsdp2
-from trainer.checks import require_read
+from trainer.checks import require_one_of, require_read
 from trainer.chunked import chunked_divergence
 from trainer.errors import UserError, require
 from trainer.losses import LossOutput, Term
@@ -97,14 +98,11 @@ class Config(DivergenceConfig):
             require(value >= 0, f"method.{name}", "be >= 0", value)
         rate = self.offline_lr
         require(rate is None or rate > 0, "method.offline_lr", "be null or > 0", rate)
-        choices = {"positions": POSITIONS, "reduction": ("token", "sequence")}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            require(value in allowed, f"method.{name}", f"be one of {', '.join(allowed)}", value)
-        require(0 <= self.replay_share < 1, "method.replay_share", "lie in [0, 1)",
-                self.replay_share)  # fmt: skip
-        require(0 <= self.min_confidence <= 1, "method.min_confidence", "lie in [0, 1]",
-                self.min_confidence)  # fmt: skip
+        require_one_of("method.positions", self.positions, POSITIONS)
+        require_one_of("method.reduction", self.reduction, ("token", "sequence"))
+        share, least = self.replay_share, self.min_confidence
+        require(0 <= share < 1, "method.replay_share", "lie in [0, 1)", share)
+        require(0 <= least <= 1, "method.min_confidence", "lie in [0, 1]", least)
         require_read(self, "min_confidence", self.bank, "method.bank=true")
         require_read(self, "log_wait_s", self.log is not None, "method.log")
         plain = self.log is None or not self.log.endswith(".gz")
@@ -382,24 +380,22 @@ class OnlineObjective(Objective):
         overlap = torch.zeros((), device=states.device)
         bank = bank_of(network)
 
-        def teacher(at: torch.Tensor) -> torch.Tensor:
-            """The target's logits [n, V] at those of the N positions."""
+        def teacher(places: torch.Tensor, span: slice) -> torch.Tensor:
+            """The target's logits [n, V] at some of the N positions."""
             assert isinstance(batch, OnlineBatch)
-            return batch.target_logits[at]
+            return batch.target_logits[places[span]]
 
         for member, (own, weights, count) in enumerate(self._weights(batch)):
-            if bank is not None and not bool(
-                own.any()
-            ):  # no gradient at all: a zero one would still move it
+            if bank is not None and not bool(own.any()):
+                # no gradient at all: a zero one would still move it
                 terms[f"member_{member}"] = Term(states.new_zeros(()), 0.0)
                 continue
             head = (network if bank is None else bank.members[member]).output_head(1)
             places = own.nonzero(as_tuple=True)[0]
+            logits = functools.partial(teacher, places)
             value = chunked_divergence(
-                self.divergence, states[own], head,
-                lambda span, places=places: teacher(places[span]),
-                labels[own], weights[own],
-            )  # fmt: skip
+                self.divergence, states[own], head, logits, labels[own], weights[own]
+            )
             overlap = overlap + value.overlap.sum()
             terms[f"member_{member}"] = Term(value.total, count)
         return LossOutput(terms, {"overlap": (overlap, float(len(labels)))})

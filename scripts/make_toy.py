@@ -11,12 +11,14 @@ its training loss has fallen less than 0.5 % over the last fifth of its steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,6 +41,8 @@ CONTEXT = 512
 MATH_DOCUMENTS = 24000
 EVAL_DOCUMENTS = 150
 TARGET_STEPS = 4400  # of the target in assets/toy
+TOKENS_PER_BATCH = 3072
+LR, MUON_LR = 3e-3, 5e-3
 TARGET_SHAPE: dict[str, int] = dict(
     hidden_size=192,
     intermediate_size=544,
@@ -103,6 +107,27 @@ def build_tokenizer(texts: list[str], out: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
+def encoded_documents(
+    docs: list[Document], tokenizer: PreTrainedTokenizerFast, cache: Path
+) -> list[list[int]]:
+    """Encode the documents that fit into the context, each with its EOS, or read them from
+    `cache`."""
+    if not cache.exists():
+        rows = tokenizer([d.text for d in docs])["input_ids"]
+        rows = [[*row[: CONTEXT - 1], tokenizer.eos_token_id] for row in rows if len(row) < CONTEXT]
+        ids = torch.tensor([t for row in rows for t in row], dtype=torch.int16)
+        save_file({"ids": ids, "lengths": torch.tensor([len(row) for row in rows])}, cache)
+    stored = load_file(cache)
+    return [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
+
+
+def held_out_documents(domain: str, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Encode documents of the domain that are not trained on, each with its EOS."""
+    docs = sample((domain,), "eval", EVAL_DOCUMENTS, 0)
+    rows: Any = tokenizer([d.text for d in docs])["input_ids"]
+    return [[*row, tokenizer.eos_token_id] for row in rows]
+
+
 def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) -> list[list[int]]:
     """Group the texts by similar length, for little padding. Returns indices, groups in random
     order."""
@@ -118,6 +143,13 @@ def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) 
     groups.append(group)
     rng.shuffle(groups)
     return groups
+
+
+def endless_batches(encoded: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Yield the texts of each batch, epoch after epoch."""
+    for epoch in itertools.count():
+        for group in length_batches(encoded, TOKENS_PER_BATCH, epoch):
+            yield [encoded[i] for i in group]
 
 
 def batch_loss(
@@ -158,9 +190,6 @@ def train(
     held_out: dict[str, list[list[int]]],
     work: Path,
     steps: int,
-    tokens_per_batch: int,
-    lr: float,
-    muon_lr: float,
     plateau: bool,
     device: str,
 ) -> Progress:
@@ -169,11 +198,11 @@ def train(
     work.mkdir(parents=True, exist_ok=True)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01),
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95), weight_decay=0.01),
     ]
-    base = [muon_lr, lr]
+    base = [MUON_LR, LR]
     state: Progress = {"step": 0, "tokens": 0, "losses": []}
     saved = work / "checkpoint.pt"
     if saved.exists():
@@ -182,20 +211,13 @@ def train(
         for optimizer, part in zip(optimizers, loaded["optimizers"], strict=True):
             optimizer.load_state_dict(part)
         state = loaded["state"]
-    began, began_tokens, epoch, used = time.monotonic(), state["tokens"], -1, 0
-    groups: list[list[int]] = []
-    skip = state["step"]
+    began, began_tokens = time.monotonic(), state["tokens"]
+    batches = itertools.islice(endless_batches(encoded), state["step"], None)
     while state["step"] < steps:
         tested = plateau and state["step"] >= 2000 and state["step"] % 200 == 0
         if tested and is_flat(state["losses"]):
             break
-        while used >= len(groups):
-            epoch, used = epoch + 1, 0
-            groups = length_batches(encoded, tokens_per_batch, epoch)
-            jump = min(skip, len(groups))
-            used, skip = jump, skip - jump
-        rows = [encoded[i] for i in groups[used]]
-        used += 1
+        rows = next(batches)
         fraction = 0.0 if plateau else state["step"] / steps
         scale = min(1.0, (state["step"] + 1) / 100, max(0.02, (1 - fraction) / 0.25))
         for optimizer, rate in zip(optimizers, base, strict=True):
@@ -212,25 +234,34 @@ def train(
         if state["step"] % 100 == 0 or state["step"] == steps:
             rate = (state["tokens"] - began_tokens) / (time.monotonic() - began)
             row: dict[str, object] = {
-                "step": state["step"], "tokens": state["tokens"], "tokens_per_s": round(rate),
-            }  # fmt: skip
-            row["loss"] = round(sum(state["losses"][-100:]) / 100, 4)
+                "step": state["step"],
+                "tokens": state["tokens"],
+                "tokens_per_s": round(rate),
+                "loss": round(sum(state["losses"][-100:]) / 100, 4),
+            }
             if state["step"] % 500 == 0 or state["step"] == steps:
                 row["held_out"] = domain_losses(model, held_out, device)
             print(json.dumps(row), flush=True)
             with (work / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
-            part = saved.with_suffix(".part")
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizers": [o.state_dict() for o in optimizers],
-                    "state": state,
-                },
-                part,
-            )
-            part.replace(saved)
+            save_checkpoint(saved, model, optimizers, state)
     return state
+
+
+def save_checkpoint(
+    file: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], state: Progress
+) -> None:
+    """Replace the checkpoint as a whole: one that is stopped midway leaves the last one there."""
+    part = file.with_suffix(".part")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "state": state,
+        },
+        part,
+    )
+    part.replace(file)
 
 
 def is_flat(losses: list[float]) -> bool:
@@ -269,30 +300,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.out / "target")
     else:
         tokenizer = build_tokenizer([d.text for d in docs], arguments.work / "tokenizer")
-    eos = tokenizer.eos_token_id
-    cache = arguments.work / "documents.safetensors"
-    if not cache.exists():
-        rows = tokenizer([d.text for d in docs])["input_ids"]
-        rows = [[*row[: CONTEXT - 1], eos] for row in rows if len(row) < CONTEXT]
-        lengths = torch.tensor([len(row) for row in rows])
-        save_file(
-            {
-                "ids": torch.tensor([t for row in rows for t in row], dtype=torch.int16),
-                "lengths": lengths,
-            },
-            cache,
-        )
-    stored = load_file(cache)
-    encoded = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
-    held_out = {
-        domain: [
-            [*row, eos]
-            for row in tokenizer([d.text for d in sample((domain,), "eval", EVAL_DOCUMENTS, 0)])[
-                "input_ids"
-            ]
-        ]
-        for domain in DOMAINS
-    }
+    encoded = encoded_documents(docs, tokenizer, arguments.work / "documents.safetensors")
+    held_out = {domain: held_out_documents(domain, tokenizer) for domain in DOMAINS}
     print(f"{len(encoded)} documents, {sum(map(len, encoded))} tokens", flush=True)
 
     common: dict[str, object] = dict(
@@ -300,13 +309,13 @@ def main() -> None:
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=eos,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         rope_theta=10000.0,
     )
-    for name, shape, steps, tokens, plateau in (
-        ("target", TARGET_SHAPE, arguments.steps, 3072, False),
-        ("draft", DRAFT_SHAPE, arguments.draft_steps, 3072, True),
+    for name, shape, steps, plateau in (
+        ("target", TARGET_SHAPE, arguments.steps, False),
+        ("draft", DRAFT_SHAPE, arguments.draft_steps, True),
     ):
         if arguments.part not in ("all", name):
             continue
@@ -314,34 +323,19 @@ def main() -> None:
         if device == "cuda":
             torch.nn.Module.cuda(model)
         print(name, sum(p.numel() for p in model.parameters()), "parameters", flush=True)
-        state = train(
-            model,
-            encoded,
-            held_out,
-            arguments.work / name,
-            steps,
-            tokens,
-            3e-3,
-            5e-3,
-            plateau,
-            device,
-        )
+        state = train(model, encoded, held_out, arguments.work / name, steps, plateau, device)
         losses = domain_losses(model.float(), held_out, device)
         save_model(model, tokenizer, arguments.out / name)
-        (arguments.out / name / "training.json").write_text(
-            json.dumps(
-                {
-                    "parameters": sum(p.numel() for p in model.parameters()),
-                    "steps": state["step"],
-                    "tokens": state["tokens"],
-                    "held_out_nats_per_token": losses,
-                    "python": sys.version.split()[0],
-                    "torch": torch.__version__,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        facts = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "steps": state["step"],
+            "tokens": state["tokens"],
+            "held_out_nats_per_token": losses,
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+        }
+        file = arguments.out / name / "training.json"
+        file.write_text(json.dumps(facts, indent=1) + "\n")
     if (arguments.out / "target").exists() and (arguments.out / "draft").exists():
         write_card(arguments.out, device, VOCAB_SIZE, CONTEXT)
 

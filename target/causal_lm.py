@@ -38,8 +38,8 @@ if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
 
 # what transformers raises for a folder that is no model: a broken file, a key that cannot be
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError,
-              StrictDataclassError, UnpicklingError)  # fmt: skip
+_OF_FILES = (SafetensorError, StrictDataclassError, UnpicklingError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, *_OF_FILES)
 
 
 def load_causal_lm(
@@ -77,25 +77,19 @@ def load_causal_lm(
     if trust_remote_code:
         print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
     try:
-        if find_adapter_config_file(name, revision=revision):  # would be put around its base model
-            raise UserError(
-                "it holds an adapter, not a model",
-                key=key,
-                value=name,
-                remedy="merge it into its base model (merge_and_unload of peft) and save that",
-            )
+        _refuse_adapter(key, name, revision)
         config = AutoConfig.from_pretrained(name, **common)
         quantised = check_quantization(key, name, config)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
-        if quantised:  # cannot be moved once it is loaded
-            if given.get("device_map") == "cpu":
-                raise UserError(
-                    f"model.device_map=fsdp2 shards weights that are not quantised, those of "
-                    f"{name} are: use auto"
-                )
+        if quantised and given.get("device_map") == "cpu":
+            raise UserError(
+                f"model.device_map=fsdp2 shards weights that are not quantised, those of "
+                f"{name} are: use auto"
+            )
+        # straight to its device: every process would hold the model in the host's memory, and one
+        # that is quantised cannot be moved once it is loaded
+        if quantised or not given:
             given = {"device_map": {"": str(device)}, **given}
-        if not given:  # straight to its device: every process would hold it in the host's memory
-            given = {"device_map": {"": str(device)}}
         with accounted(key, name):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=dtype, **common, **given, **ACCOUNT
@@ -106,14 +100,30 @@ def load_causal_lm(
     except UserError:
         raise
     except UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        remedy = ""
-        if "trust_remote_code" in reason:
-            remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
-        raise UserError(
-            f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
-            f"({reason[:300]}){remedy}"
-        ) from error
+        raise _unreadable(key, name, error) from error
     if given.get("device_map") != "cpu":
         check_finite(key, name, loaded_tensors(model))
     return model.eval(), tokenizer
+
+
+def _refuse_adapter(key: str, name: str, revision: str | None) -> None:
+    """UserError for a folder with an adapter, which transformers would put around its base
+    model."""
+    if find_adapter_config_file(name, revision=revision):
+        raise UserError(
+            "it holds an adapter, not a model",
+            key=key,
+            value=name,
+            remedy="merge it into its base model (merge_and_unload of peft) and save that",
+        )
+
+
+def _unreadable(key: str, name: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    remedy = ""
+    if "trust_remote_code" in reason:
+        remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
+    return UserError(
+        f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
+        f"({reason[:300]}){remedy}"
+    )

@@ -30,8 +30,15 @@ from trainer.errors import RunFault, UserError
 # arguments of `from_pretrained`: what it loaded comes back, other shapes too, and is judged here
 ACCOUNT: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 # dtypes of numbers that need no scale, as safetensors and as torch name them
-PLAIN = {"F64", "F32", "F16", "BF16", *map(str, (torch.float64, torch.float32, torch.float16,
-                                                torch.bfloat16))}  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PLAIN = {"F64", "F32", "F16", "BF16", *map(str, FLOATS)}
+# how libraries say that an allocation failed
+NO_MEMORY = (
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+)
 # buffers that a model computes and older checkpoints hold
 COMPUTED = re.compile(r"rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 # what a quantiser writes beside weights and may go unread, since the weights do not depend on it
@@ -112,11 +119,10 @@ def accounted(key: str, name: str) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on whatever device: only CUDA has an error of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
     said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        words in said for words in ("not enough memory", "can't allocate memory",
-                                    "cannot allocate memory", "out of memory")
-    )  # fmt: skip
+    return any(words in said for words in NO_MEMORY)
 
 
 def check_whole(
@@ -159,18 +165,7 @@ def check_whole(
     }
     unread -= _zero_biases(files, unread)
     shapes = sorted(info["mismatched_keys"])
-    faults = []
-    if missing:
-        faults.append(f"the checkpoint lacks {_named(missing)}")
-    if shapes:
-        tensor, found, wanted = shapes[0]
-        more = f" (and {len(shapes) - 1} more)" if len(shapes) > 1 else ""
-        faults.append(
-            f"tensor {tensor!r} has shape {list(found)}, by config.json it has {list(wanted)}{more}"
-        )
-    if unread:
-        faults.append(f"{kind} has no place for {_named(unread)}")
-    if faults:
+    if faults := _faults(kind, missing, shapes, unread):
         remedy = _remedy(missing, unread, bool(shapes))
         if name.endswith(".gguf"):
             remedy = "name the folder of the model that it was converted from"
@@ -182,6 +177,22 @@ def check_whole(
             f"{key}={name}: left out, as {kind} has no place for it: {_groups(aside)}",
             flush=True,
         )
+
+
+def _faults(kind: str, missing: set[str], shapes: list[Any], unread: set[str]) -> list[str]:
+    """What is said of a checkpoint with other tensors than a model of class `kind`."""
+    faults = []
+    if missing:
+        faults.append(f"the checkpoint lacks {_named(missing)}")
+    if shapes:
+        tensor, found, wanted = shapes[0]
+        more = f" (and {len(shapes) - 1} more)" if len(shapes) > 1 else ""
+        faults.append(
+            f"tensor {tensor!r} has shape {list(found)}, by config.json it has {list(wanted)}{more}"
+        )
+    if unread:
+        faults.append(f"{kind} has no place for {_named(unread)}")
+    return faults
 
 
 def _check_dtypes(

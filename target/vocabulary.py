@@ -28,8 +28,8 @@ def check_template(name: str, model: PreTrainedModel, tokenizer: PreTrainedToken
     added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
     lacking = [token for token, i in added.items() if i >= rows and token in template]
     if lacking:
-        raise rowless("model.target", name, f"its chat template writes {lacking[0]!r}",
-                      added[lacking[0]], rows)  # fmt: skip
+        said = f"its chat template writes {lacking[0]!r}"
+        raise rowless("model.target", name, said, added[lacking[0]], rows)
 
 
 def rowless(key: str, value: object, what: str, token_id: int, rows: int) -> UserError:

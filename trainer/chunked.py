@@ -59,10 +59,7 @@ class JointGradients:
         own = id(head.weight)
         if own in self._of:
             return self._of[own][1], False
-        by_head = _ByHead(*(
-            torch.zeros_like(x) if torch.is_grad_enabled() and x is not None and x.requires_grad
-            else None for x in (head.weight, head.bias)
-        ))  # fmt: skip
+        by_head = _ByHead(_sum_for(head.weight), _sum_for(head.bias))
         self._of[own] = head, by_head  # with the head, or its id may become another's
         return by_head, True
 
@@ -70,6 +67,13 @@ class JointGradients:
 class _ByHead(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
+
+
+def _sum_for(parameter: Tensor | None) -> Tensor | None:
+    """Zeros to add a gradient to, None where there will be none."""
+    if parameter is None or not parameter.requires_grad or not torch.is_grad_enabled():
+        return None
+    return torch.zeros_like(parameter)
 
 
 def chunked_divergence(
@@ -173,9 +177,8 @@ class _Chunk:
     draft: Tensor  # [n, W] logits before the head's `transform`
     target: Tensor | None  # [n, W] logits
     log_z: Tensor | None  # [n] of the target over its whole vocabulary; None: that is W
-    best: (
-        Tensor | None
-    )  # [n] int64, the target's likeliest token, -1 where it is not kept; likewise
+    # [n] int64, the target's likeliest token, -1 where it is not kept; None where log_z is
+    best: Tensor | None
     labels: Tensor  # [n] int64
     counted: Tensor  # [n] bool
 

@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -234,24 +234,48 @@ def compose(
                     raise UserError(f"{key} must be a mapping like {{a: 1}}, got {excerpt(value)}")
                 mappings[key] = value
                 continue
-            if key in lists and not isinstance(value, list):
-                value = [] if value is None else [value]
-            if key in texts and isinstance(value, list):  # OmegaConf makes "False" of a `no`
-                good = all(isinstance(item, str) for item in value)
-                require(good, key, "hold text alone, a number in quotes", value)
-            if key in lists - texts and isinstance(value, list):
-                good = not any(isinstance(item, list | dict | bool | None) for item in value)
-                require(good, key, "hold numbers alone", value)
-            try:
-                OmegaConf.update(tree, key, _literal(value, "${", _DOLLAR))
-            except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-                reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
-                raise UserError(f"{key}: cannot take {excerpt(value)} ({reason})") from error
+            if key in lists:
+                value = _as_list(key, value, key in texts)
+            _put(tree, key, value, key)
     plain = _plain(tree)
     for key, mapping in mappings.items():
         section, _, name = key.partition(".")
         plain[section][name] = mapping
-    for section in schema:
+    _require_secrets(plain, schema, reads)
+    filled = {name: section(**plain[name]) for name, section in schema.items()}
+    require(isinstance(plain["dry_run"], bool), "dry_run", "be true or false", plain["dry_run"])
+    return kind(recipe=recipe, dry_run=plain["dry_run"], script=plain["script"], **filled)
+
+
+def _as_list(key: str, value: object, of_text: bool) -> list[object]:
+    """`value` as a list, where one item stands for itself and null for none. UserError where it
+    holds anything but text, or but numbers."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if of_text:  # OmegaConf makes "False" of a `no`
+        good = all(isinstance(item, str) for item in items)
+        require(good, key, "hold text alone, a number in quotes", items)
+    else:
+        good = not any(isinstance(item, list | dict | bool | None) for item in items)
+        require(good, key, "hold numbers alone", items)
+    return items
+
+
+def _put(tree: DictConfig, place: str, value: object, key: str) -> None:
+    """Write `value` to its place in a tree, in the type that the tree declares. UserError, by
+    `key`, where it has no such form."""
+    try:
+        OmegaConf.update(tree, place, _literal(value, "${", _DOLLAR))
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+        reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
+        raise UserError(f"{key}: cannot take {excerpt(value)} ({reason})") from error
+
+
+def _require_secrets(
+    plain: Mapping[str, Any], names: Iterable[str], reads: Collection[str] | None
+) -> None:
+    """UserError for a secret of these sections that a stored configuration leaves out. `reads`: see
+    `compose`."""
+    for section in names:
         for name, value in plain[section].items():
             key = f"{section}.{name}"
             if MARK in str(value) and (reads is None or section in reads or key in reads):
@@ -259,9 +283,6 @@ def compose(
                     f"{key} holds a secret, which a stored configuration leaves out: pass it again "
                     f"on the command line as {key}=..."
                 )
-    filled = {name: section(**plain[name]) for name, section in schema.items()}
-    require(isinstance(plain["dry_run"], bool), "dry_run", "be true or false", plain["dry_run"])
-    return kind(recipe=recipe, dry_run=plain["dry_run"], script=plain["script"], **filled)
 
 
 def make_settings(kind: type[S], options: Mapping[str, object]) -> S:
@@ -273,11 +294,7 @@ def make_settings(kind: type[S], options: Mapping[str, object]) -> S:
     for name, value in options.items():
         if name not in known:
             raise UserError(f"unknown key 'method.{name}'{suggest(name, known)}")
-        try:
-            OmegaConf.update(tree, name, _literal(value, "${", _DOLLAR))
-        except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-            reason = str(error).splitlines()[0].replace(_DOLLAR, "${")[:200]
-            raise UserError(f"method.{name}: cannot take {excerpt(value)} ({reason})") from error
+        _put(tree, name, value, f"method.{name}")
     return kind(**_plain(tree))
 
 

@@ -184,25 +184,22 @@ class TrainerConfig(Section):
                 )
         require_one_of("trainer.resume", self.resume, ("auto", "never"))
         require_one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
-        counts = ("max_steps", "gradient_accumulation_steps", "context_parallel_size", "eval_every",
-                  "save_every", "log_every", "keep_checkpoints")  # fmt: skip
-        require_counts("trainer", self, *counts)
+        require_counts("trainer", self, "max_steps", "gradient_accumulation_steps")
+        require_counts("trainer", self, "context_parallel_size", "eval_every", "save_every")
+        require_counts("trainer", self, "log_every", "keep_checkpoints")
         require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
         for key in ("lr", "muon_lr"):
             value = getattr(self, key)
             require(0 < value < math.inf, f"trainer.{key}", "be > 0 and finite", value)
         require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
         for key in ("adam_beta1", "adam_beta2"):
-            require(
-                0 <= getattr(self, key) < 1, f"trainer.{key}", "lie in [0, 1)", getattr(self, key)
-            )
-        rule = f"lie in 0..{self.max_steps} (trainer.max_steps)"
-        require(0 <= self.lr_warmup_steps <= self.max_steps, "trainer.lr_warmup_steps", rule,
-                self.lr_warmup_steps)  # fmt: skip
+            value = getattr(self, key)
+            require(0 <= value < 1, f"trainer.{key}", "lie in [0, 1)", value)
+        warmup, rule = self.lr_warmup_steps, f"lie in 0..{self.max_steps} (trainer.max_steps)"
+        require(0 <= warmup <= self.max_steps, "trainer.lr_warmup_steps", rule, warmup)
         for key in ("lr_hold_share", "lr_min_ratio"):
-            require(
-                0 <= getattr(self, key) <= 1, f"trainer.{key}", "lie in [0, 1]", getattr(self, key)
-            )
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"trainer.{key}", "lie in [0, 1]", value)
         rule = f"lie in 0..{SIDE_BY_SIDE} (0: off)"
         for key in ("pack_tokens", "lora_rank"):
             value = getattr(self, key)

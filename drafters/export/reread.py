@@ -72,8 +72,10 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
         found = logits(head, ids, hidden, embedding, rows, depth)
         padded = head.kind != "eagle" and head.target_ids is None
         if padded and not drafted[found.argmax(-1)].all():
-            raise RunFault(f"{folder}: at depth {depth} an id could be drafted that has no token "
-                           "or is not in the draft vocabulary")  # fmt: skip
+            raise RunFault(
+                f"{folder}: at depth {depth} an id could be drafted that has no token or is not in "
+                "the draft vocabulary"
+            )
         found, expected = found[:, real], expected[:, real]
         if (transform := drafter.output_head(depth).transform) is not None:
             found = transform(found)  # increasing: engines leave it out and choose the same

@@ -36,23 +36,7 @@ def read_medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool
             (r"(?:medusa_heads\.)?lm_head\.weight", "rows"),
         ],
     )
-    # the file counts: uploads of the original repository are known to say too few heads
-    parts = [name.split(".") for name in tensors if name.startswith(("block.", "rows."))]
-    num_heads = 1 + max((int(part[1]) for part in parts), default=-1)
-    num_layers = 1 + max((int(part[2]) for part in parts if part[0] == "block"), default=-1)
-    if not num_heads or num_heads * max(num_layers, 1) > len(tensors):
-        raise UserError(f"{folder}: the tensors are no Medusa heads, numbered from 0")
-    said = {
-        "num_heads": num_heads,
-        "num_hidden_layers": num_layers,
-        "medusa_num_layers": num_layers,
-    }
-    for key, count in said.items():
-        if config.get(key, count) != count:
-            raise UserError(
-                f"{folder}: key {key!r} must be {count}, as the tensors are numbered, "
-                f"got {config.get(key)}"
-            )
+    num_heads, num_layers = _counts(folder, config, tensors)
     for match in matrices:
         if int(match[2]) != num_layers:
             raise UserError(f"{folder}: unknown tensor {match[0]!r} beside {num_layers} layers")
@@ -84,3 +68,26 @@ def read_medusa(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool
     return PublishedHead(
         "medusa", tensors, ["final_norm"], vocab, num_heads=num_heads, num_layers=num_layers
     )
+
+
+def _counts(folder: Path, config: HeadConfig, tensors: Tensors) -> tuple[int, int]:
+    """The numbers of heads and of layers of each, as the tensors are numbered. UserError where
+    config.json says others."""
+    # the file counts: uploads of the original repository are known to say too few heads
+    parts = [name.split(".") for name in tensors if name.startswith(("block.", "rows."))]
+    num_heads = 1 + max((int(part[1]) for part in parts), default=-1)
+    num_layers = 1 + max((int(part[2]) for part in parts if part[0] == "block"), default=-1)
+    if not num_heads or num_heads * max(num_layers, 1) > len(tensors):
+        raise UserError(f"{folder}: the tensors are no Medusa heads, numbered from 0")
+    said = {
+        "num_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "medusa_num_layers": num_layers,
+    }
+    for key, count in said.items():
+        if config.get(key, count) != count:
+            raise UserError(
+                f"{folder}: key {key!r} must be {count}, as the tensors are numbered, "
+                f"got {config.get(key)}"
+            )
+    return num_heads, num_layers

@@ -33,9 +33,7 @@ class PromptLookup(TrainingFree):
         size = len(context)
         for n in range(min(self.max_ngram, size - 1), 0, -1):
             gram = context[size - n :]
-            matches = np.ones(
-                size - n, dtype=bool
-            )  # start positions 0..size-n-1: earlier ones only
+            matches = np.ones(size - n, dtype=bool)  # by where they start, all before the last one
             for offset in range(n):
                 matches &= context[offset : offset + size - n] == gram[offset]
             found = np.flatnonzero(matches)

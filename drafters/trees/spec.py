@@ -10,9 +10,8 @@ from typing import ClassVar
 from drafters.round import Shape
 from drafters.trees.tree import TOP
 
-Accuracy = Sequence[
-    Sequence[float]
-]  # [depth][rank]: how often that token is the target's, or draw accepted
+# [depth][rank]: how often that token is the target's, or draw accepted
+Accuracy = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)

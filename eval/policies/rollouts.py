@@ -169,8 +169,8 @@ class OwnRounds:
         while bool((live := at < lengths).any()):
             found.index_put_((row[live], at[live]), torch.ones(1).double(), accumulate=True)
             here = row, at.clamp(max=found.shape[1] - 1)
-            drafted = _lengths(budget, self.confidence[here], self.probability[here],
-                               self.score[here])  # fmt: skip
+            signals = self.confidence[here], self.probability[here], self.score[here]
+            drafted = _lengths(budget, *signals)
             coin = coins.gather(1, here[1].unsqueeze(1) + torch.arange(K))
             passed = (coin < self.accept[here][:, :K]).long().cumprod(1).sum(1)
             accepted = torch.minimum(passed, drafted)

@@ -126,10 +126,9 @@ def speedup_over_K(row: Row) -> Plot:
         for c, label, colour in lines:
             speedups = [modelled_speedup(tokens[K], K, c) for K in range(longest + 1)]
             width = 2.2 if label.endswith("(measured)") else 1.3
-            split = measured_K + 1
+            split, rest = measured_K + 1, range(measured_K, longest + 1)
             axes.plot(range(split), speedups[:split], color=colour, label=label, linewidth=width)
-            axes.plot(range(measured_K, longest + 1), speedups[measured_K:], "--", color=colour,
-                      linewidth=width)  # fmt: skip
+            axes.plot(rest, speedups[measured_K:], "--", color=colour, linewidth=width)
         if row.speedup is not None and isinstance(row.K, int):
             axes.plot([row.K], [row.speedup], "D", color=_INK, markersize=7,
                       label="measured speed-up")  # fmt: skip
@@ -193,8 +192,8 @@ def calibration(rows: list[Row]) -> Plot:
             colour = _colour(row, index)
             axes.plot(x, y, color=colour, label=row.drafter)
             axes.scatter(x, y, s=[8 + 70 * b["count"] / most for b in bins], color=colour)
-        axes.set(xlabel="confidence (largest drafter probability)", ylabel="accepted",
-                 xlim=(0, 1.02), ylim=(0, 1.02))  # fmt: skip
+        axes.set(xlabel="confidence (largest drafter probability)", ylabel="accepted")
+        axes.set(xlim=(0, 1.02), ylim=(0, 1.02))
 
     return _svg(draw)
 

@@ -20,7 +20,7 @@ from eval.costs import cost_of
 from eval.policies.table import make_budget
 from eval.speed_model import mbsu, modelled_speedup
 from target.model import Target
-from trainer.checks import require_read
+from trainer.checks import require_one_of, require_read
 from trainer.errors import UserError, require
 from trainer.files import read_json, write_json
 
@@ -74,17 +74,16 @@ Trial = Callable[[int, str, CausalLMDrafter], TrialResult]  # (number, name, dra
 
 def check_search(config: SearchConfig) -> None:
     """Check the settings of the search; UserError if one of them is out of range."""
-    require(config.search_by in PREDICTIONS, "method.search_by",
-            f"be one of {', '.join(PREDICTIONS)}", config.search_by)  # fmt: skip
+    require_one_of("method.search_by", config.search_by, tuple(PREDICTIONS))
     for key in ("search_parameters", "search_layers"):
         numbers = getattr(config, key)
         require(min(numbers, default=1) >= 1, f"method.{key}", "be numbers >= 1", numbers)
     require(bool(config.search_layers), "method.search_layers", "name a depth", [])
     given = [k for k in ("draft_layers", "draft_hidden_size") if getattr(config, k) is not None]
+    searches = bool(config.search_parameters)
     for key in ("search_by", "search_steps"):
-        require_read(config, key, bool(config.search_parameters),
-                     "method.search_parameters")  # fmt: skip
-    if config.search_parameters and given:
+        require_read(config, key, searches, "method.search_parameters")
+    if searches and given:
         raise UserError(
             f"method.search_parameters chooses the size: leave out method.{given[0]}, or the search"
         )
@@ -156,8 +155,8 @@ class SizeSearch:
 
     def table(self) -> str:
         """Format the rows for the terminal."""
-        lines = [f"{'shape':>9} {'parameters':>11} {'alpha':>6} {'tau':>5} "
-                 + " ".join(f"{name:>16}" for name in PREDICTIONS)]  # fmt: skip
+        predictions = " ".join(f"{name:>16}" for name in PREDICTIONS)
+        lines = [f"{'shape':>9} {'parameters':>11} {'alpha':>6} {'tau':>5} {predictions}"]
         for row in self.rows:
             shape = f"{row['layers']}x{row['hidden_size']}"
             predicted = " ".join(f"{value(row):16.3f}" for value in PREDICTIONS.values())
