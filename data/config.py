@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from data.bad_rows import DROP, FEW
-from trainer.checks import SIDE_BY_SIDE, is_address, require_address, require_counts, require_one_of
+from trainer.checks import SIDE_BY_SIDE, is_address, require_address
 from trainer.config import Section, suggest
 from trainer.errors import UserError, require
+from trainer.keys import Rule, key
+
+TEMPERATURES = Rule("name at least one temperature", bool)
 
 
 @dataclass
 class DataConfig(Section):
+    NAME: ClassVar[str] = "data"
     HERE: ClassVar[tuple[str, ...]] = (
         "engine_options", "servers", "features_url", "features_cache_dir", "traces", "cache_dir",
     )  # fmt: skip
@@ -35,17 +39,18 @@ class DataConfig(Section):
     response_column: str | None = None
     # rows that cannot be read; few: left out up to 1 % of a source, and at least 3, of eval.prompts
     # none; drop: left out however many they are
-    bad_rows: str = FEW
-    num_prompts: int = 768  # conversations used for training; each user turn of one is a text
+    bad_rows: str = key(FEW, one_of=(FEW, DROP))
+    # conversations used for training; each user turn of one is a text
+    num_prompts: int = key(768, ge=1)
     # share of the prompts held out for evaluation, by hash, where eval.prompts is null
-    eval_share: float = 0.1
+    eval_share: float = key(0.1, ge=0, lt=1)
     system_prompt: str | None = None  # put before every conversation that has none
     # further arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     # what generates the target's text, for training and for the report; hf: transformers, in this
     # process; vllm: a vLLM server that the run starts (scripts/engine_env.sh); openai: the servers
     # of data.servers
-    engine: str = "hf"
+    engine: str = key("hf", one_of=("hf", "vllm", "openai"))
     # arguments of the vLLM server of data.engine=vllm or data.features_engine=vllm, such as
     # {tensor_parallel_size: 4}
     engine_options: dict[str, Any] = field(default_factory=dict)
@@ -53,38 +58,41 @@ class DataConfig(Section):
     # gets twice the requests
     servers: list[str] = field(default_factory=list)
     # live: the target reads every batch again; cached: its hidden states are stored once
-    features: str = "live"
+    features: str = key("live", one_of=("live", "cached"))
     # what reads the text for these states; hf: transformers, in this process; vllm: a vLLM server
     # that the run starts; or the address of a running one, such as http://host:8000
-    features_engine: str = "hf"
-    features_dtype: str = "bf16"  # of stored hidden states; fp8 has one scale per token
+    features_engine: str = key("hf", Rule("be hf, vllm or the address of a server"))
+    # of stored hidden states; fp8 has one scale per token
+    features_dtype: str = key("bf16", one_of=("bf16", "fp8", "fp32"))
     # URL of object storage for these states, such as s3://bucket/states; null: below data.cache_dir
     features_url: str | None = None
     # folder for what is read of them, on a disk of each machine; null: below data.cache_dir
     features_cache_dir: str | None = None
-    features_cache_gb: float = 100.0  # most that this folder takes
+    features_cache_gb: float = key(100.0, gt=0)  # most that this folder takes
     # folder of the trace store to write and use; null: one below data.cache_dir
     traces: str | None = None
     cache_dir: str = "runs/cache"  # folder of what several runs share: traces, states, corpora
     # longest prompt; null: the target's context less data.max_new_tokens
-    max_prompt_tokens: int | None = None
-    long_prompts: str = "refuse"  # stop at a prompt that is too long, or drop it and count it
-    max_new_tokens: int = 96  # longest response of the training text
+    max_prompt_tokens: int | None = key(None, ge=1)
+    # stop at a prompt that is too long, or drop it and count it
+    long_prompts: str = key("refuse", one_of=("refuse", "drop"))
+    max_new_tokens: int = key(96, ge=1)  # longest response of the training text
     # of the training text; a list is cycled over prompts and samples, and a temperature that is
     # named twice gets twice the share
-    temperature: list[float] = field(default_factory=lambda: [1.0])
-    top_k: int = 0  # of the training text
-    top_p: float = 1.0  # of the training text
-    samples_per_prompt: int = 1  # responses to each prompt
+    temperature: list[float] = key([1.0], TEMPERATURES, ge=0)
+    top_k: int = key(0, ge=0, note="0: off")  # of the training text
+    top_p: float = key(1.0, gt=0, le=1)  # of the training text
+    samples_per_prompt: int = key(1, ge=1, le=SIDE_BY_SIDE)  # responses to each prompt
     # texts that end a response of the training text; answers of the report go on behind them
     stop_strings: list[str] = field(default_factory=list)
     # rows that are decoded side by side; with servers: requests under way at each of them
-    batch_size: int = 32
-    rows_per_shard: int = 256  # rows that are written to disk at once
+    batch_size: int = key(32, ge=1, le=SIDE_BY_SIDE)
+    rows_per_shard: int = key(256, ge=1, le=SIDE_BY_SIDE)  # rows that are written to disk at once
     # most likely tokens whose log-probabilities are stored with each trace, as a compressed
     # teacher; 0: none
-    teacher_top_k: int = 0
-    teacher_samples: int = 0  # tokens drawn from the rest of the distribution and stored as well
+    teacher_top_k: int = key(0, ge=0)
+    # tokens drawn from the rest of the distribution and stored as well
+    teacher_samples: int = key(0, ge=0)
 
     @classmethod
     def translated(cls, stored: dict[str, object]) -> dict[str, object]:
@@ -99,25 +107,7 @@ class DataConfig(Section):
         if not isinstance(self.temperature, list):
             self.temperature = [self.temperature]
         self.temperature = [float(t) for t in self.temperature]
-        require(
-            bool(self.temperature),
-            "data.temperature",
-            "name at least one temperature",
-            self.temperature,
-        )
-        require(min(self.temperature) >= 0, "data.temperature", "be >= 0", self.temperature)
-        require(self.top_k >= 0, "data.top_k", "be >= 0 (0: off)", self.top_k)
-        require(0 < self.top_p <= 1, "data.top_p", "lie in (0, 1]", self.top_p)
-        if self.max_prompt_tokens is not None:
-            limit = self.max_prompt_tokens
-            require(limit >= 1, "data.max_prompt_tokens", "be null or >= 1", limit)
-        require(0 <= self.eval_share < 1, "data.eval_share", "lie in [0, 1)", self.eval_share)
-        require_counts("data", self, "num_prompts", "max_new_tokens")
-        held = ("samples_per_prompt", "batch_size", "rows_per_shard")
-        require_counts("data", self, *held, most=SIDE_BY_SIDE)
-        for key in ("teacher_top_k", "teacher_samples"):
-            require(getattr(self, key) >= 0, f"data.{key}", "be >= 0", getattr(self, key))
-        require_one_of("data.engine", self.engine, ("hf", "vllm", "openai"))
+        super().__post_init__()
         if is_address(self.features_engine):
             require_address("data.features_engine", self.features_engine)
         else:
@@ -144,14 +134,7 @@ class DataConfig(Section):
                 "data.stop_strings must hold text, got '', which ends every answer at once: "
                 "remove it"
             )
-        require_one_of("data.features", self.features, ("live", "cached"))
-        require_one_of("data.features_dtype", self.features_dtype, ("bf16", "fp8", "fp32"))
-        require(
-            self.features_cache_gb > 0, "data.features_cache_gb", "be > 0", self.features_cache_gb
-        )
         self._check_features_url()
-        require_one_of("data.bad_rows", self.bad_rows, (FEW, DROP))
-        require_one_of("data.long_prompts", self.long_prompts, ("refuse", "drop"))
 
     def _check_features_url(self) -> None:
         given = [key for key in ("features_url", "features_cache_dir") if getattr(self, key)]

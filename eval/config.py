@@ -6,25 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from data.config import column_list, single_column
-from drafters.training_free.table import is_training_free, parse_training_free
+from data.config import TEMPERATURES, column_list, single_column
+from drafters.training_free.table import (
+    TRAINING_FREE,
+    is_training_free,
+    parse_training_free,
+)
 from drafters.trees.spec import TreeSpec
-from drafters.trees.table import parse_tree
+from drafters.trees.table import TREES, parse_tree
 from drafters.trees.tree import CHAIN
-from eval.policies.table import parse_policy
+from eval.policies.table import POLICIES, parse_policy
 from eval.verifiers.table import VERIFIERS, parse_verifier
 from eval.verifiers.token import Token
 from target.sampling import Sampling
-from trainer.checks import SEEDS, SIDE_BY_SIDE, is_address, require_address, require_counts
+from trainer.checks import SEEDS, SIDE_BY_SIDE, is_address, require_address
 from trainer.config import Section
 from trainer.errors import UserError, excerpt, require
-from trainer.specs import spelled
+from trainer.keys import Rule, key
+from trainer.specs import choices, spelled
+
+ENGINE = Rule("be own, vllm, or the address of a running vLLM server (http://...)")
 
 
 @dataclass
 class EvalConfig(Section):
     """`eval.*`: what is measured, on which prompts, and how."""
 
+    NAME: ClassVar[str] = "eval"
     NAMES: ClassVar[tuple[str, ...]] = ("drafter", "acceptance_head", "prompts", "tree", "engine")
     NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "tree")
     MOVED: ClassVar[Mapping[str, str]] = {
@@ -42,32 +50,37 @@ class EvalConfig(Section):
     prompts_config: str | None = None  # configuration of the Hub data set
     prompts_split: str = "test"  # split of the Hub data set
     prompts_column: list[str] = field(default_factory=list)  # as data.prompts_column
-    num_prompts: int = 96  # prompts of the report
-    max_new_tokens: int = 96  # longest answer in the report
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # each gets its own rows
-    top_k: int = 0  # of the report's answers
-    top_p: float = 1.0  # of the report's answers
-    K: int = 4  # tokens drafted per round by a chain, at most where a policy ends it early
+    num_prompts: int = key(96, ge=1)  # prompts of the report
+    max_new_tokens: int = key(96, ge=1)  # longest answer in the report
+    temperatures: list[float] = key([0.0, 1.0], TEMPERATURES, ge=0)  # each gets its own rows
+    top_k: int = key(0, ge=0, note="0: off")  # of the report's answers
+    top_p: float = key(1.0, gt=0, le=1)  # of the report's answers
+    # tokens drafted per round by a chain, at most where a policy ends it early
+    K: int = key(4, ge=1)
     # trees to measure beside the chain, one or a list; null: none. At temperatures above 0 the
     # children of static trees are drawn without replacement, with siblings=top the most likely
     # tokens
-    tree: list[str] = field(default_factory=list)
+    tree: list[str] = key([], Rule(choices(TREES)))
     # the drafter's own temperature in rows at temperatures above 0; null: the row's. Output still
     # has the target's distribution
-    draft_temperature: float | None = None
+    draft_temperature: float | None = key(None, gt=0)
     # rule that decides which drafted tokens are accepted; token: the exact rule for what is
     # drafted, of sampled children multi_round; rows of a lossy one say so
-    verifier: str = "token"
-    policy: str = "fixed"  # rule that ends a chain before eval.K tokens; head* need such a head
+    verifier: str = key("token", Rule(choices(VERIFIERS)))
+    # rule that ends a chain before eval.K tokens; head* need such a head
+    policy: str = key("fixed", Rule(choices(POLICIES)))
     # training-free drafters that get rows beside those of the drafter
-    baselines: list[str] = field(default_factory=lambda: ["lookup:3"])
+    baselines: list[str] = key(["lookup:3"], Rule(choices(TRAINING_FREE)))
     # where the drafter is measured beside the project's own decoding; vllm: in vLLM too;
     # http://...: on that running vLLM server too
-    engine: str = "own"
-    batch_size: int = 8  # prompts that are decoded side by side
-    timing_prompts: int = 12  # prompts decoded one by one for tokens per second, after a warm-up
-    bootstrap_draws: int = 1000  # resamples of the prompts for each 95 % interval
-    seed: int = 1234  # of the report: its prompts, its answers, its resamples
+    engine: str = key("own", ENGINE)
+    batch_size: int = key(8, ge=1, le=SIDE_BY_SIDE)  # prompts that are decoded side by side
+    # prompts decoded one by one for tokens per second, after a warm-up
+    timing_prompts: int = key(12, ge=0)
+    # resamples of the prompts for each 95 % interval
+    bootstrap_draws: int = key(1000, ge=1, le=SIDE_BY_SIDE)
+    # of the report: its prompts, its answers, its resamples
+    seed: int = key(1234, ge=0, le=SEEDS - 1)
 
     @classmethod
     def translated(cls, stored: dict[str, object]) -> dict[str, object]:
@@ -98,32 +111,17 @@ class EvalConfig(Section):
 
     def __post_init__(self) -> None:
         self.temperatures = [float(t) for t in self.temperatures]
-        require(
-            bool(self.temperatures),
-            "eval.temperatures",
-            "name at least one temperature",
-            self.temperatures,
-        )
-        require(min(self.temperatures) >= 0, "eval.temperatures", "be >= 0", self.temperatures)
-        distinct = len(set(self.temperatures)) == len(self.temperatures)
-        require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
         if self.draft_temperature is not None:
             self.draft_temperature = float(self.draft_temperature)
-            drafted = self.draft_temperature
-            require(drafted > 0, "eval.draft_temperature", "be > 0, or null", drafted)
-            own, rule = self.engine == "own", "be null for vLLM, which drafts its own way"
-            require(own, "eval.draft_temperature", rule, drafted)
-        require(self.top_k >= 0, "eval.top_k", "be >= 0 (0: off)", self.top_k)
-        require(0 < self.top_p <= 1, "eval.top_p", "lie in (0, 1]", self.top_p)
-        require_counts("eval", self, "num_prompts", "max_new_tokens", "K")
-        require_counts("eval", self, "batch_size", "bootstrap_draws", most=SIDE_BY_SIDE)
-        require(0 <= self.seed < SEEDS, "eval.seed", f"lie in 0..{SEEDS - 1}", self.seed)
-        require(self.timing_prompts >= 0, "eval.timing_prompts", "be >= 0", self.timing_prompts)
+        super().__post_init__()
+        distinct = len(set(self.temperatures)) == len(self.temperatures)
+        require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
+        rule, drafted = "be null for vLLM, which drafts its own way", self.draft_temperature
+        require(drafted is None or self.engine == "own", "eval.draft_temperature", rule, drafted)
         if is_address(self.engine):
             require_address("eval.engine", self.engine)
         else:
-            rule = "be own, vllm, or the address of a running vLLM server (http://...)"
-            require(self.engine in ("own", "vllm"), "eval.engine", rule, self.engine)
+            require(self.engine in ("own", "vllm"), "eval.engine", ENGINE.words, self.engine)
         _check_names(self)
 
     def draft_sampling(self, sampling: Sampling) -> Sampling:

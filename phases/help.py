@@ -1,8 +1,7 @@
 """The meaning of every key of the configuration, for `help=true` and for docs/config.md.
 
-All of it is read from the code that it describes. The meaning of a key is the comment at its field,
-the default is the field's, and the allowed values are read from the messages with which the
-section's own checks refuse other values.
+All of it is read from the code that it describes: the meaning of a key is the comment at its field,
+the default and the rules are the field's (`trainer/keys.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from eval.report.render import escape_markdown
 from eval.row import Acceptance, Row, Timing
 from recipes import base
 from recipes.common.config import Config, compose
-from trainer.errors import UserError
+from trainer.keys import rules_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 ORDER = ("method", "run", "model", "data", "trainer", "eval")
 TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
          "list": "list", "dict": "mapping"}  # fmt: skip
-# by type: values that some key of this type refuses
-REFUSED: dict[str, tuple[object, ...]] = {
-    "str": ("?",), "int": (-1, 0, 10**10), "float": (-1.0, 0.0, 2.0), "bool": (),
-    "list[str]": (["?"],), "list[int]": ([-1],), "list[float]": ([], [-1.0]),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,11 +54,9 @@ def keys_of(section: str, settings: DataclassInstance) -> list[KeyHelp]:
             value = (
                 default  # a check may have filled it in; an empty text stands for what it is then
             )
-        name = f"{section}.{field.name}"
-        rules = _rules(settings, name, field)
-        found.append(
-            KeyHelp(name, _shown(value), rules, comments(type(settings)).get(field.name, ""))
-        )
+        meaning = comments(type(settings)).get(field.name, "")
+        rules = _rules(type(settings), field)
+        found.append(KeyHelp(f"{section}.{field.name}", _shown(value), rules, meaning))
     return found
 
 
@@ -109,27 +101,22 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _rules(settings: DataclassInstance, name: str, field: dataclasses.Field[object]) -> str:
-    """Describe the allowed values of a key: its type, and the rules of its checks."""
+def _rules(kind: type[DataclassInstance], field: dataclasses.Field[object]) -> str:
+    """Describe the allowed values of a key: its type, and its rules."""
     declared = str(field.type)
-    kind, optional = declared.removesuffix(" | None"), declared.endswith(" | None")
-    rules: list[str] = []
-    for value in REFUSED.get(kind, ()):
-        try:
-            dataclasses.replace(settings, **{field.name: value})
-        except UserError as error:
-            rules += [rule for rule in _rule_in(str(error), name) if rule not in rules]
+    plain, optional = declared.removesuffix(" | None"), declared.endswith(" | None")
+    rules = [rule.words for rule in rules_of(kind).get(field.name, ())]
     choices = [rule.removeprefix("be one of ") for rule in rules if rule.startswith("be one of ")]
     if choices:
         text = _shared_options_once(choices[0])
     else:
-        words = TYPES.get(kind.partition("[")[0], "any")
-        if "[" in kind:
-            inner = re.findall(r"\w+", kind)[-1]
+        words = TYPES.get(plain.partition("[")[0], "any")
+        if "[" in plain:
+            inner = re.findall(r"\w+", plain)[-1]
             words += f" of {TYPES.get(inner, 'any value')}" + "s" * (inner in ("int", "float"))
         rules = [rule.removeprefix("be ").removeprefix("lie ") for rule in rules]
         # a rule for a text implies that it is one
-        text = "; ".join(rules if kind == "str" and rules else [words, *rules])
+        text = "; ".join(rules if plain == "str" and rules else [words, *rules])
     return text if not optional or "null" in text else f"{text}; or null"
 
 
@@ -141,15 +128,6 @@ def _shared_options_once(choices: str) -> str:
     for one in shared:
         choices = choices.replace(one, "")
     return f"{choices}; each with {''.join(shared)}" if shared else choices
-
-
-def _rule_in(complaint: str, name: str) -> list[str]:
-    """Read the rule out of an error message about key `name`."""
-    found = re.match(rf"(?:\w+Error: )?{re.escape(name)}\S* must (.+), got ", complaint)
-    if found:
-        return [found[1]]
-    found = re.match(rf"unknown {re.escape(name)} .*available: (.+)", complaint)
-    return [f"be one of {found[1]}"] if found else []
 
 
 # --- pages ---------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ from target.outputs import Logits, TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.divergence import CE_HARD, Divergence
-from trainer.errors import RunFault, UserError, require
+from trainer.errors import RunFault, UserError
+from trainer.keys import key
 from trainer.logits import OutputHead, chunk_rows
 from trainer.losses import CompressedTeacher, LossOutput, Term, position_weights, reduce
 from trainer.objective import State
@@ -64,44 +65,38 @@ ENDED_WINDOW = 16  # draft responses over which empty ones are counted
 @dataclass
 class Config(DivergenceConfig):
     # a divergence and a data mix by the name that the paper gives them; null: as set below
-    algorithm: str | None = None
+    algorithm: str | None = key(None, one_of=ALGORITHMS)
     # loss between the target's distribution and the drafter's; left out: this, or the algorithm's
     divergence: str = ""
     # mean over tokens, or over the means of the sequences, which is the paper's formula
-    reduction: str = "token"
+    reduction: str = key("token", one_of=("token", "sequence"))
     # shares of the training text by who wrote it: fixed (the data set), target, draft; null: target
     # alone, or those of the algorithm
     data_mix: dict[str, float] | None = None
-    mix_per: str = "batch"  # whether a batch or each of its rows draws its source
+    # whether a batch or each of its rows draws its source
+    mix_per: str = key("batch", one_of=("batch", "example"))
     # steps with fkl before the divergence that is set: tvd learns little where the overlap is small
-    warm_start_steps: int = 0
+    warm_start_steps: int = key(0, ge=0)
     # share of the steps over which the drafter's own text rises to its share
-    draft_ramp_share: float = 0.1
-    refresh_every: int = 1  # the drafter's own text is drawn anew every so many batches
-    gen_temperature: float = 1.0  # at which the drafter's own text is drawn
+    draft_ramp_share: float = key(0.1, ge=0, le=1)
+    # the drafter's own text is drawn anew every so many batches
+    refresh_every: int = key(1, ge=1)
+    gen_temperature: float = key(1.0, gt=0)  # at which the drafter's own text is drawn
     # the target's distribution: computed in training, or stored compressed with the traces
-    teacher: str = "live"
-    approx: str | None = None  # how the compressed teacher's tail counts; bucket: as one token
+    teacher: str = key("live", one_of=("live", "compressed"))
+    # how the compressed teacher's tail counts; bucket: as one token
+    approx: str | None = key(None, one_of=(None, "bucket"))
     # train a second drafter on cross-entropy for as many steps, as a row to compare with
     control: bool = True
-    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
+    draft_layers: int = key(1, ge=1)  # layers of a fresh drafter, where model.drafter is null
+    # width of a fresh drafter; null: half the target's
+    draft_hidden_size: int | None = key(None, ge=1)
 
     def __post_init__(self) -> None:
         self._follow_algorithm()
         super().__post_init__()
         self._check_mix()
         self._check_teacher()
-        known = self.mix_per in ("batch", "example")
-        require(known, "method.mix_per", "be batch or example", self.mix_per)
-        known = self.reduction in ("token", "sequence")
-        require(known, "method.reduction", "be token or sequence", self.reduction)
-        ramp, warm = self.draft_ramp_share, self.warm_start_steps
-        require(0 <= ramp <= 1, "method.draft_ramp_share", "lie in [0, 1]", ramp)
-        for name in ("refresh_every", "draft_layers"):
-            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
-        require(warm >= 0, "method.warm_start_steps", "be >= 0", warm)
-        require(self.gen_temperature > 0, "method.gen_temperature", "be > 0", self.gen_temperature)
         drafts = bool(self.mix.get("draft"))
         for name in ("refresh_every", "gen_temperature"):
             require_read(self, name, drafts, "a share of draft in method.data_mix")
@@ -113,12 +108,7 @@ class Config(DivergenceConfig):
         """Fill in the divergence and the data mix that were left out: those of the algorithm, which
         takes no others, or the default ones."""
         divergence, mix = DEFAULT_DIVERGENCE, DEFAULT_MIX
-        if self.algorithm is not None:
-            if self.algorithm not in ALGORITHMS:
-                raise UserError(
-                    f"unknown method.algorithm {self.algorithm!r}; available: "
-                    f"{', '.join(ALGORITHMS)}"
-                )
+        if self.algorithm in ALGORITHMS:
             divergence, mix = ALGORITHMS[self.algorithm]
             if self.divergence not in ("", divergence) or self.data_mix not in (None, mix):
                 raise UserError(
@@ -145,11 +135,8 @@ class Config(DivergenceConfig):
 
     def _check_teacher(self) -> None:
         compressed = self.teacher == "compressed"
-        require(self.approx in (None, "bucket"), "method.approx", "be null or bucket", self.approx)
         if compressed:
             self.parsed_divergence.check_compressed(self.approx, "method.approx")
-        known = self.teacher in ("live", "compressed")
-        require(known, "method.teacher", "be live or compressed", self.teacher)
         if self.approx is not None and not compressed:
             raise UserError(
                 f"method.approx={self.approx} is for a compressed teacher: set "

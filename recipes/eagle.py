@@ -19,7 +19,7 @@ from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from recipes.base import Stage, check_kind
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
 from target.model import Target
-from trainer.errors import require
+from trainer.keys import key
 
 
 @dataclass
@@ -31,19 +31,12 @@ class Config(HeadConfig):
     # tokens gets 512 / n times that; published: 0.1
     feature_noise: float = 0.01
     depth_decay: float = 1.0
-    steps: int = 1  # times the head reads its own states in training; more than 1: HASS
+    steps: int = key(1, ge=1)  # times the head reads its own states in training; more than 1: HASS
 
     # steps of a first stage that trains EAGLE-1's head, for HASS to start from; left out where
     # model.drafter names a trained head; null: no such stage
-    base_max_steps: int | None = None
-    base_lr: float = 1e-3  # rate of that stage; published: 3e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
-        number = self.base_max_steps
-        require(number is None or number >= 1, "method.base_max_steps", "be >= 1", number)
-        require(self.base_lr > 0, "method.base_lr", "be > 0", self.base_lr)
+    base_max_steps: int | None = key(None, ge=1)
+    base_lr: float = key(1e-3, gt=0)  # rate of that stage; published: 3e-5
 
 
 class Recipe(HeadRecipe[Config]):

@@ -18,13 +18,14 @@ from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
 from target.model import check_layers
 from target.outputs import LayerId
-from trainer.errors import UserError, require
+from trainer.errors import UserError
+from trainer.keys import key
 
 
 @dataclass
 class Config(VocabularyConfig):
     # drafting steps that training unrolls, as many as are drafted at least; published: 7
-    steps: int = 5
+    steps: int = key(5, ge=1)
     # layers of the target whose outputs are read, from 0; []: 1, L/2-1 and L-4 of L layers
     layers: list[int] = field(default_factory=list)
     head_from_target: bool = True  # the output matrix starts as rows of the target's
@@ -32,10 +33,6 @@ class Config(VocabularyConfig):
     norm_before_residual: bool = False  # the residual stream starts at the normed state
     fc_norm: bool = False  # EAGLE-3.1: normalise each captured state
     norm_output: bool = False  # EAGLE-3.1: the next step reads the normed state
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.steps >= 1, "method.steps", "be >= 1", self.steps)
 
 
 class Recipe(VocabularyRecipe[Config]):

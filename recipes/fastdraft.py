@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from data.batches import Batch, collate
@@ -27,74 +27,67 @@ from recipes import base, distillspec
 from recipes.base import Context, Needs, Stage, Start, check_kind
 from recipes.common.config import Config as RunConfig
 from recipes.common.divergence import DivergenceConfig
-from recipes.common.draft_size import SizeSearch, check_search
+from recipes.common.draft_size import PREDICTIONS, SizeSearch, check_search
 from target.model import Target
 from trainer.divergence import CE_HARD
 from trainer.errors import UserError, require
+from trainer.keys import Rule, key
 from trainer.losses import LossOutput
 
 STAGES = {"pretrain": "pretrained", "continue": "continued", "align": "after"}
+IN_ORDER = Rule(
+    f"be some of {', '.join(STAGES)}, in this order",
+    lambda stages: bool(stages) and stages == [name for name in STAGES if name in stages],
+)
 
 
 @dataclass
 class Config(DivergenceConfig):
     NAMES: ClassVar[tuple[str, ...]] = ("corpus", "continue_corpus")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
-    stages: list[str] = field(default_factory=lambda: list(STAGES))  # stages that are trained
+    stages: list[str] = key([*STAGES], IN_ORDER)  # stages that are trained
     from_scratch: bool = False  # continue or align a drafter that was not pre-trained
     # raw text of stage pretrain by source, with its share: toy:<domain>, a file or folder, or
     # org/name#split=train&column=text of the Hub
-    corpus: dict[str, float] = field(default_factory=lambda: {"toy:prose": 1.0})
+    corpus: dict[str, float] = key({"toy:prose": 1.0})
     # raw text of stage continue; published: two parts code to one part text
-    continue_corpus: dict[str, float] = field(
-        default_factory=lambda: {"toy:code": 2.0, "toy:prose": 1.0}
-    )
-    context: int = 128  # tokens of a row of raw text
+    continue_corpus: dict[str, float] = key({"toy:code": 2.0, "toy:prose": 1.0})
+    context: int = key(128, ge=2)  # tokens of a row of raw text
     separate_documents: bool = True  # documents in one row do not see each other
-    pretrain_steps: int = 2000  # steps of stage pretrain
-    pretrain_lr: float = 1e-3  # rate of stage pretrain
-    continue_steps: int = 1000  # steps of stage continue
-    continue_lr: float = 5e-4  # rate of stage continue
+    pretrain_steps: int = key(2000, ge=1)  # steps of stage pretrain
+    pretrain_lr: float = key(1e-3, gt=0)  # rate of stage pretrain
+    continue_steps: int = key(1000, ge=1)  # steps of stage continue
+    continue_lr: float = key(5e-4, gt=0)  # rate of stage continue
     # share of the steps of stages pretrain and continue over which the learning rate rises
-    warmup_share: float = 0.02
-    weight_decay: float = 0.1  # weight decay of these two stages; align has trainer.weight_decay
+    warmup_share: float = key(0.02, ge=0, lt=1)
+    # weight decay of these two stages; align has trainer.weight_decay
+    weight_decay: float = key(0.1, ge=0)
     divergence: str = "ce_hard"  # loss of stage align
-    ce_share: float = 0.0  # share of cross-entropy beside another divergence; published: 0.5
-    reduction: str = "token"  # mean over tokens, or over the means of the sequences
+    # share of cross-entropy beside another divergence; published: 0.5
+    ce_share: float = key(0.0, ge=0, lt=1)
+    # mean over tokens, or over the means of the sequences
+    reduction: str = key("token", one_of=("token", "sequence"))
     train_prompts: bool = False  # stage align learns the tokens of the prompts too
     # the target's distribution: computed in training, or stored compressed with the traces
-    teacher: str = "live"
-    approx: str | None = None  # how the compressed teacher's tail counts; bucket: as one token
-    draft_layers: int | None = None  # layers of the drafter; null: 1
-    draft_hidden_size: int | None = None  # width of the drafter; null: half the target's
+    teacher: str = key("live", one_of=("live", "compressed"))
+    # how the compressed teacher's tail counts; bucket: as one token
+    approx: str | None = key(None, one_of=(None, "bucket"))
+    draft_layers: int | None = key(None, ge=1)  # layers of the drafter; null: 1
+    # width of the drafter; null: half the target's
+    draft_hidden_size: int | None = key(None, ge=1)
     tie_embeddings: bool | None = None  # embedding and output matrix are one; null: as the target
     # sizes to try, in parameters besides embedding and output matrix; []: no search
-    search_parameters: list[int] = field(default_factory=list)
-    search_layers: list[int] = field(default_factory=lambda: [1, 2, 4])  # depths to try
-    search_steps: int = 100  # steps of the first stage for every shape
+    search_parameters: list[int] = key(list[int](), ge=1)
+    search_layers: list[int] = key([1, 2, 4], Rule("name a depth", bool), ge=1)  # depths to try
+    search_steps: int = key(100, ge=1)  # steps of the first stage for every shape
     # what chooses the size: tokens per round over measured times, by which depth costs and width
     # hardly does, over parameters or over bytes read
-    search_by: str = "modelled_speedup"
+    search_by: str = key("modelled_speedup", one_of=PREDICTIONS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_order = [name for name in STAGES if name in self.stages]
-        ordered = bool(self.stages) and self.stages == in_order
-        rule = f"be some of {', '.join(STAGES)}, in this order"
-        require(ordered, "ConfigError: method.stages", rule, self.stages)
-        for key in ("corpus", "continue_corpus"):
-            check_shares(f"method.{key}", getattr(self, key))
-        steps = ("pretrain_steps", "continue_steps", "search_steps")
-        for key in (*steps, "draft_layers", "draft_hidden_size"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"method.{key}", "be >= 1", value)
-        require(self.context >= 2, "method.context", "be >= 2", self.context)
-        for key in ("pretrain_lr", "continue_lr"):
-            require(getattr(self, key) > 0, f"method.{key}", "be > 0", getattr(self, key))
-        warmup = self.warmup_share
-        require(0 <= warmup < 1, "method.warmup_share", "lie in [0, 1)", warmup)
-        require(self.weight_decay >= 0, "method.weight_decay", "be >= 0", self.weight_decay)
-        require(0 <= self.ce_share < 1, "method.ce_share", "lie in [0, 1)", self.ce_share)
+        for name in ("corpus", "continue_corpus"):
+            check_shares(f"method.{name}", getattr(self, name))
         if self.divergence == "ce_hard" and self.ce_share:
             raise UserError(
                 "method.ce_share mixes cross-entropy with another method.divergence: leave it at 0"

@@ -40,7 +40,7 @@ from drafters.eagle import EagleDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.load import load_drafter
 from drafters.round import Shape
-from drafters.trees.table import parse_shape
+from drafters.trees.table import SHAPES, parse_shape
 from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
 from recipes import base
 from recipes.base import (
@@ -71,7 +71,9 @@ from target.outputs import TargetOutputs, TargetRequest
 from trainer.checks import require_read
 from trainer.config import Section
 from trainer.errors import UserError, require
+from trainer.keys import Rule, key
 from trainer.losses import LossOutput, Term
+from trainer.specs import choices
 
 # settings that the reference's rewards depend on, and those that drafter.json records
 OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
@@ -91,40 +93,31 @@ class Config(Section):
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
     # preset of the head's own recipe, for its token loss and for stage base, which trains it where
     # model.drafter is null; null: that recipe's settings for the toy
-    base_preset: str | None = None
+    base_preset: str | None = key(None, one_of=(None, *base.presets("eagle3")))
     # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
     reference: str | None = None
     reference_rewards: str | None = None  # folder that stores its rewards for later runs
-    tree: str = "dynamic:60:7:10"  # tree that is drafted in training; should be eval.tree
-    num_groups: int = 16  # groups of adjacent positions in a text at which trees are drafted
-    group_size: int = 8  # positions of a group
+    # tree that is drafted in training; should be eval.tree
+    tree: str = key("dynamic:60:7:10", Rule(choices(SHAPES)))
+    # groups of adjacent positions in a text at which trees are drafted
+    num_groups: int = key(16, ge=1)
+    group_size: int = key(8, ge=1)  # positions of a group
     # how the expected lengths of a tree's branches make its reward: node_sum, the expected accepted
     # tokens themselves; lse, the smooth maximum as published; lse_mean, max or mean
-    aggregation: str = "node_sum"
-    eta: float = 1.0  # sharpness of lse and lse_mean
-    reward_temperature: float = 1.0  # temperature of the target that scores the trees
+    aggregation: str = key("node_sum", one_of=AGGREGATIONS)
+    eta: float = key(1.0, gt=0)  # sharpness of lse and lse_mean
+    reward_temperature: float = key(1.0, ge=0)  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
     standardize: bool = True  # divide by the spread within the group; else rewards as they are
-    std_floor: float = 1e-6  # added to the spread of a group that is divided by
-    acceptance: str = "greedy"  # path that is rewarded: the accepted one, or the best branch
-    epsilon: float = 0.2  # clip of the ratio of probabilities
-    omega: float = 0.5  # weight of the tree loss beside the token loss
-    token_weight: float = 1.0  # weight of the token loss; 0 trains on trees alone
+    std_floor: float = key(1e-6, gt=0)  # added to the spread of a group that is divided by
+    # path that is rewarded: the accepted one, or the best branch
+    acceptance: str = key("greedy", one_of=ACCEPTANCES)
+    epsilon: float = key(0.2, gt=0, lt=1)  # clip of the ratio of probabilities
+    omega: float = key(0.5, gt=0)  # weight of the tree loss beside the token loss
+    token_weight: float = key(1.0, ge=0)  # weight of the token loss; 0 trains on trees alone
 
     def __post_init__(self) -> None:
-        presets = (None, *base.presets("eagle3"))
-        known = {"base_preset": presets, "aggregation": AGGREGATIONS, "acceptance": ACCEPTANCES}
-        for name, allowed in known.items():
-            value, words = getattr(self, name), ", ".join(str(one or "null") for one in allowed)
-            require(value in allowed, f"method.{name}", f"be one of {words}", value)
-        for name in ("num_groups", "group_size"):
-            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
-        for name in ("eta", "std_floor", "omega"):
-            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
-        require(self.token_weight >= 0, "method.token_weight", "be >= 0", self.token_weight)
-        temperature = self.reward_temperature
-        require(temperature >= 0, "method.reward_temperature", "be >= 0", temperature)
-        require(0 < self.epsilon < 1, "method.epsilon", "lie in (0, 1)", self.epsilon)
+        super().__post_init__()
         if self.standardize and self.group_size < 2:
             raise UserError(
                 "method.group_size must be >= 2, got 1: standardised within a group of one every "

@@ -16,16 +16,17 @@ from drafters.base import TrainedDrafter
 from drafters.hydra import HydraDrafter, HydraSettings
 from recipes.base import check_kind
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
+from trainer.keys import key
 
 
 @dataclass
 class Config(VocabularyConfig):
     divergence: str = "ce_hard"
     depth_decay: float = 1.0
-    num_heads: int = 4  # tokens a round can draft, one by each head
-    num_layers: int = 1  # blocks per head
+    num_heads: int = key(4, ge=1)  # tokens a round can draft, one by each head
+    num_layers: int = key(1, ge=1)  # blocks per head
     prefix_layer: bool = False  # a decoder layer over the prefix, whose states the heads read
-    dropout: float = 0.0  # in the heads
+    dropout: float = key(0.0, ge=0, lt=1)  # in the heads
     shared_lm_head: bool = False  # the target's output matrix, frozen, instead of one per head
     identity_residual: bool = True  # the residual projection starts as the target's state
     tie_layers: bool = False  # one module for all blocks of a head, as the published code has it

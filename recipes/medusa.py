@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from data.traces import Trace
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
+from trainer.keys import key
 
 
 @dataclass
 class Config(VocabularyConfig):
-    num_heads: int = 4  # tokens a round can draft, one by each head
-    num_layers: int = 1  # residual blocks per head
+    num_heads: int = key(4, ge=1)  # tokens a round can draft, one by each head
+    num_layers: int = key(1, ge=0)  # residual blocks per head
     own_head: bool = True  # each head has an output matrix of its own, else the target's, frozen
     tie_layers: bool = False  # one module for all blocks of a head, as the published code has it
 

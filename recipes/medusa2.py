@@ -32,6 +32,7 @@ from target.outputs import TargetOutputs
 from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError, require
+from trainer.keys import key
 from trainer.logits import OutputHead
 from trainer.losses import LossOutput, Term, position_weights
 
@@ -48,26 +49,22 @@ HEADS_WEIGHTS = {"distill": 0.01, "ce": 0.2}  # published
 class Config(medusa.Config):
     # loss that keeps the target close to its original: distill, the divergence from it; ce,
     # next-token cross-entropy
-    lm_loss: str = "distill"
+    lm_loss: str = key("distill", one_of=LM_LOSSES)
     # weight of the heads' loss beside that of the target, where head k has depth_decay ** k of it;
     # null: 0.01 with distill, 0.2 with ce
-    heads_weight: float | None = None
-    heads_ramp: str = "sine"  # how that weight rises to its full size over stage 2
-    heads_lr_multiplier: float = 4.0  # rate of the heads over trainer.lr, that of the adapter
-    lora_rank: int = 32  # rank of the target's adapter
-    lora_alpha: float = 16.0  # scale of the adapter, divided by its rank
-    lora_dropout: float = 0.05  # dropout of the adapter
+    heads_weight: float | None = key(None, gt=0)
+    heads_ramp: str = key("sine", one_of=RAMPS)  # how that weight rises to its full size in stage 2
+    # rate of the heads over trainer.lr, that of the adapter
+    heads_lr_multiplier: float = key(4.0, gt=0)
+    lora_rank: int = key(32, ge=1)  # rank of the target's adapter
+    lora_alpha: float = key(16.0, gt=0)  # scale of the adapter, divided by its rank
+    lora_dropout: float = key(0.05, ge=0, lt=1)  # dropout of the adapter
     lora_lm_head: bool = False  # put an adapter on the target's output matrix too
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("lm_loss", LM_LOSSES), ("heads_ramp", RAMPS)):
-            value = getattr(self, name)
-            require(value in known, f"method.{name}", f"be one of {', '.join(known)}", value)
         if self.heads_weight is None:
             self.heads_weight = HEADS_WEIGHTS[self.lm_loss]
-        for name in ("heads_weight", "heads_lr_multiplier"):
-            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
         rule = "be 0: stage 2 trains the states that the noise would be added to"
         require(self.feature_noise == 0, "method.feature_noise", rule, self.feature_noise)
         self.lora()  # for its checks

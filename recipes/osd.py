@@ -56,9 +56,10 @@ from recipes.common.stream import Stream, check_context
 from target.model import Target
 from target.outputs import TargetOutputs
 from trainer import fsdp2
-from trainer.checks import require_one_of, require_read
+from trainer.checks import require_read
 from trainer.chunked import chunked_divergence
 from trainer.errors import UserError, require
+from trainer.keys import key
 from trainer.losses import LossOutput, Term
 from trainer.objective import State
 from trainer.shift import supervised
@@ -70,39 +71,32 @@ POSITIONS = ("rejected", "published_code", "all")
 class Config(DivergenceConfig):
     HERE: ClassVar[tuple[str, ...]] = ("log",)
     NEEDED: ClassVar[tuple[str, ...]] = HERE
-    K: int = 5  # tokens drafted per round while serving
+    K: int = key(5, ge=1)  # tokens drafted per round while serving
     # which tokens of a served answer are trained: those that corrected a draft, those that the
     # published code trains, or all
-    positions: str = "rejected"
-    reduction: str = "token"  # mean over tokens, or over the means of the requests
-    replay_share: float = 0.0  # share of an update's rows that come from earlier requests
-    replay_size: int = 256  # earlier requests that each drafter remembers for replay
+    positions: str = key("rejected", one_of=POSITIONS)
+    # mean over tokens, or over the means of the requests
+    reduction: str = key("token", one_of=("token", "sequence"))
+    # share of an update's rows that come from earlier requests
+    replay_share: float = key(0.0, ge=0, lt=1)
+    # earlier requests that each drafter remembers for replay
+    replay_size: int = key(256, ge=1)
     bank: bool = False  # one drafter for each domain, chosen by the tokens of the prompt
     # probability of a domain below which the drafter of the most frequent one answers
-    min_confidence: float = 0.0
+    min_confidence: float = key(0.0, ge=0, le=1)
     log: str | None = None  # file of requests to follow instead of serving the prompts
-    log_wait_s: float = 0.0  # seconds to wait for new lines before the log counts as complete
-    publish_every: int = 0  # updates between versions that are written for a server; 0: none
+    # seconds to wait for new lines before the log counts as complete
+    log_wait_s: float = key(0.0, ge=0)
+    # updates between versions that are written for a server; 0: none
+    publish_every: int = key(0, ge=0)
     offline: bool = True  # also distil offline, from as many requests, as a row to compare with
-    offline_lr: float | None = None  # learning rate of stage offline; null: trainer.lr
-    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
+    offline_lr: float | None = key(None, gt=0)  # learning rate of stage offline; null: trainer.lr
+    draft_layers: int = key(1, ge=1)  # layers of a fresh drafter, where model.drafter is null
+    # width of a fresh drafter; null: half the target's
+    draft_hidden_size: int | None = key(None, ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("K", "replay_size", "draft_layers"):
-            value = getattr(self, name)
-            require(value >= 1, f"method.{name}", "be >= 1", value)
-        for name in ("log_wait_s", "publish_every"):
-            value = getattr(self, name)
-            require(value >= 0, f"method.{name}", "be >= 0", value)
-        rate = self.offline_lr
-        require(rate is None or rate > 0, "method.offline_lr", "be null or > 0", rate)
-        require_one_of("method.positions", self.positions, POSITIONS)
-        require_one_of("method.reduction", self.reduction, ("token", "sequence"))
-        share, least = self.replay_share, self.min_confidence
-        require(0 <= share < 1, "method.replay_share", "lie in [0, 1)", share)
-        require(0 <= least <= 1, "method.min_confidence", "lie in [0, 1]", least)
         require_read(self, "min_confidence", self.bank, "method.bank=true")
         require_read(self, "log_wait_s", self.log is not None, "method.log")
         plain = self.log is None or not self.log.endswith(".gz")

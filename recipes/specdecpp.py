@@ -33,7 +33,9 @@ from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from target.padding import by_length
 from target.sampling import Sampling, inverse_cdf, keyed_uniform, row_key, warp
+from trainer.config import Section
 from trainer.errors import UserError, require
+from trainer.keys import Rule, key
 from trainer.logits import chunk_rows
 from trainer.losses import LossOutput, Term
 from trainer.shift import supervised
@@ -43,38 +45,35 @@ BINS = 10  # of the calibration error
 
 
 @dataclass
-class Config:
-    num_layers: int = 3  # residual blocks of the head; published: 3; 0 or 1 for a tiny drafter
+class Config(Section):
+    # residual blocks of the head; published: 3; 0 or 1 for a tiny drafter
+    num_layers: int = key(3, ge=0)
     shared_blocks: bool = False  # one module for all blocks, as in the published code
     # weight of a rejected token in the loss; the paper's best of 1, 3, 6 and 12
-    reject_weight: float = 6.0
-    mix: float = 0.15  # share of the target's tokens in the contexts, the rest are the drafter's
+    reject_weight: float = key(6.0, gt=0)
+    # share of the target's tokens in the contexts, the rest are the drafter's
+    mix: float = key(0.15, ge=0, le=1)
     static_mix: bool = False  # draw the same tokens at every visit of a text
-    temperature: float = 1.0  # temperature of target and drafter, as they will be served
-    top_k: int = 0  # top-k of both, as they will be served; 0: off
-    top_p: float = 1.0  # top-p of both, as they will be served
+    # temperature of target and drafter, as they will be served
+    temperature: float = key(1.0, ge=0)
+    # top-k of both, as they will be served; 0: off
+    top_k: int = key(0, ge=0, note="0: off")
+    top_p: float = key(1.0, gt=0, le=1)  # top-p of both, as they will be served
     # depths of a round that are trained, where the drafter's distribution changes with the depth
-    depths: int = 4
-    K_min: int = 2  # fewest tokens of a round
-    K_max: int = 20  # most tokens of a round
-    draft_layers: int = 1  # layers of a fresh drafter, where model.drafter is null
-    draft_hidden_size: int | None = None  # width of a fresh drafter; null: half the target's
+    depths: int = key(4, ge=1)
+    K_min: int = key(2, ge=1)  # fewest tokens of a round
+    K_max: int = key(20, Rule("be >= method.K_min"))  # most tokens of a round
+    draft_layers: int = key(1, ge=1)  # layers of a fresh drafter, where model.drafter is null
+    # width of a fresh drafter; null: half the target's
+    draft_hidden_size: int | None = key(None, ge=1)
 
     def __post_init__(self) -> None:
-        require(self.num_layers >= 0, "method.num_layers", "be >= 0", self.num_layers)
-        require(self.reject_weight > 0, "method.reject_weight", "be > 0", self.reject_weight)
-        require(0 <= self.mix <= 1, "method.mix", "lie in [0, 1]", self.mix)
+        super().__post_init__()
         if self.mix == 1:
             raise UserError(
                 "DataError: method.mix=1 leaves no drafted token to train on: it is the share of "
                 "the target's tokens, set it below 1"
             )
-        require(self.temperature >= 0, "method.temperature", "be >= 0", self.temperature)
-        require(self.top_k >= 0, "method.top_k", "be >= 0 (0: off)", self.top_k)
-        require(0 < self.top_p <= 1, "method.top_p", "lie in (0, 1]", self.top_p)
-        for name in ("depths", "draft_layers"):
-            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
-        require(self.K_min >= 1, "method.K_min", "be >= 1", self.K_min)
         rule = f"be >= method.K_min={self.K_min}"
         require(self.K_max >= self.K_min, "method.K_max", rule, self.K_max)
 

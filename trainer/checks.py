@@ -6,7 +6,6 @@ or folder that a user names are here.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import stat
@@ -25,14 +24,6 @@ def whole_number(key: str, text: str) -> int:
 def require_one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
     """UserError unless `value` is one of `allowed`."""
     require(value in allowed, key, f"be one of {', '.join(allowed)}", value)
-
-
-def require_counts(section: str, values: object, *names: str, most: float = math.inf) -> None:
-    """UserError unless each of these keys of a section is >= 1 and at most `most`."""
-    for name in names:
-        key, value = f"{section}.{name}", getattr(values, name)
-        require(value >= 1, key, "be >= 1", value)
-        require(value <= most, key, f"be at most {most}", value)
 
 
 def require_read(method: object, name: str, condition: bool, remedy: str) -> None:

@@ -12,28 +12,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trainer.checks import SEEDS, SIDE_BY_SIDE, require_counts, require_one_of
+from trainer.checks import SEEDS, SIDE_BY_SIDE, require_one_of
 from trainer.errors import UserError, require
+from trainer.keys import Rule, check_rules, key
 
 # of trainer.*, see `Section.FREE`
 FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")
 
 
 class Section:
-    """A section of the configuration. `FREE`: keys that change no number of a run, so that they may
-    change when it is resumed; `MOVED`: keys of earlier versions, which the command line refuses,
-    and what to write in their place.
+    """A section of the configuration. `NAME`: its name; `FREE`: keys that change no number of a
+    run, so that they may change when it is resumed; `MOVED`: keys of earlier versions, which the
+    command line refuses, and what to write in their place.
 
     Of a stored configuration, which somebody else may have written (`phases.received`): `HERE`,
     keys of the machine or the command that it was written on, whose values are never taken (paths,
     addresses, permission to run code); `NAMES`, keys whose values are taken where they are no path
     and no address; `NEEDED`, those of both without which a command would do something else."""
 
+    NAME: ClassVar[str] = "method"
     FREE: ClassVar[tuple[str, ...]] = ()
     MOVED: ClassVar[Mapping[str, str]] = {}
     HERE: ClassVar[tuple[str, ...]] = ()
     NAMES: ClassVar[tuple[str, ...]] = ()
     NEEDED: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_rules(self.NAME, self)  # type: ignore[arg-type]
 
     @classmethod
     def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
@@ -49,17 +54,15 @@ class Section:
 
 @dataclass
 class RunConfig(Section):
+    NAME: ClassVar[str] = "run"
     FREE: ClassVar[tuple[str, ...]] = ("dir", "stage")
     HERE: ClassVar[tuple[str, ...]] = ("dir",)
     # folder of the run; null: runs/<recipe>-<hash of what the configuration says>
     dir: str | None = None
     # of the training: which prompts, what is drawn as their responses, fresh weights, the order of
     # the text, dropout
-    seed: int = 0
+    seed: int = key(0, ge=0, le=SEEDS - 1)
     stage: str | None = None  # train up to this stage of the recipe and stop, without a report
-
-    def __post_init__(self) -> None:
-        require(0 <= self.seed < SEEDS, "run.seed", f"lie in 0..{SEEDS - 1}", self.seed)
 
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
@@ -67,6 +70,7 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
 
 @dataclass
 class ModelConfig(Section):
+    NAME: ClassVar[str] = "model"
     HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code",)
     NAMES: ClassVar[tuple[str, ...]] = ("target", "drafter")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
@@ -76,7 +80,7 @@ class ModelConfig(Section):
     drafter: str | None = None
     drafter_revision: str | None = None  # commit, branch or tag of the drafter on the Hub
     # of the target; auto: float32 on a CPU, the checkpoint's own dtype elsewhere
-    dtype: str = "auto"
+    dtype: str = key("auto", one_of=("auto", "float32", "bfloat16", "float16"))
     # where the target's layers lie; null: all on the device of the process; auto, balanced,
     # sequential or {module: device}: over the devices of one process, as transformers does it;
     # fsdp2: sharded over all processes
@@ -89,6 +93,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False  # run Python code that comes with a model
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("target", "drafter"):
             given, place = getattr(self, f"{name}_revision"), getattr(self, name)
             if given is not None and place is not None and os.path.isdir(place):
@@ -96,7 +101,6 @@ class ModelConfig(Section):
                     f"model.{name}_revision={given} is of the Hub, and {place} is a folder here: "
                     "leave it out"
                 )
-        require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if isinstance(self.device_map, dict):
             known = all(
                 re.fullmatch(r"\d+|cpu|disk|cuda:\d+", str(d)) for d in self.device_map.values()
@@ -124,55 +128,56 @@ class ModelConfig(Section):
 
 @dataclass
 class TrainerConfig(Section):
+    NAME: ClassVar[str] = "trainer"
     FREE: ClassVar[tuple[str, ...]] = FREE_SETTINGS
     HERE: ClassVar[tuple[str, ...]] = ("resume", "wandb")
-    max_steps: int = 300  # optimiser steps of a stage
-    batch_size: int = 32  # sequences per process per micro-step
+    max_steps: int = key(300, ge=1)  # optimiser steps of a stage
+    batch_size: int = key(32, ge=1, le=SIDE_BY_SIDE)  # sequences per process per micro-step
     # length of a row that holds several whole texts, which do not see each other; 0: one text a row
-    pack_tokens: int = 0
-    gradient_accumulation_steps: int = 1  # micro-steps per optimiser step
+    pack_tokens: int = key(0, ge=0, le=SIDE_BY_SIDE, note="0: off")
+    gradient_accumulation_steps: int = key(1, ge=1)  # micro-steps per optimiser step
     # processes that share the positions of each text, for texts that are too long for one device;
     # 1: every process trains texts of its own
-    context_parallel_size: int = 1
+    context_parallel_size: int = key(1, ge=1)
     # adamw; muon makes the updates of hidden matrices orthogonal and leaves embeddings, output
     # heads, norms and biases to AdamW
-    optimizer: str = "adamw"
-    lr: float = 1e-3  # highest learning rate of AdamW
+    optimizer: str = key("adamw", one_of=("adamw", "muon"))
+    lr: float = key(1e-3, gt=0, lt=math.inf)  # highest learning rate of AdamW
     # highest learning rate of Muon, about every singular value of an update of a square matrix
-    muon_lr: float = 0.05
+    muon_lr: float = key(0.05, gt=0, lt=math.inf)
     # shape of the learning rate over the steps; hold_cosine holds it first, then lets it fall
-    lr_schedule: str = "hold_cosine"
-    lr_warmup_steps: int = 0  # steps over which the learning rate rises from 0
-    lr_hold_share: float = 0.5  # share of trainer.max_steps that hold_cosine holds the rate for
-    lr_min_ratio: float = 0.1  # last learning rate over the highest one
-    weight_decay: float = 0.0  # of matrices; AdamW's and Muon's
-    adam_beta1: float = 0.9  # of AdamW
-    adam_beta2: float = 0.999  # of AdamW
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    lr_schedule: str = key("hold_cosine", one_of=("constant", "linear", "cosine", "hold_cosine"))
+    # steps over which the learning rate rises from 0
+    lr_warmup_steps: int = key(0, Rule("lie in 0..trainer.max_steps"))
+    # share of trainer.max_steps that hold_cosine holds the rate for
+    lr_hold_share: float = key(0.5, ge=0, le=1)
+    lr_min_ratio: float = key(0.1, ge=0, le=1)  # last learning rate over the highest one
+    weight_decay: float = key(0.0, ge=0)  # of matrices; AdamW's and Muon's
+    adam_beta1: float = key(0.9, ge=0, lt=1)  # of AdamW
+    adam_beta2: float = key(0.999, ge=0, lt=1)  # of AdamW
+    max_grad_norm: float = key(1.0, gt=0)  # gradients are scaled down to this norm
     # rank of adapters that are trained on model.drafter and merged at the end; 0: train its weights
-    lora_rank: int = 0
-    lora_alpha: float = 32.0  # scale of the adapters, divided by their rank
+    lora_rank: int = key(0, ge=0, le=SIDE_BY_SIDE, note="0: off")
+    lora_alpha: float = key(32.0, gt=0)  # scale of the adapters, divided by their rank
     # in which the drafter computes; its weights stay in float32. auto: fp32 on a CPU, bf16 on a GPU
     # that has it, where products that stay in float32 are rounded to TF32
-    precision: str = "auto"
+    precision: str = key("auto", one_of=("auto", "fp32", "bf16"))
     gradient_checkpointing: bool = False  # compute layers again in the backward pass: less memory
-    compile: str | None = None  # backend of torch.compile, such as inductor; null: do not compile
-    resume: str = "auto"  # continue from the newest checkpoint of the run folder, or never do so
-    eval_every: int = 100  # steps between evaluations on held-out training text
-    save_every: int = 100  # steps between checkpoints
-    log_every: int = 10  # steps between rows of metrics.jsonl
+    # backend of torch.compile, such as inductor; null: do not compile
+    compile: str | None = key(None, Rule("be a backend of torch.compile"))
+    # continue from the newest checkpoint of the run folder, or never do so
+    resume: str = key("auto", one_of=("auto", "never"))
+    eval_every: int = key(100, ge=1)  # steps between evaluations on held-out training text
+    save_every: int = key(100, ge=1)  # steps between checkpoints
+    log_every: int = key(10, ge=1)  # steps between rows of metrics.jsonl
     # newest checkpoints that stay on disk beside the best one; if the newest is damaged, the run
     # resumes from the one before it
-    keep_checkpoints: int = 2
-    wandb: str = "off"  # log to Weights & Biases
+    keep_checkpoints: int = key(2, ge=1)
+    wandb: str = key("off", one_of=("off", "offline", "online"))  # log to Weights & Biases
     wandb_project: str = "draftsmith"  # project there
 
     def __post_init__(self) -> None:
-        require_one_of(
-            "trainer.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine", "hold_cosine")
-        )
-        require_one_of("trainer.optimizer", self.optimizer, ("adamw", "muon"))
-        require_one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        super().__post_init__()
         if self.compile is not None:
             from torch.compiler import list_backends  # takes a second
 
@@ -182,27 +187,6 @@ class TrainerConfig(Section):
                     f"trainer.compile must be a backend of torch.compile, got {self.compile!r}; "
                     f"available: {', '.join(names)}"
                 )
-        require_one_of("trainer.resume", self.resume, ("auto", "never"))
-        require_one_of("trainer.wandb", self.wandb, ("off", "offline", "online"))
-        require_counts("trainer", self, "max_steps", "gradient_accumulation_steps")
-        require_counts("trainer", self, "context_parallel_size", "eval_every", "save_every")
-        require_counts("trainer", self, "log_every", "keep_checkpoints")
-        require_counts("trainer", self, "batch_size", most=SIDE_BY_SIDE)
-        for key in ("lr", "muon_lr"):
-            value = getattr(self, key)
-            require(0 < value < math.inf, f"trainer.{key}", "be > 0 and finite", value)
-        require(self.weight_decay >= 0, "trainer.weight_decay", "be >= 0", self.weight_decay)
-        for key in ("adam_beta1", "adam_beta2"):
-            value = getattr(self, key)
-            require(0 <= value < 1, f"trainer.{key}", "lie in [0, 1)", value)
-        warmup, rule = self.lr_warmup_steps, f"lie in 0..{self.max_steps} (trainer.max_steps)"
-        require(0 <= warmup <= self.max_steps, "trainer.lr_warmup_steps", rule, warmup)
-        for key in ("lr_hold_share", "lr_min_ratio"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, f"trainer.{key}", "lie in [0, 1]", value)
-        rule = f"lie in 0..{SIDE_BY_SIDE} (0: off)"
-        for key in ("pack_tokens", "lora_rank"):
-            value = getattr(self, key)
-            require(0 <= value <= SIDE_BY_SIDE, f"trainer.{key}", rule, value)
-        require(self.lora_alpha > 0, "trainer.lora_alpha", "be > 0", self.lora_alpha)
-        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be > 0", self.max_grad_norm)
+        rule = f"lie in 0..{self.max_steps} (trainer.max_steps)"
+        require(0 <= self.lr_warmup_steps <= self.max_steps, "trainer.lr_warmup_steps", rule,
+                self.lr_warmup_steps)  # fmt: skip

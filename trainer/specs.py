@@ -34,9 +34,8 @@ def parse(key: str, text: str, table: Mapping[str, type[T]]) -> T:
     name, *by_place = head.split(":")
     kind = table.get(name)
     if kind is None:
-        forms = ", ".join(map(form, table.values()))
         close = suggest(name, list(table))
-        raise UserError(f"{key} must be one of {forms}, got {excerpt(text)}{close}")
+        raise UserError(f"{key} must {choices(table)}, got {excerpt(text)}{close}")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     places = [name for name, field in fields.items() if not field.kw_only]
     given = dict(zip(places, by_place, strict=False))
@@ -69,6 +68,11 @@ def spelled(named: Named) -> str:
         if field not in places and values[field.name] != field.default:
             text += f",{field.name}={_written(values[field.name])}"
     return text
+
+
+def choices(table: Mapping[str, type[T]]) -> str:
+    """The rule of a spec of this table: "be one of" the forms."""
+    return f"be one of {', '.join(map(form, table.values()))}"
 
 
 def form(kind: type[Named]) -> str:

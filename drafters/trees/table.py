@@ -18,6 +18,9 @@ TREES: dict[str, type[TreeSpec]] = {
     for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree, CopyTree)
 }
 
+# those that every drafter drafts alike, and alone
+SHAPES = {name: one for name, one in TREES.items() if one.drafter_alone and not one.needs_accuracy}
+
 
 def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
     """The tree that `text` names; UserError, with `key`, where it names none."""
@@ -28,7 +31,4 @@ def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:
 
 def parse_shape(text: str, key: str = "eval.tree") -> Shape:
     """The shape that `text` names, of a tree that every drafter drafts alike, and alone."""
-    known = {
-        name: one for name, one in TREES.items() if one.drafter_alone and not one.needs_accuracy
-    }
-    return parse(key, text, known).shape(None, 1)
+    return parse(key, text, SHAPES).shape(None, 1)

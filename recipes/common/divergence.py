@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from trainer.config import Section
 from trainer.divergence import DIVERGENCES, Divergence, parse_divergence
 from trainer.errors import UserError
-from trainer.specs import spelled
+from trainer.keys import Rule, key
+from trainer.specs import choices, spelled
 
 
 def check_step(key: str, divergence: object, micro_steps: int, num_processes: int) -> None:
@@ -43,9 +44,10 @@ class DivergenceConfig(Section):
     }
 
     # loss between the target's distribution and the drafter's, as jsd:0.3, lk_hybrid:3, kl_mix:0.9
-    divergence: str = "fkl"
+    divergence: str = key("fkl", Rule(choices(DIVERGENCES)))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.divergence = spelled(self.parsed_divergence)  # one spelling for one divergence
 
     @property

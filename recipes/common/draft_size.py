@@ -20,8 +20,8 @@ from eval.costs import cost_of
 from eval.policies.table import make_budget
 from eval.speed_model import mbsu, modelled_speedup
 from target.model import Target
-from trainer.checks import require_one_of, require_read
-from trainer.errors import UserError, require
+from trainer.checks import require_read
+from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
 FOUND = "size_search.json"
@@ -73,12 +73,7 @@ Trial = Callable[[int, str, CausalLMDrafter], TrialResult]  # (number, name, dra
 
 
 def check_search(config: SearchConfig) -> None:
-    """Check the settings of the search; UserError if one of them is out of range."""
-    require_one_of("method.search_by", config.search_by, tuple(PREDICTIONS))
-    for key in ("search_parameters", "search_layers"):
-        numbers = getattr(config, key)
-        require(min(numbers, default=1) >= 1, f"method.{key}", "be numbers >= 1", numbers)
-    require(bool(config.search_layers), "method.search_layers", "name a depth", [])
+    """UserError for settings of the search that nothing reads, or that exclude each other."""
     given = [k for k in ("draft_layers", "draft_hidden_size") if getattr(config, k) is not None]
     searches = bool(config.search_parameters)
     for key in ("search_by", "search_steps"):

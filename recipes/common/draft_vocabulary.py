@@ -17,6 +17,7 @@ from drafters.widen import widen
 from recipes.common.heads import HeadConfig, HeadRecipe
 from target.model import Target
 from trainer.errors import UserError, require
+from trainer.keys import key
 
 WHOLE = 16_384  # up to here, leaving tokens out saves too little
 ENOUGH = 0.995  # share of the training text that a chosen vocabulary covers
@@ -34,12 +35,7 @@ class VocabularyConfig(HeadConfig):
     # tokens that are drafted, the most frequent of the traces; 0: all; null: all of up to 16,384,
     # else at least 8,192 that cover 99.5 % of the traces. With model.drafter: null leaves it as it
     # is, a larger number than it drafts adds the most frequent others
-    draft_vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size = self.draft_vocab_size
-        require(size is None or size >= 0, KEY, "be >= 0", size)
+    draft_vocab_size: int | None = key(None, ge=0)
 
     def draft_whole_vocabulary(self, where: str) -> None:
         """Draft all tokens, for heads that share the target's output matrix; UserError where

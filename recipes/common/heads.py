@@ -29,7 +29,8 @@ from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from trainer.chunked import ChunkedLoss, JointGradients, chunked_divergence
 from trainer.divergence import DIVERGENCES, Divergence
-from trainer.errors import UserError, require
+from trainer.errors import UserError
+from trainer.keys import key
 from trainer.logits import LogitsSummary, OutputHead
 from trainer.losses import LossOutput, Term, position_weights
 
@@ -40,28 +41,17 @@ ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 class HeadConfig(DivergenceConfig):
     """Settings of every head."""
 
-    depth_decay: float = 0.8  # the loss of depth j weighs depth_decay ** (j - 1)
-    divergence_weight: float = 1.0  # weight of the divergence
+    depth_decay: float = key(0.8, gt=0)  # the loss of depth j weighs depth_decay ** (j - 1)
+    divergence_weight: float = key(1.0, gt=0)  # weight of the divergence
     # weight of SmoothL1 between the head's states and the target's; 0: no regression of states
-    feature_weight: float = 0.0
-    top_weight: float = 0.0  # weight of cross-entropy on the target's ten likeliest tokens
+    feature_weight: float = key(0.0, ge=0)
+    # weight of cross-entropy on the target's ten likeliest tokens
+    top_weight: float = key(0.0, ge=0)
     # half width of the uniform noise on the target's states, in a text of 512 tokens; a text of n
     # tokens gets 512 / n times that
-    feature_noise: float = 0.0
-    reduction: str = "token"  # mean over tokens, or over the means of the sequences
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("depth_decay", "divergence_weight"):
-            require(getattr(self, name) > 0, f"method.{name}", "be > 0", getattr(self, name))
-        for name in ("feature_weight", "top_weight", "feature_noise"):
-            require(getattr(self, name) >= 0, f"method.{name}", "be >= 0", getattr(self, name))
-        require(
-            self.reduction in ("token", "sequence"),
-            "method.reduction",
-            "be token or sequence",
-            self.reduction,
-        )
+    feature_noise: float = key(0.0, ge=0)
+    # mean over tokens, or over the means of the sequences
+    reduction: str = key("token", one_of=("token", "sequence"))
 
 
 class HeadRecipe(Recipe, Generic[ConfigT]):

@@ -11,35 +11,27 @@ import train
 from phases import help as helping
 from recipes import base
 from scripts.config_page import PAGES
-from trainer.errors import UserError, require
+from trainer.keys import Rule, key
 
 
 @dataclass
 class Parent:
-    above: int = 1
-    inherited: float = 0.5  # of the parent
+    above: int = key(1, ge=1)
+    inherited: float = key(0.5, ge=0, le=1)  # of the parent
 
 
 @dataclass
 class Settings(Parent):
     # two lines above a field
     # are one sentence
-    above: int = 2
-    behind: str = "a"  # a remark with a # in it
+    above: int = key(2, ge=1, lt=100)
+    behind: str = key("a", one_of=("a", "b"))  # a remark with a # in it
     inherited: float = 0.25
     plain: list[str] = field(default_factory=list)
     several: dict[str, float] = field(
         default_factory=lambda: {"a": 1.0}  # inside of the field
     )
-    maybe: int | None = None  # of its own
-
-    def __post_init__(self) -> None:
-        require(self.above >= 1, "x.above", "be >= 1", self.above)
-        require(self.above < 100, "x.above", "be below 100", self.above)
-        require(self.behind in ("a", "b"), "x.behind", "be one of a, b", self.behind)
-        require(0 <= self.inherited <= 1, "x.inherited", "lie in [0, 1]", self.inherited)
-        if self.maybe is not None:
-            require(self.maybe > 0, "ConfigError: x.maybe", "be > 0", self.maybe)
+    maybe: int | None = key(None, gt=0)  # of its own
 
 
 def test_a_meaning_is_the_comment_above_or_behind_a_field_or_of_the_inherited_one():
@@ -53,8 +45,8 @@ def test_a_meaning_is_the_comment_above_or_behind_a_field_or_of_the_inherited_on
 
 
 def test_what_is_allowed_is_what_the_checks_say():
-    keys = {key.name: key for key in helping.keys_of("x", Settings())}
-    assert keys["x.above"].allowed == "whole number; >= 1; below 100"
+    keys = {one.name: one for one in helping.keys_of("x", Settings())}
+    assert keys["x.above"].allowed == "whole number; in [1, 100)"
     assert keys["x.behind"].allowed == "a, b"
     assert keys["x.inherited"].allowed == "number; in [0, 1]"
     assert keys["x.plain"].allowed == "list of text"
@@ -63,20 +55,18 @@ def test_what_is_allowed_is_what_the_checks_say():
 
 
 def test_options_that_all_choices_share_are_said_once():
+    known = "a[,t=<t>], b:<n>[,t=<t>][,m=<m>], c[:<k>][,t=<t>]"
+
     @dataclass
     class Named:
-        spec: str = "b"
+        spec: str = key("b", Rule(f"be one of {known}"))
 
-        def __post_init__(self) -> None:
-            known = "a[,t=<t>], b:<n>[,t=<t>][,m=<m>], c[:<k>][,t=<t>]"
-            require(self.spec == "b", "x.spec", f"be one of {known}", self.spec)
-
-    (key,) = helping.keys_of("x", Named())
-    assert key.allowed == "a, b:<n>[,m=<m>], c[:<k>]; each with [,t=<t>]"
+    (found,) = helping.keys_of("x", Named())
+    assert found.allowed == "a, b:<n>[,m=<m>], c[:<k>]; each with [,t=<t>]"
 
 
 def test_a_default_is_written_as_on_the_command_line():
-    keys = {key.name: key.default for key in helping.keys_of("x", Settings(behind="b"))}
+    keys = {one.name: one.default for one in helping.keys_of("x", Settings(behind="b"))}
     assert keys == {
         "x.above": "2", "x.behind": "b", "x.inherited": "0.25", "x.plain": "[]",
         "x.several": '{"a": 1.0}', "x.maybe": "null",
@@ -119,17 +109,3 @@ def test_help_loads_no_model_and_knows_its_recipes(capsys):
         f"error: unknown recipe 'medusas'; available: {', '.join(base.names())}; did you mean "
         "'medusa'?"
     ]
-
-
-def test_a_rule_about_another_key_is_not_taken():
-    @dataclass
-    class Pair:
-        first: int = 1
-        second: int = 1
-
-        def __post_init__(self) -> None:
-            if self.first != self.second:
-                raise UserError(f"x.second must be x.first={self.first}, got {self.second}")
-
-    keys = {key.name: key.allowed for key in helping.keys_of("x", Pair())}
-    assert keys["x.first"] == "whole number"
