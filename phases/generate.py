@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,13 +31,20 @@ from data.trace_rows import Traces
 from data.traces import Trace, TraceStore, differences, only_grown_eos
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
-from eval.config import EvalConfig, tree_depth
+from eval.config import tree_depth
+from phases.check import (
+    check_context,
+    check_model_pair,
+    check_places,
+    check_prompts,
+    check_room,
+)
 from phases.cut_answers import show_cut, show_unmeasured
-from phases.run import Run, check_model_pair, check_places
+from phases.run import Run
 from phases.servers import own_server
 from recipes.common.config import Config
 from target.model import Target
-from trainer.errors import UserError, require
+from trainer.errors import UserError
 from trainer.progress import working
 
 Servers = Callable[[], AbstractContextManager[Sequence[str]]]  # what gives servers' addresses
@@ -70,8 +76,8 @@ def both_prompts(
         "column": data.prompts_column,
     }
     own = evaluation.prompts is not None
-    _check_unread("data", data, data.prompts)
-    _check_unread("eval", evaluation, evaluation.prompts)
+    check_prompts("data", data, data.prompts)
+    check_prompts("eval", evaluation, evaluation.prompts)
     imported = open_imported(data.traces)
     toy = imported is None and is_made_here(data.prompts)
     if imported is not None:
@@ -106,24 +112,6 @@ def both_prompts(
         train = take(train, data.num_prompts, config.run.seed)
         held_out = take(held_out, evaluation.num_prompts, evaluation.seed)
     return train, held_out
-
-
-def _check_unread(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
-    """Refuse the options of prompts that `source` does not read."""
-    of_hub, columns = ["prompts_config", "prompts_split"], ["prompts_column", "response_column"]
-    if source is None:
-        unread, why = of_hub + columns, "where eval.prompts names no data set"
-    elif is_made_here(source):
-        unread, why = of_hub + columns, f"for {source}, which is made here"
-    elif os.path.isfile(source):
-        unread, why = of_hub, "for a file"
-    else:
-        return
-    for name in unread:
-        default = getattr(type(config), name, None)
-        given = getattr(config, name, None) or None
-        rule = f"be left at {'null' if default is None else default} {why}"
-        require(given == default, f"{section}.{name}", rule, given)
 
 
 @working("the target's text")
@@ -343,36 +331,11 @@ def evaluation_traces(
     return list(_generate(run, plan, folder, label, engine, served, alone)), plan
 
 
-def check_room(config: EvalConfig, context: int) -> None:
-    """Refuse settings for which a prompt, the answer and the tokens drafted beyond it cannot fit
-    into the target's context."""
-    new, room = config.max_new_tokens, context - config.max_new_tokens
-    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
-    rule = f"draft fewer than {room} tokens: the target's context {context} less "
-    rule += f"eval.max_new_tokens={new}"
-    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
-        require(drafted < room, key, rule, drafted)
-
-
 def check_texts(run: Run, drafter: TrainedDrafter, prompts: list[Prompt]) -> None:
     """Refuse held-out prompts to which the drafter cannot draft to the end, before training."""
     if run.config.run.stage is None and isinstance(drafter, CausalLMDrafter):
         for temperature in run.config.eval.temperatures:
             check_context(drafter, evaluation_traces(run, prompts, temperature)[0], run.config.eval)
-
-
-def check_context(drafter: object, traces: list[Trace], config: EvalConfig) -> None:
-    """Refuse prompts that do not fit into the positions of a drafter that is a language model, with
-    an answer and the tokens drafted beyond it."""
-    longest = max(len(trace.prompt_ids) for trace in traces)
-    needed = longest + config.max_new_tokens + max(config.K, tree_depth(config))
-    if isinstance(drafter, CausalLMDrafter) and needed > drafter.context:
-        raise UserError(
-            f"ContextError: the drafter sees {drafter.context} tokens; an evaluation prompt of "
-            f"{longest}, eval.max_new_tokens={config.max_new_tokens} and what is drafted beyond "
-            f"them make {needed}: lower eval.max_new_tokens, or data.max_prompt_tokens with "
-            "data.long_prompts=drop"
-        )
 
 
 def describe(config: Config) -> None:

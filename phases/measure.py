@@ -11,9 +11,8 @@ import torch
 
 from data.prompts import Prompt
 from data.traces import Trace
-from drafters.base import TrainedDrafter, acceptance_of
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.kinds import kind_of
 from drafters.round import Budget, Shape
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
@@ -24,20 +23,20 @@ from eval.config import EvalConfig, tree_depth, trees_of
 from eval.costs import cost_of
 from eval.measure import Bench
 from eval.plain import next_token_loss
-from eval.policies.table import budget_for, parse_policy
+from eval.policies.table import budget_for
 from eval.replay import follows_the_text, measure_accuracies
 from eval.report.rows import BASELINE, draft_shape
 from eval.report.schema import (
     plain_row,
 )
 from eval.row import Json, Row
+from phases.check import check_context
 from phases.cut_answers import answer_format, measured_on
-from phases.generate import check_context, evaluation_traces
+from phases.generate import evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.readings import ReadingCollector
 from phases.run import Run
-from phases.serve import check_engine, served_rows
-from target.model import Target
+from phases.serve import served_rows
 from target.sampling import Sampling
 from trainer.errors import UserError, require
 from trainer.progress import TokenProgress
@@ -64,35 +63,6 @@ def baseline_name(drafter: TrainingFree, text: str) -> str:
     """The name of a baseline's rows: its spec `text`. The usual prompt lookup has the name that all
     reports give it."""
     return "prompt_lookup" if drafter == PromptLookup() else text
-
-
-def check_drafter(
-    drafter: TrainedDrafter, target: Target, config: EvalConfig, trains_acceptance: bool = False
-) -> None:
-    """Refuse settings of eval.* that do not suit the drafter, before any text is generated: a
-    drafter with one head per depth drafts no deeper, an engine must be able to serve it, and a
-    policy of the acceptance head needs one, or `trains_acceptance`, a training that makes one."""
-    kind_of(drafter)  # a network without a row there could not be saved or exported in the end
-    check_engine(drafter, config)
-    if parse_policy(config.policy).uses_head and not trains_acceptance:
-        acceptance_of(drafter)
-    most = drafter.max_depth
-    asked = max(config.K, tree_depth(config))
-    if drafter.target_layers:
-        context = target.context
-        require(asked < context, "eval.K", f"be below the target's context {context}", asked)
-    for text, tree in trees_of(config):
-        if tree.needs_accuracy and not drafter.target_layers and drafter.rank_accuracy is None:
-            raise UserError(
-                f"eval.tree={text}: the accuracies of ranks that it grows from are measured of "
-                "heads that read the target's states, not of a language model: name another tree"
-            )
-    if most is not None and asked > most:
-        trees = ", ".join(config.tree) or "null"
-        raise UserError(
-            f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
-            f"most {most} tokens deep; lower them or train more heads"
-        )
 
 
 def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) -> list[Shape]:

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import yaml
 
-from phases import exits, export, generate, received, report, run, states, train
+from phases import exits, export, generate, received, report, run, train
+from phases.check import check_address
 from phases.commands import command_of
 from phases.help import recipe_help
 from phases.stage import RunText
@@ -71,7 +72,7 @@ def describe(config: Config, module: ModuleType) -> None:
 def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     """Generate the target's text, train the stages of the recipe, measure and export the drafter.
     What is finished is skipped."""
-    states.check_address(config.data)
+    check_address(config.data)
     unread: dict[str, object] = {}  # rows of prompts that could not be read
     train_prompts, eval_prompts = generate.choose_prompts(config, unread)
     this = run.Run.open(config)

@@ -26,9 +26,10 @@ from eval.report.schema import (
 )
 from eval.report.terminal import summary
 from eval.serving_defaults import unmeasured_defaults
+from phases.check import check_drafter
 from phases.commands import published
 from phases.export import check_export, complete_card, export_run, save_drafter
-from phases.measure import ReportDrafter, baselines, calibrate, check_drafter, measure
+from phases.measure import ReportDrafter, baselines, calibrate, measure
 from phases.policies import measure_policies
 from phases.run import Run, read_facts
 from target.layout import laid_out

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypedDict
@@ -20,13 +20,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from data.features_remote import check_storage
-from data.traces import check_store
-from engines.vllm_server import engine_python
+from phases.check import check_model_pair, check_places
 from phases.commands import trained_further
 from recipes.common.config import Config
 from target.fingerprint import added_eos
-from target.gguf import is_gguf
 from target.model import Target
 from trainer.checks import require_folder
 from trainer.config import ModelConfig, json_value, load_yaml, sections, to_yaml, translated
@@ -36,7 +33,6 @@ from trainer.lock import lock
 from trainer.progress import working
 from trainer.redaction import redacted, shell_command
 from trainer.setup import make_accelerator, placement
-from trainer.tracking import check_login
 
 LAPTOP_TARGET = "runs/smollm2"  # of every recipe's preset laptop, as scripts.get_smollm2 writes it
 VERSIONS = ("draftsmith", "commit", "python", "torch", "transformers", "accelerate")
@@ -103,67 +99,6 @@ def load_target(config: Config, device: torch.device | str) -> Target:
         trust_remote_code=model.trust_remote_code, device_map=model.device_map,
         max_memory=model.max_memory, quantization=model.quantization,
     )  # fmt: skip
-
-
-def check_model_pair(config: Config) -> None:
-    """Refuse settings of the models that exclude each other, and an engine that is not there,
-    before anything is loaded."""
-    if "vllm" in (config.data.engine, config.data.features_engine):
-        engine_python()
-    engine = config.eval.engine
-    if engine != "own" and config.model.quantization:
-        raise UserError(
-            f"eval.engine={engine} loads model.target by itself, without model.quantization: name "
-            "a checkpoint that is quantised, or leave it at own"
-        )
-    served = "vllm" in (config.data.engine, config.data.features_engine)
-    if is_gguf(config.model.target) and (engine != "own" or served):
-        raise UserError(
-            f"model.target={config.model.target} is dequantised by transformers, and vLLM would "
-            "verify with other numbers: save it as a folder first (target.save_pretrained), or "
-            "leave eval.engine at own, data.engine and data.features_engine at hf"
-        )
-    # the toy's drafter serves the toy's target only
-    toy = type(config.model)()
-    if config.model.target != toy.target and str(config.model.drafter or "").startswith(
-        "assets/toy/"
-    ):
-        raise UserError(
-            f"model.drafter={config.model.drafter} belongs to {toy.target}, got "
-            f"model.target={config.model.target}: "
-            "name a small model with the target's tokenizer, or model.drafter=null to build one"
-        )
-
-
-def check_words(arguments: list[str], reads: Collection[str], command: str, **instead: str) -> None:
-    """Refuse keys that the schema knows and `command` does not read. `reads`: the keys and sections
-    that it reads; `instead`: by key, with _ for the dot, the sentence that names its substitute."""
-    owners = {
-        "data": "train.py and scripts.generate",
-        "eval": "train.py and scripts.evaluate",
-        "script": "other scripts",
-    }
-    for key in (word.partition("=")[0] for word in arguments):
-        section = key.partition(".")[0]
-        if key in reads or section in reads:
-            continue
-        remedy = f"it is a setting of {owners.get(section, 'train.py')}, leave it out"
-        remedy = instead.get(key.replace(".", "_"), remedy)
-        raise UserError(f"{key} does nothing in {command}: {remedy}")
-
-
-def check_places(config: Config) -> None:
-    """Refuse folders that cannot be written to, storage that cannot be reached and W&B without a
-    login, before anything is loaded."""
-    check_login(config.trainer)
-    require_folder("data.cache_dir", config.data.cache_dir)
-    if config.data.traces:
-        require_folder("data.traces", config.data.traces)
-        check_store(Path(config.data.traces))
-    if config.data.features_cache_dir:
-        require_folder("data.features_cache_dir", config.data.features_cache_dir)
-    if config.data.features_url:
-        check_storage(config.data.features_url)
 
 
 def check_shared_folders(config: Config, accelerator: Accelerator) -> None:

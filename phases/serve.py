@@ -7,36 +7,15 @@ from pathlib import Path
 
 from drafters.base import TrainedDrafter
 from drafters.export.card import Export
-from drafters.kinds import kind_of, served_by
+from drafters.kinds import kind_of
 from engines.vllm_run import Speculation, serve
-from engines.vllm_server import engine_python
-from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
 from eval.report.rows import GREEDY_DRAFTS
 from eval.row import Row
 from eval.served import served_row
-from eval.server import check_server, server_row
+from eval.server import server_row
 from trainer.checks import is_address
-from trainer.errors import UserError
-
-
-def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
-    """Refuse an engine that is not there or cannot serve this kind of drafter, before any text is
-    generated."""
-    if config.engine == "own":
-        return
-    kind = kind_of(drafter)
-    if "vllm" not in kind.writers:
-        raise UserError(
-            f"eval.engine={config.engine}: no engine loads a drafter of kind {kind.name!r}; "
-            f"engines serve {served_by()}"
-        )
-    if is_address(config.engine):
-        check_server(config.engine, config.K)
-    else:
-        kind.writers["vllm"].check(drafter)
-        engine_python()
 
 
 def served_rows(bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost) -> list[Row]:

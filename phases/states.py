@@ -9,9 +9,8 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from data.config import DataConfig
 from data.features import FeaturesStore, Folder, write_features
-from data.features_layout import MANIFEST, FeaturesPlan, features_folder
+from data.features_layout import FeaturesPlan, features_folder
 from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.file_cache import FileCache
@@ -23,23 +22,6 @@ from phases.run import Run
 from phases.servers import own_server
 from target.outputs import LayerId, TargetRequest
 from trainer.checks import is_address
-
-
-def check_address(data: DataConfig) -> None:
-    """UserError where states are to come from a server that does not answer, before the target is
-    loaded. Where states of a server are stored already, none may be needed: it is not asked yet."""
-    if not is_address(data.features_engine):
-        return
-    stored = data.features == "cached" and (
-        data.features_url is not None
-        or any(
-            found["complete"] and found["identity"].get("engine") == "vllm"
-            for path in (Path(data.cache_dir) / "features").glob(f"*/{MANIFEST}")
-            if (found := LocalFolder(path.parent).manifest())
-        )
-    )
-    if not stored:
-        check_server(data.features_engine)
 
 
 @contextlib.contextmanager

@@ -12,23 +12,24 @@ from pathlib import Path
 
 import torch
 
-from data.batches import longest_text
 from data.packing import PackedBatches, check_separation
 from data.prompts import Prompt
-from data.render import fixed_response_ids
 from data.split import HeldOut
 from data.trace_rows import column
-from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.load import load_drafter
-from eval.config import EvalConfig, trees_of
-from phases.cut_answers import answer_format
-from phases.help import composed
+from phases.check import (
+    check_packing,
+    check_recipe,
+    check_stage_context,
+    check_text,
+    deeper_than_trained,
+    settings_of_the_toy,
+)
 from phases.run import Run
 from phases.stage import RunText, StageRun, settings_of
-from recipes.base import Recipe, Stage, Start, presets
-from recipes.common.config import Config
+from recipes.base import Recipe, Stage, Start
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.errors import UserError, excerpt
 from trainer.lock import lock
@@ -36,87 +37,37 @@ from trainer.loop import FitResult
 from trainer.progress import working
 from trainer.setup import checkpointing_of
 
-TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
-TOY_ENDINGS = ("_steps", "_lr", "_preset", "context")  # and keys of the method that end so
-LARGE = 10**9  # parameters of a target for which these keys, as the recipe has them, are too small
-
-
-def settings_of_the_toy(config: Config, num_parameters: int) -> list[str]:
-    """`key=value` of the settings that a recipe chose for the toy, of a run with a large target."""
-    if num_parameters <= LARGE or "published" not in presets(config.recipe):
-        return []
-    own, published = composed(config.recipe), composed(config.recipe, "published")
-    names = [f.name for f in dataclasses.fields(config.method) if f.name.endswith(TOY_ENDINGS)]
-    if config.model.drafter is not None:  # a stage that would make it is left out
-        names = [name for name in names if not name.startswith("base_")]
-    found = []
-    for key in (*TOY_KEYS, *(f"method.{name}" for name in names)):
-        section, _, name = key.partition(".")
-        value, toys, papers = (
-            getattr(getattr(one, section), name) for one in (config, own, published)
-        )
-        # null: as another key that is named, or no preset
-        if value == toys != papers and (value is not None or name.endswith("_preset")):
-            value = "null" if value is None else value
-            found.append(f"{key}={value}")
-    return found
-
-
-def deeper_than_trained(config: EvalConfig, steps: int) -> tuple[int, str] | None:
-    """The depth of drafts of the report that reach deeper than the `steps` over which training
-    unrolls the drafter, and a sentence on them; None where there are none."""
-    K = config.K
-    drafted = [(K, f"eval.K={K}")]
-    drafted += [(tree.deepest(K), f"eval.tree={text}") for text, tree in trees_of(config)]
-    depth, name = max(drafted)
-    if depth <= steps:
-        return None
-    return depth, (
-        f"{name} drafts {depth} tokens deep, training unrolls {steps}: the depths beyond are never "
-        "trained"
-    )
-
 
 def prepare(
     run: Run, kind: type[Recipe], prompts: list[Prompt]
 ) -> tuple[Recipe, TrainedDrafter | None]:
     """Make the recipe and the starting drafter, None where the recipe builds one from the traces,
     and check all settings that can be checked before any text is generated."""
-    model, engine = run.config.model, run.config.eval.engine
+    config, model = run.config, run.config.model
     # a trained drafter may leave out some stages
     given = None if model.drafter is None else _given_drafter(run, kind, model.drafter)
-    recipe = kind(run.config.method, run.target, given)
+    recipe = kind(config.method, run.target, given)
     num_parameters = run.target.model.num_parameters()
-    toy = settings_of_the_toy(run.config, num_parameters)
+    toy = settings_of_the_toy(config, num_parameters)
     if toy and run.accelerator.is_main_process:
         print(
-            f"{', '.join(toy)}: recipe={run.config.recipe} has this for the toy, and "
+            f"{', '.join(toy)}: recipe={config.recipe} has this for the toy, and "
             f"{model.target} has {num_parameters / 1e9:.1f} B parameters: set them, or begin with "
             "preset=published"
         )
-    if engine != "own" and recipe.unserved is not None:
-        raise UserError(f"eval.engine={engine}: {recipe.unserved}")
-    if run.config.trainer.lora_rank:
-        if recipe.no_lora is not None:
-            raise UserError(f"trainer.lora_rank must be 0: {recipe.no_lora}")
-        if model.drafter is None:
-            raise UserError(
-                "trainer.lora_rank adapts trained weights, of which a fresh drafter has none: name "
-                "one with model.drafter, or set it to 0"
-            )
-    if given is not None:
-        _check_checkpointing(run, recipe, given)
+    check_recipe(config, recipe)
+    stages = chosen_stages(run, recipe)
+    _check_stages(run, stages, given)
     unroll = recipe.unroll
-    deeper = deeper_than_trained(run.config.eval, unroll[1]) if unroll else None
+    deeper = deeper_than_trained(config.eval, unroll[1]) if unroll else None
     if unroll and deeper and run.accelerator.is_main_process:
         print(f"warning: {deeper[1]}; set {unroll[0]} to {deeper[0]}")
-    for stage in chosen_stages(run, recipe):
-        _check_text(run, stage, prompts)
-    if run.config.trainer.pack_tokens:
-        _check_packing(run, recipe)
+    for stage in stages:
+        check_text(config, run.target, stage, prompts)
+    if config.trainer.pack_tokens:
+        check_packing(config, run.target, stages)
         if isinstance(given, CausalLMDrafter):
             check_separation(given.model, "set trainer.pack_tokens=0")
-    _check_settings(run, recipe)
     if given is None and not recipe.builds_from_traces:
         return recipe, build(run, recipe, RunText([], [], [], {}))
     return recipe, given
@@ -139,40 +90,6 @@ def _given_drafter(run: Run, recipe: type[Recipe], name: str) -> TrainedDrafter:
             "recipe=specdecpp trains one for the new weights"
         )
     return drafter
-
-
-def _check_text(run: Run, stage: Stage, prompts: list[Prompt]) -> None:
-    """Refuse a stage that needs text which the prompts and the traces do not hold."""
-    data = run.config.data
-    if stage.data.mix.get("fixed") and stage.row != "control":
-        answers = answer_format(run.target, data)
-        missing = sum(fixed_response_ids(p, answers) is None for p in prompts)
-        if missing:
-            raise UserError(
-                f"method.data_mix asks for fixed responses, {missing} of {len(prompts)} prompts"
-                " have none: name data.response_column or set fixed to 0"
-            )
-    if stage.data.teacher and not (data.teacher_top_k or data.teacher_samples):
-        raise UserError(
-            "the compressed teacher is stored with the traces: set data.teacher_top_k and "
-            "data.teacher_samples, got 0 and 0"
-        )
-
-
-def _check_packing(run: Run, recipe: Recipe) -> None:
-    """Refuse stages that cannot pack texts: text that a drafter is still to write has no length."""
-    for stage in chosen_stages(run, recipe):
-        if not stage.packs:
-            raise UserError(
-                f"trainer.pack_tokens must be 0: recipe={run.config.recipe} reads a text a row"
-            )
-        sources = [name for name, share in stage.data.mix.items() if share]
-        if sources not in (["target"], ["fixed"]):
-            raise UserError(
-                "trainer.pack_tokens packs stored texts of one source, got "
-                f"{' and '.join(sources)} in stage {stage.name}: set it to 0"
-            )
-    check_separation(run.target.model, "set trainer.pack_tokens=0")
 
 
 @working("reading raw text")
@@ -208,7 +125,7 @@ def build(
         _search_size(run, recipe, recipe.size_search, text)
     torch.manual_seed(run.config.run.seed)
     drafter = recipe.build(text.traces)
-    _check_checkpointing(run, recipe, drafter)
+    _check_stages(run, chosen_stages(run, recipe), drafter)
     return drafter
 
 
@@ -278,7 +195,7 @@ def train_stages(
     result of each stage."""
     if isinstance(base, CausalLMDrafter):
         for stage in chosen_stages(run, recipe):
-            check_context(base, stage, text.traces, run.config.data.max_new_tokens)
+            check_stage_context(base, stage, text.traces, run.config.data.max_new_tokens)
     if not text.dev and run.accelerator.is_main_process:
         name = excerpt(text.traces[0].conversation_id)
         print(
@@ -307,28 +224,11 @@ def train_stages(
     return rows, results
 
 
-def check_context(
-    drafter: CausalLMDrafter, stage: Stage, traces: Sequence[Trace], max_new_tokens: int
-) -> None:
-    """Refuse a stage whose texts, those that the drafter is to write included, may be longer than
-    its context."""
-    longest = longest_text(traces, stage.data.mix, max_new_tokens)
-    if longest > drafter.context:
-        raise UserError(
-            f"ContextError: model.drafter sees {drafter.context} tokens, the longest text of stage "
-            f"{stage.name} may have {longest}: lower data.max_prompt_tokens or "
-            "data.max_new_tokens, or take another drafter"
-        )
-
-
-def _check_checkpointing(run: Run, recipe: Recipe, drafter: TrainedDrafter) -> None:
-    """Refuse trainer.gradient_checkpointing where a stage trains `drafter` as it is, and that does
-    not have it."""
-    for stage in chosen_stages(run, recipe):
-        if stage.prepare is Stage.prepare and settings_of(run, stage).gradient_checkpointing:
+def _check_stages(run: Run, stages: Sequence[Stage], drafter: TrainedDrafter | None) -> None:
+    """Refuse settings that a stage cannot train with, and trainer.gradient_checkpointing where one
+    trains `drafter` as it is, and that does not have it."""
+    for stage in stages:
+        settings = settings_of(run, stage)
+        plain = stage.prepare is Stage.prepare
+        if drafter is not None and plain and settings.gradient_checkpointing:
             checkpointing_of(drafter)
-
-
-def _check_settings(run: Run, recipe: Recipe) -> None:
-    for stage in chosen_stages(run, recipe):
-        settings_of(run, stage)

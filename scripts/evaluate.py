@@ -27,9 +27,10 @@ from drafters.training_free.table import TRAINING_FREE, is_training_free, parse_
 from eval.config import EvalConfig
 from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
-from phases import exits, generate, report, run, train
+from phases import exits, generate, report, run
+from phases.check import check_drafter, check_words, deeper_than_trained
 from phases.commands import command_of, published
-from phases.measure import baselines, check_drafter, measure
+from phases.measure import baselines, measure
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -118,7 +119,7 @@ def drafter_of(
     steps, own = drafter.trained_depth, in_run(name)[0] / "drafter.json"
     if steps is None and own.exists():  # an export does not say
         steps = read_json(own, DrafterJson).get("trained_depth")
-    if steps is not None and (deeper := train.deeper_than_trained(config, steps)):
+    if steps is not None and (deeper := deeper_than_trained(config, steps)):
         print(f"warning: {deeper[1]}; draft at most {steps} deep, or train with method.steps="
               f"{deeper[0]}")  # fmt: skip
     return drafter
@@ -169,7 +170,7 @@ def main(arguments: list[str]) -> int:
     exits.show_log()
     try:
         config = resolve(arguments)
-        run.check_words(
+        check_words(
             arguments, (*READS, *ENGINE), "scripts.evaluate",
             run_dir="script.out names the folder of its report",
             model_drafter="eval.drafter names what it measures",

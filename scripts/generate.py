@@ -11,6 +11,7 @@ from dataclasses import fields
 
 from data.config import DataConfig
 from phases import exits, generate, run
+from phases.check import check_words
 from recipes.base import NoMethod
 from recipes.common.config import compose
 from trainer.config import asks_for_help
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
     exits.show_log()
     try:
         config = compose("generate", NoMethod, (), arguments)
-        run.check_words(
+        check_words(
             arguments, READS, "scripts.generate",
             run_dir="data.traces, else data.cache_dir, says where its traces go",
             eval_temperatures="data.temperature is what its traces are drawn at",

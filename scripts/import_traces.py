@@ -22,6 +22,7 @@ from data.imported import import_log
 from data.trace_rows import column, lengths
 from data.traces import Trace
 from phases import exits, run
+from phases.check import check_words
 from recipes.base import NoMethod
 from recipes.common.config import Config, compose
 from trainer.config import asks_for_help
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 def resolve(arguments: list[str]) -> Config:
     """Compose the configuration; UserError where it names no log, no folder, or other keys."""
     config = compose("import_traces", NoMethod, (), arguments, script_keys=KEYS)
-    run.check_words(
+    check_words(
         arguments, READS, "scripts.import_traces",
         data_temperature="the rows say how they were drawn",
         data_prompts="the rows bring their prompts",

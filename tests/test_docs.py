@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 import train
-from phases import pipeline, run
+from phases import pipeline
+from phases.check import check_words
 from phases.help import composed
 from recipes import base
 from recipes.common.config import Config, compose
@@ -154,10 +155,10 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
             pipeline.resolve(shrunk(["train.py", *words])[1:])  # as the slow tests run it
         elif entry == "scripts.generate":
             compose("generate", base.NoMethod, (), words)
-            run.check_words(words, generate.READS, entry)
+            check_words(words, generate.READS, entry)
         elif entry == "scripts.evaluate":
             evaluate.resolve(words)
-            run.check_words(words, evaluate.READS, entry)
+            check_words(words, evaluate.READS, entry)
         elif entry == "scripts.import_traces":
             import_traces.resolve(words)
         elif entry == "scripts.get_smollm2":

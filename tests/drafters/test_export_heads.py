@@ -19,8 +19,8 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import KINDS, kind_of
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.config import EvalConfig
+from phases.check import check_engine
 from phases.export import check_export
-from phases.serve import check_engine
 from scripts.export import main
 from target.model import Target
 from tests.helpers.eagle import build_eagle

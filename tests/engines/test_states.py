@@ -25,7 +25,8 @@ from data.served_states import ServedStates
 from engines import states as module
 from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
 from engines.vllm_server import vllm_server
-from phases.states import check_address, served_states
+from phases.check import check_address
+from phases.states import served_states
 from recipes.common.heads import HeadObjective
 from target.model import Target, decoder_layers, final_norm
 from tests.engines.states_server import LAYERS, Handler, Server, written

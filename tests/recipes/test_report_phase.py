@@ -14,8 +14,8 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.training_free.lookup import PromptLookup
 from eval.config import EvalConfig, tree_depth
-from phases.generate import check_context
-from phases.measure import check_drafter, shapes_of
+from phases.check import check_context, check_drafter
+from phases.measure import shapes_of
 from phases.report import facts
 from tests.helpers.eagle import build_eagle
 from tests.helpers.tiny import CONTEXT

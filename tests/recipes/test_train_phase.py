@@ -15,17 +15,11 @@ from drafters.acceptance import fresh_head
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from drafters.medusa2 import Medusa2Drafter
+from phases.check import check_stage_context, deeper_than_trained, settings_of_the_toy
 from phases.pipeline import resolve
 from phases.run import Run
 from phases.stage import RunText, sample_drafter
-from phases.train import (
-    check_context,
-    chosen_stages,
-    deeper_than_trained,
-    prepare,
-    settings_of_the_toy,
-    train_stages,
-)
+from phases.train import chosen_stages, prepare, train_stages
 from recipes import base, eagle, eagle3, medusa, medusa2
 from recipes.base import Needs, Stage
 from tests.data.test_traces import make
@@ -142,11 +136,11 @@ def test_a_text_longer_than_the_drafter_sees_is_refused(target):
     for source, length in longest.items():
         stage = Stage("one", None, Needs({source: 1.0}))
         drafter.model.config.max_position_embeddings = length
-        check_context(drafter, stage, TRACES, max_new_tokens=9)
+        check_stage_context(drafter, stage, TRACES, max_new_tokens=9)
         drafter.model.config.max_position_embeddings = length - 1
         complaint = f"sees {length - 1} tokens, the longest text of stage one may have {length}:"
         with pytest.raises(UserError, match=complaint):
-            check_context(drafter, stage, TRACES, max_new_tokens=9)
+            check_stage_context(drafter, stage, TRACES, max_new_tokens=9)
 
 
 def test_the_acceptance_head_of_a_drafter_that_is_trained_on_is_left_out(target, tmp_path, capsys):
