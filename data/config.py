@@ -94,15 +94,6 @@ class DataConfig(Section):
     # tokens drawn from the rest of the distribution and stored as well
     teacher_samples: int = key(0, ge=0)
 
-    @classmethod
-    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
-        """The keys and values of this version for those of an earlier one."""
-        return {**stored, **column_list(stored)}
-
-    @classmethod
-    def naming(cls, values: dict[str, object]) -> dict[str, object]:
-        return {**values, **single_column(values)}
-
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, list):
             self.temperature = [self.temperature]
@@ -160,21 +151,3 @@ class DataConfig(Section):
             raise UserError(
                 f"{key}={self.features_url} needs a package that is not installed: {error}"
             ) from error
-
-
-def column_list(stored: dict[str, object]) -> dict[str, object]:
-    """The part `prompts_column` of a stored section, which held one name or null at first."""
-    match stored:
-        case {"prompts_column": str() as name}:
-            return {"prompts_column": [name]}
-        case {"prompts_column": None}:
-            return {"prompts_column": []}
-    return {}
-
-
-def single_column(values: dict[str, object]) -> dict[str, object]:
-    """The part `prompts_column` of an identity, as it was when it held one name."""
-    match values:
-        case {"prompts_column": [name]}:
-            return {"prompts_column": name}
-    return {}

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 S = TypeVar("S")  # what a score returns
+FORMAT = 1  # of drafter.json and the files beside it
 ACCEPTANCE = "acceptance"  # the attribute that holds an acceptance head, and its tensors' prefix
 
 
 class DrafterJson(TypedDict):
     """drafter.json: what is stored beside the weights of a drafter in the project's own format."""
 
+    format: int
     kind: str
     vocab_size: int
     target: dict[str, Any]  # the fingerprint of the target it was made for
@@ -259,6 +261,7 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         self.save_weights(folder)
         self.tokenizer.save_pretrained(folder)
         about: dict[str, object] = {
+            "format": FORMAT,
             "kind": self.kind,
             "vocab_size": self.vocab_size,
             "target": self.fingerprint,

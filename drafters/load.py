@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from drafters import acceptance_head
 from drafters.acceptance import attach, check_exposed, check_width, weights_hash
-from drafters.base import DrafterJson, TrainedDrafter
+from drafters.base import FORMAT, DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.formats.acceptance import read_acceptance_head
 from drafters.formats.files import read_json
@@ -134,6 +134,11 @@ def stored(folder: Path, key: str) -> DrafterJson:
         kind = about["kind"]
     except (UserError, KeyError) as error:
         raise UserError(f"{key}: {folder}/drafter.json is damaged ({error})") from error
+    if about.get("format") != FORMAT:
+        raise UserError(
+            f"{key}: {folder} is stored in format {about.get('format')}, this version reads format "
+            f"{FORMAT}: train it again, or load it with the version that stored it"
+        )
     if kind not in KINDS:
         raise UserError(
             f"{key}: {folder} holds a drafter of kind {kind!r}; known: {', '.join(KINDS)}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from data.config import TEMPERATURES, column_list, single_column
+from data.config import TEMPERATURES
 from drafters.training_free.table import (
     TRAINING_FREE,
     is_training_free,
@@ -23,7 +22,7 @@ from trainer.checks import SEEDS, SIDE_BY_SIDE, is_address, require_address
 from trainer.config import Section
 from trainer.errors import UserError, excerpt, require
 from trainer.keys import Rule, key
-from trainer.specs import choices, spelled
+from trainer.specs import choices
 
 ENGINE = Rule("be own, vllm, or the address of a running vLLM server (http://...)")
 
@@ -35,11 +34,6 @@ class EvalConfig(Section):
     NAME: ClassVar[str] = "eval"
     NAMES: ClassVar[tuple[str, ...]] = ("drafter", "acceptance_head", "prompts", "tree", "engine")
     NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "tree")
-    MOVED: ClassVar[Mapping[str, str]] = {
-        "tree_children": "eval.tree=<tree>,siblings=without_replacement or siblings=top",
-        "typical_epsilon": "eval.verifier=typical:<epsilon>:<delta>",
-        "typical_delta": "eval.verifier=typical:<epsilon>:<delta>",
-    }
     # drafter that scripts.evaluate measures: a folder, a Hub id, or a training-free one by name
     drafter: str | None = None
     # published acceptance head for eval.drafter, which policies head* ask: a folder or a Hub id
@@ -81,33 +75,6 @@ class EvalConfig(Section):
     bootstrap_draws: int = key(1000, ge=1, le=SIDE_BY_SIDE)
     # of the report: its prompts, its answers, its resamples
     seed: int = key(1234, ge=0, le=SEEDS - 1)
-
-    @classmethod
-    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
-        """The keys and values of this version for those of an earlier one."""
-        new = {key: value for key, value in stored.items() if key not in cls.MOVED}
-        tree, verifier = new.get("tree"), new.get("verifier")
-        if isinstance(tree, str) and tree.endswith(".json") and not tree.startswith("static"):
-            new["tree"] = tree = f"static,file={tree}"
-        sampled = stored.get("tree_children") == "sampled"
-        if sampled and isinstance(tree, str) and not tree.startswith("dynamic:"):
-            new["tree"] = f"{tree},siblings=without_replacement"
-            new["verifier"] = "multi_round" if verifier == "token" else verifier
-        asked = [key for key in ("epsilon", "delta") if f"typical_{key}" in stored]
-        limits = [f"{key}={stored[f'typical_{key}']}" for key in asked]
-        if verifier == "typical" and limits:
-            new["verifier"] = spelled(parse_verifier(",".join(["typical", *limits])))
-        if "tree" in new and not isinstance(new["tree"], list):
-            new["tree"] = [] if new["tree"] is None else [new["tree"]]
-        return {**new, **column_list(new)}
-
-    @classmethod
-    def naming(cls, values: dict[str, object]) -> dict[str, object]:
-        values = {**values, **single_column(values)}
-        match values:
-            case {"tree": [tree]}:  # which was the only one
-                return {**values, "tree": tree}
-        return values
 
     def __post_init__(self) -> None:
         self.temperatures = [float(t) for t in self.temperatures]

@@ -24,7 +24,6 @@ from trainer.config import (
     load_yaml,
     sections,
     suggest,
-    translated,
 )
 from trainer.errors import UserError
 from trainer.redaction import redacted
@@ -82,7 +81,7 @@ def read(path: Path) -> tuple[str, ModuleType, list[Path], dict[str, object]]:
         if not isinstance(table[name], dict):
             raise UserError("must be a table of settings", key=f"{path}: {name}", value=table[name])
     known = known_keys(schema)
-    stored = flattened(translated(table, schema), known)
+    stored = flattened(table, known)
     for key in stored:
         if key not in known or key == "dry_run":
             raise UserError(

@@ -26,7 +26,7 @@ from recipes.common.config import Config
 from target.fingerprint import added_eos
 from target.model import Target
 from trainer.checks import require_folder
-from trainer.config import ModelConfig, json_value, load_yaml, sections, to_yaml, translated
+from trainer.config import FORMAT, ModelConfig, json_value, load_yaml, to_yaml
 from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
 from trainer.lock import lock
@@ -49,9 +49,11 @@ class _Resumed(TypedDict, total=False):
 
 
 class RunFacts(_Resumed):
-    """The part of run.json that is read back. `contents`: hashes of what the run is made of;
-    `resumed`: facts of each part of the run that had other versions. The rest is `provenance`."""
+    """The part of run.json that is read back. `format`: of the run folder; `contents`: hashes of
+    what the run is made of; `resumed`: facts of each part of the run that had other versions. The
+    rest is `provenance`."""
 
+    format: int
     contents: dict[str, str]
 
 
@@ -150,8 +152,7 @@ def check_folder(config: Config, command: Sequence[str]) -> None:
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
-    schema = {**sections(type(config)), "method": type(config.method)}
-    before, changed = translated(redacted(load_yaml(stored)), schema), []
+    before, changed = redacted(load_yaml(stored)), []
     for section, now in config.settings().items():
         former = before.get(section)
         if not isinstance(now, dict):
@@ -208,7 +209,7 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
             "distributed": placement(run.accelerator, run.config.trainer).name,
             "num_processes": run.accelerator.num_processes,
         }
-        facts = provenance(command) | processes | {"contents": contents}
+        facts = {"format": FORMAT} | provenance(command) | processes | {"contents": contents}
         write_json(run.folder / "run.json", facts)
         write_atomic(stored, to_yaml(run.config))
     if run.accelerator.is_main_process:
@@ -222,6 +223,11 @@ def read_facts(folder: Path) -> RunFacts:
     facts: RunFacts = read_json(folder / "run.json", remedy)  # type: ignore[assignment] - checked below
     if not isinstance(facts.get("contents"), dict):
         raise damaged(folder / "run.json", "it names no contents", remedy)
+    if facts.get("format") != FORMAT:
+        raise UserError(
+            f"holds a run in format {facts.get('format')}, this version writes format {FORMAT}",
+            key="run.dir", value=str(folder), remedy="choose another run.dir",
+        )  # fmt: skip
     return facts
 
 

@@ -20,7 +20,7 @@ from drafters.base import TrainedDrafter
 from phases.generate import contents
 from phases.run import Run
 from trainer.checkpoint import best_dir, is_whole, step_dir
-from trainer.config import FREE_SETTINGS, SCHEMA, TrainerConfig
+from trainer.config import FORMAT, FREE_SETTINGS, TrainerConfig
 from trainer.device import computes_in_bfloat16
 from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder
@@ -41,7 +41,7 @@ def place(
     config = run.config
     of_trainer = {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE_SETTINGS}
     made_of = {
-        **contents(run, drafter, traces), "fingerprint": run.target.fingerprint, "schema": SCHEMA,
+        **contents(run, drafter, traces), "fingerprint": run.target.fingerprint, "format": FORMAT,
         "method": made_by, "trainer": of_trainer, "seed": config.run.seed, "depth": config.eval.K,
         "features": [config.data.features, config.data.features_dtype],
         "processes": run.accelerator.num_processes,

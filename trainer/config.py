@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MOST_BYTES = 1 << 20  # of a configuration file
-SCHEMA = 3  # of the configuration; raised when a key or a default gets another meaning
+FORMAT = 3  # of a run folder; raised when a key, a default or a file gets another meaning
 
 
 @dataclass
@@ -73,13 +73,12 @@ class Config:
     def identity(self) -> dict[str, object]:
         """The settings that differ from the schema's defaults, and the schema's number: a new key
         with a default changes no identity."""
-        found: dict[str, object] = {"schema": SCHEMA}
+        found: dict[str, object] = {"format": FORMAT}
         for section, values in self.settings().items():
             if isinstance(values, dict):
                 kind = type(getattr(self, section))
                 defaults = json_value(dataclasses.asdict(kind()))
                 values = {k: v for k, v in values.items() if v != defaults[k]}
-                values = kind.naming(values) if issubclass(kind, Section) else values
             found[section] = values
         return found
 
@@ -143,10 +142,9 @@ def parse_overrides(
     arguments: list[str],
     known: list[str],
     texts: Collection[str] = (),
-    moved: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Parse `key=value` words to a flat dict of YAML-typed values. `texts`: keys whose value is
-    literal text; `moved`: keys of earlier versions, and the new ones. UserError for other keys."""
+    literal text. UserError for unknown keys."""
     flat: dict[str, Any] = {}
     for word in arguments:
         key, equals, value = word.partition("=")
@@ -154,8 +152,6 @@ def parse_overrides(
             raise UserError(
                 f"arguments have the form key=value, got {word!r}{suggest(word, known)}"
             )
-        if moved and key in moved:
-            raise UserError(f"{key} does not exist any more: write {moved[key]}")
         if key not in known:
             raise UserError(f"unknown key {key!r}{suggest(key, known)}")
         if key in flat:
@@ -208,7 +204,7 @@ def compose(
         {"recipe": recipe, "dry_run": False, "script": dict.fromkeys(script_keys), **empty}
     )
     OmegaConf.set_struct(tree, True)
-    layers = [(str(path), flattened(translated(load_yaml(path), schema), known)) for path in files]
+    layers = [(str(path), flattened(load_yaml(path), known)) for path in files]
     layers.append(("the stored configuration", dict(stored or {})))
     layers.append(
         (
@@ -217,7 +213,6 @@ def compose(
                 [a for a in arguments if not a.startswith("recipe=")],
                 known,
                 keys_of(schema, "str") | {f"script.{key}" for key in script_keys},
-                moved_keys(schema),
             ),
         )
     )
@@ -337,24 +332,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
             f"{path} is damaged: it must hold a table of settings, got {excerpt(loaded)}"
         )
     return loaded
-
-
-def translated(stored: dict[str, Any], schema: Mapping[str, type]) -> dict[str, Any]:
-    """The content of a YAML file in the keys and values of this version."""
-    new = dict(stored)
-    for name, kind in schema.items():
-        if issubclass(kind, Section) and isinstance(stored.get(name), dict):
-            new[name] = kind.translated(stored[name])
-    return new
-
-
-def moved_keys(schema: Mapping[str, type]) -> dict[str, str]:
-    """The keys of earlier versions, and what to write in their place."""
-    return {
-        f"{name}.{key}": new
-        for name, kind in schema.items() if issubclass(kind, Section)
-        for key, new in kind.MOVED.items()
-    }  # fmt: skip
 
 
 def flattened(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,8 +21,7 @@ FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb
 
 class Section:
     """A section of the configuration. `NAME`: its name; `FREE`: keys that change no number of a
-    run, so that they may change when it is resumed; `MOVED`: keys of earlier versions, which the
-    command line refuses, and what to write in their place.
+    run, so that they may change when it is resumed.
 
     Of a stored configuration, which somebody else may have written (`phases.received`): `HERE`,
     keys of the machine or the command that it was written on, whose values are never taken (paths,
@@ -32,24 +30,12 @@ class Section:
 
     NAME: ClassVar[str] = "method"
     FREE: ClassVar[tuple[str, ...]] = ()
-    MOVED: ClassVar[Mapping[str, str]] = {}
     HERE: ClassVar[tuple[str, ...]] = ()
     NAMES: ClassVar[tuple[str, ...]] = ()
     NEEDED: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_rules(self.NAME, self)  # type: ignore[arg-type]
-
-    @classmethod
-    def translated(cls, stored: dict[str, Any]) -> dict[str, Any]:
-        """The values of a stored file of any version, in the keys and values of this one."""
-        return stored
-
-    @classmethod
-    def naming(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values that a run's folder is named by, in the form of the version that first had
-        them: a key that takes more forms now changes no folder's name."""
-        return values
 
 
 @dataclass

@@ -77,7 +77,7 @@ def prompts_of(row: Row) -> str:
     prompts, parts = row.prompts, [f"{row.num_prompts} prompts"]
     if left_out := prompts.get("left_out"):
         parts.append(f"{left_out} left out as too long or equal to another")
-    if prompts.get("answers"):  # earlier versions did not count them
+    if prompts.get("answers"):
         parts.append(f"{prompts['cut'] / prompts['answers']:.0%} of the answers cut")
     if turns := prompts.get("later_turns_left_out"):
         parts.append(f"{turns} later turns left out behind those")

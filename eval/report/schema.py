@@ -16,7 +16,7 @@ from eval.metrics import HEADLINE
 from eval.report.page import page_blocks, report_blocks, report_title
 from eval.report.readings import check_readings
 from eval.report.render import to_markdown
-from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, asked, role_of
+from eval.report.rows import MEASURED, ORDER, PLAIN, ROLES, Report, asked
 from eval.report.tables import main_tables
 from eval.report.web import to_html
 from eval.row import COUNTING, Json, Row, row_with
@@ -193,22 +193,7 @@ def read_report(path: str | Path) -> Report:
         raise UserError(f"report {path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON
         raise UserError(f"report {path} is damaged, not JSON ({error})") from error
-    _translate(report)
     return parsed(report, f"report {path}")
-
-
-def _translate(report: object) -> None:
-    """Add to the rows of an earlier version their role and the verifier of sampled trees."""
-    rows = report.get("results") if isinstance(report, dict) else None
-    for row in rows if isinstance(rows, list) else ():
-        if not isinstance(row, dict) or "role" in row or not isinstance(row.get("drafter"), str):
-            continue
-        row["role"] = role_of(row["drafter"])
-        if row.get("tree_children") == "sampled":
-            top = str(row.get("tree")).startswith("dynamic, ")  # which has no other children
-            row |= {"tree_children": "top"} if top else {}
-            if not top and row.get("verifier") == "token":
-                row["verifier"] = "multi_round"
 
 
 def markdown_table(results: list[Row]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from trainer.config import Section
 from trainer.divergence import DIVERGENCES, Divergence, parse_divergence
@@ -34,15 +32,6 @@ class DivergenceConfig(Section):
     """Settings of a method with a divergence. `divergence`: a name of trainer/divergence.py with
     its options."""
 
-    MOVED: ClassVar[Mapping[str, str]] = {
-        "beta": "method.divergence=jsd:<beta>",
-        "eta": "method.divergence=lk_hybrid:<eta>",
-        "mix": "method.divergence=kl_mix:<mix>",
-        "draft_temperature": "method.divergence=<name>,draft_temperature=<value>",
-        "teacher_temperature": "method.divergence=<name>,teacher_temperature=<value>",
-        "loss_temperature_scale": "method.divergence=<name>,temperature_scale=true",
-    }
-
     # loss between the target's distribution and the drafter's, as jsd:0.3, lk_hybrid:3, kl_mix:0.9
     divergence: str = key("fkl", Rule(choices(DIVERGENCES)))
 
@@ -54,17 +43,3 @@ class DivergenceConfig(Section):
     def parsed_divergence(self) -> Divergence:
         """The divergence that `divergence` names."""
         return parse_divergence(self.divergence, "method.divergence")
-
-    @classmethod
-    def translated(cls, stored: dict[str, object]) -> dict[str, object]:
-        """Translate the options of earlier versions, which were keys of their own."""
-        new = {key: value for key, value in stored.items() if key not in cls.MOVED}
-        given: dict[str, Any] = dict(stored)
-        name = given.get("divergence", cls.divergence)
-        if "loss_temperature_scale" in given:
-            given["temperature_scale"] = given.pop("loss_temperature_scale")
-        kind = DIVERGENCES.get(name)
-        if kind is not None and len(new) < len(stored):
-            fields = kind.__dataclass_fields__
-            new["divergence"] = spelled(kind(**{k: given[k] for k in fields if k in given}))
-        return new

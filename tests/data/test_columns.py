@@ -9,9 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.config import DataConfig
 from data.prompts import load_prompts
-from eval.config import EvalConfig
 from tests.helpers.commands import write_jsonl
 from trainer.errors import UserError
 
@@ -177,11 +175,3 @@ def test_lists_of_texts_are_turns_of_the_user_only_where_the_name_says_so():
 def test_completions_in_the_form_of_messages_are_answers():
     (prompt,) = load([{"prompt": CHAT[:1], "completion": CHAT[1:2]}])
     assert prompt.response == "Ho"
-
-
-@pytest.mark.parametrize("kind", [DataConfig, EvalConfig])
-def test_a_stored_configuration_that_names_one_column_is_read(kind):
-    stored = {name: kind.translated({"prompts_column": name}) for name in ("text", None)}
-    assert stored == {"text": {"prompts_column": ["text"]}, None: {"prompts_column": []}}
-    assert kind.naming({"prompts_column": ["text"]}) == {"prompts_column": "text"}
-    assert kind.naming({"prompts_column": ["a", "b"]}) == {"prompts_column": ["a", "b"]}

@@ -149,6 +149,8 @@ def about(change):
     [
         (about(lambda a: a["target"].update(weights="other")), "made for another target"),
         (about(lambda a: a.update(kind="megalodon")), "of kind 'megalodon'; known: causal_lm,"),
+        (about(lambda a: a.update(format=2)), "is stored in format 2, this version reads format 1"),
+        (about(lambda a: a.pop("format")), "is stored in format None"),
         (about(lambda a: a.pop("kind")), "drafter.json is damaged .'kind'"),
         (about(lambda a: a.pop("settings")), "of kind 'medusa', is damaged .no settings"),
         (about(lambda a: a.pop("target")), "of kind 'medusa', is damaged .KeyError: 'target'"),

@@ -1,4 +1,4 @@
-"""What `eval.*` names: pairs that do not fit, and the spellings of an earlier version."""
+"""What `eval.*` names, and pairs that do not fit."""
 
 from __future__ import annotations
 
@@ -87,42 +87,3 @@ def test_a_folder_may_be_called_like_a_drafter():
 
 def test_every_verifier_is_named_as_its_table_says():
     assert {name: one.name for name, one in VERIFIERS.items()} == {n: n for n in VERIFIERS}
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (
-            {"K": 3, "tree": "eagle", "verifier": "token"},
-            {"K": 3, "tree": ["eagle"], "verifier": "token"},
-        ),
-        ({"K": 3}, {"K": 3}),
-        (
-            {"tree": "eagle", "tree_children": "sampled", "verifier": "token"},
-            {"tree": [SAMPLED], "verifier": "multi_round"},
-        ),
-        (
-            {"tree": "dynamic:9:3:3", "tree_children": "sampled", "verifier": "token"},
-            {"tree": ["dynamic:9:3:3"], "verifier": "token"},
-        ),
-        (
-            {"tree": None, "tree_children": "sampled", "verifier": "token"},
-            {"tree": [], "verifier": "token"},
-        ),
-        (
-            {"tree": "eagle", "verifier": "typical", "typical_epsilon": 0.2, "typical_delta": 0.3},
-            {"tree": ["eagle"], "verifier": "typical:0.2"},
-        ),
-        (
-            {"tree": "eagle", "verifier": "token", "typical_epsilon": 0.2, "typical_delta": 0.3},
-            {"tree": ["eagle"], "verifier": "token"},
-        ),
-        (
-            {"tree": "a:b.json", "tree_children": "sampled", "verifier": "typical"},
-            {"tree": ["static,file=a:b.json,siblings=without_replacement"], "verifier": "typical"},
-        ),
-    ],
-)
-def test_a_stored_section_of_an_earlier_version_is_translated(before, now):
-    assert EvalConfig.translated(before) == now
-    assert EvalConfig.translated(now) == now

@@ -84,7 +84,7 @@ def test_a_report_says_how_many_answers_are_cut(run):
     row.prompts = {"answers": 4, "cut": 0}
     assert prompts_of(row).endswith("0% of the answers cut")
     row.prompts = {}
-    assert prompts_of(row) == "4 prompts"  # of an earlier version
+    assert prompts_of(row) == "4 prompts"  # that were imported, say
 
 
 @pytest.mark.parametrize(

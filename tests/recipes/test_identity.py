@@ -125,7 +125,6 @@ def test_a_folder_is_not_gone_on_in_with_other_contents(given, tiny_folder, name
 
 
 def test_the_text_is_hashed_as_one_json_list(given):
-    """Runs and shared stages of earlier versions are found again."""
     rows = [trace([5, 6], [7], [8]), trace([], [9])]
     for some in (rows, rows[:1], []):
         text = json.dumps([[t.prompt_ids, t.response_ids, t.fixed_ids] for t in some])

@@ -11,6 +11,7 @@ import train
 from phases import run as run_phase
 from recipes.common.draft_size import SizeSearch
 from tests.helpers.commands import command, read_jsonl
+from trainer.config import FORMAT
 
 
 def times(folder):
@@ -27,6 +28,12 @@ def times(folder):
     [
         ("run.json", b"", "run.json is damaged (Expecting value"),
         ("run.json", b"{}", "run.json is damaged (it names no contents)"),
+        (
+            "run.json",
+            b'{"contents": {}, "format": 2}',
+            f"holds a run in format 2, this version writes format {FORMAT}; choose another run.dir",
+        ),
+        ("run.json", b'{"contents": {}}', "holds a run in format None"),
         ("run.json", None, "run.json is damaged ([Errno 2]"),
         ("config.yaml", b"", "config.yaml is damaged: it must hold a table"),
         ("config.yaml", b"a: [", "config.yaml is not YAML"),

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 import train
@@ -211,27 +210,6 @@ def earlier(tmp_path):
         shutil.copytree(f"{FROZEN}/{name}", tmp_path / name)
     drafter = tmp_path / "eagle" / "drafter"
     return drafter.parent, [f"eval.drafter={drafter}", f"data.cache_dir={tmp_path / 'cache'}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"tree_children": "sampled"}, {("multi_round", "top"), ("multi_round", "sampled")}),
-        (
-            {"verifier": "typical", "typical_epsilon": 0.2},
-            {("typical:0.2", "top"), ("typical:0.2", "sampled")},
-        ),
-    ],
-)
-def test_a_configuration_of_an_earlier_version_is_translated(tmp_path, earlier, changed, expected):
-    folder, words = earlier
-    stored = yaml.safe_load((folder / "config.yaml").read_text())
-    stored["eval"] |= {"tree": "eagle", "K": 5, **changed}
-    (folder / "config.yaml").write_text(yaml.safe_dump(stored))
-    report = measured(tmp_path, *words)
-    trees = {(r["verifier"], r["tree_children"]) for r in report["results"] if r.get("tree")}
-    assert trees == expected
 
 
 @pytest.mark.slow

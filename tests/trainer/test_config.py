@@ -180,11 +180,6 @@ def test_a_yaml_file_reads_values_as_the_command_line_does(tmp_path, layer):
         ("method.data_mix=0.5", "method.data_mix must be a mapping"),
         ("trainer.lr_schedule=step", "trainer.lr_schedule must be one of constant, linear"),
         ("trainer.precision=fp16", "trainer.precision must be one of auto, fp32, bf16"),
-        (
-            "eval.tree_children=sampled",
-            "write eval.tree=<tree>,siblings=without_replacement or siblings=top",
-        ),
-        ("eval.typical_delta=0", "exist any more: write eval.verifier=typical:<epsilon>:<delta>"),
         ("data.features=disk", "data.features"),
         ("data.features_dtype=int4", "data.features_dtype"),
         ("data.top_p=0", r"data.top_p must lie in \(0, 1\], got 0"),
