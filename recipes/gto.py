@@ -61,7 +61,6 @@ from recipes.common.draft_vocabulary import VocabularyConfig
 from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
 from recipes.common.reference_rewards import (
     ReferenceRewards,
-    check_rewards,
     check_same_network,
     gain,
 )
@@ -75,10 +74,10 @@ from trainer.keys import Rule, key
 from trainer.losses import LossOutput, Term
 from trainer.specs import choices
 
-# settings that the reference's rewards depend on, and those that drafter.json records
-OF_REWARDS = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature")
-RECORDED = (*OF_REWARDS, "debias", "standardize", "acceptance", "epsilon", "omega", "token_weight")
-REWARDS_KEY = "method.reference_rewards"
+# settings that drafter.json records
+RECORDED = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature",
+            "debias", "standardize", "acceptance", "epsilon", "omega", "token_weight")  # fmt: skip
+STD_FLOOR = 1e-6  # added to the spread of a group that is divided by; not stated in the paper
 # kinds of heads whose trees can be trained; each has the name of the recipe that trains it
 BASES = ("eagle3", "eagle")
 # trainer.* of that recipe, which stage base has in place of the run's own
@@ -88,7 +87,6 @@ OF_BASE = ("max_steps", "batch_size", "gradient_accumulation_steps", "lr", "lr_s
 
 @dataclass
 class Config(Section):
-    HERE: ClassVar[tuple[str, ...]] = ("reference_rewards",)
     NAMES: ClassVar[tuple[str, ...]] = ("reference", "tree")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
     # preset of the head's own recipe, for its token loss and for stage base, which trains it where
@@ -96,7 +94,6 @@ class Config(Section):
     base_preset: str | None = key(None, one_of=(None, *base.presets("eagle3")))
     # frozen drafter whose reward is subtracted; null: the one that stage gto starts with
     reference: str | None = None
-    reference_rewards: str | None = None  # folder that stores its rewards for later runs
     # tree that is drafted in training; should be eval.tree
     tree: str = key("dynamic:60:7:10", Rule(choices(SHAPES)))
     # groups of adjacent positions in a text at which trees are drafted
@@ -109,7 +106,6 @@ class Config(Section):
     reward_temperature: float = key(1.0, ge=0)  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
     standardize: bool = True  # divide by the spread within the group; else rewards as they are
-    std_floor: float = key(1e-6, gt=0)  # added to the spread of a group that is divided by
     # path that is rewarded: the accepted one, or the best branch
     acceptance: str = key("greedy", one_of=ACCEPTANCES)
     epsilon: float = key(0.2, gt=0, lt=1)  # clip of the ratio of probabilities
@@ -125,8 +121,6 @@ class Config(Section):
             )
         lse = self.aggregation in ("lse", "lse_mean")
         require_read(self, "eta", lse, "method.aggregation=lse or lse_mean")
-        require_read(self, "std_floor", self.standardize, "method.standardize=true")
-        require_read(self, "reference_rewards", self.debias, "method.debias=true")
         self.shape()
 
     def shape(self) -> Shape:
@@ -161,8 +155,6 @@ class Recipe(base.Recipe):
         self.objective = TreeObjective(config, target, self.heads.objective)
         if given is not None:
             self._check(given)
-            made_of = self.objective.made_of(self._reference or given)
-            check_rewards(config.reference_rewards, made_of, REWARDS_KEY)
 
     def _recipe_of_heads(self, given: TrainedDrafter | None) -> HeadRecipe[HeadConfig]:
         """Make the recipe that trains heads like `given`, for the token loss and for stage base."""
@@ -232,7 +224,7 @@ class Recipe(base.Recipe):
         objective.compare_with(self._reference or copy.deepcopy(drafter))
         drafter.provenance = {
             "recipe": "gto",
-            "reference": objective.made_of(objective.reference)["reference"],
+            "reference": weights_hash(objective.reference),
             **{name: getattr(self.config, name) for name in RECORDED},
         }
         return drafter
@@ -254,21 +246,7 @@ class TreeObjective(Objective):
     def compare_with(self, reference: TrainedDrafter) -> None:
         """Freeze the drafter that rewards are measured against."""
         self.reference = _head(reference.eval().requires_grad_(False))
-        self.rewards = ReferenceRewards(
-            self.config.reference_rewards, self.made_of(self.reference), REWARDS_KEY
-        )
-
-    def made_of(self, reference: TrainedDrafter) -> dict[str, object]:
-        """List what the reference's rewards depend on."""
-        return {
-            "version": 2,  # with the trees' names
-            "reference": weights_hash(reference),
-            "target": self.target.fingerprint,
-            # other kernels differ in the last bits, which standardising blows up
-            "device": self.target.device.type,
-            **{f"method.{name}": getattr(self.config, name) for name in OF_REWARDS},
-            "shape": vars(self.shape),  # of a tree in a file, which may have changed
-        }
+        self.rewards = ReferenceRewards()
 
     # --- loss ------------------------------------------------------------------------------------
 
@@ -290,7 +268,7 @@ class TreeObjective(Objective):
         paths, rewards, found = self.paths(_head(drafter), texts, batch.input_ids.device)
         self.target.sync()  # each process scored as many trees as it has
         advantage, flat = advantages(
-            rewards.view(-1, config.group_size), config.std_floor if config.standardize else None
+            rewards.view(-1, config.group_size), STD_FLOOR if config.standardize else None
         )
         total, clipped = tree_loss(
             drafter, self.reference, batch.input_ids, target_outputs, paths,

@@ -56,7 +56,7 @@ def make_optimizer(
         {"params": found, "lr_multiplier": factor, "weight_decay": decay, "orthogonal": orthogonal}
         for (factor, decay, orthogonal), found in groups.items()
     ]
-    betas = config.adam_beta1, config.adam_beta2
+    betas = 0.9, config.adam_beta2
     kind = Muon if muon else torch.optim.AdamW
     made = kind(options, lr=config.lr, betas=betas, fused=fused or None)
     if isinstance(made, Muon):

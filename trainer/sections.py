@@ -139,7 +139,6 @@ class TrainerConfig(Section):
     lr_hold_share: float = key(0.5, ge=0, le=1)
     lr_min_ratio: float = key(0.1, ge=0, le=1)  # last learning rate over the highest one
     weight_decay: float = key(0.0, ge=0)  # of matrices; AdamW's and Muon's
-    adam_beta1: float = key(0.9, ge=0, lt=1)  # of AdamW
     adam_beta2: float = key(0.999, ge=0, lt=1)  # of AdamW
     max_grad_norm: float = key(1.0, gt=0)  # gradients are scaled down to this norm
     # rank of adapters that are trained on model.drafter and merged at the end; 0: train its weights
