@@ -58,9 +58,11 @@ class BadRows:
             if allowed == FEW:
                 rule += f", more than {most}"
             raise UserError(
-                f"{rule}: {self.table(source, all_places=True)}", key=key, value=source,
+                f"{rule}: {self.table(source, all_places=True)}",
+                key=key,
+                value=source,
                 remedy="repair them, or set data.bad_rows=drop to leave them out",
-            )  # fmt: skip
+            )
         _log.info(
             "%s: %d of %d rows cannot be read and are left out: %s",
             source, self.count, self.num_rows, self.table(source),

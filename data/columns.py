@@ -123,10 +123,12 @@ def choose_columns(
 
 def _one_message_a_row(key: str, source: str, role: str, column: str) -> UserError:
     return UserError(
-        f"one message a row, whose role is in the column {role!r}", key=key, value=source,
+        f"one message a row, whose role is in the column {role!r}",
+        key=key,
+        value=source,
         remedy="write the messages of a conversation to one row, as a list in the column messages, "
         f"or set {key}_column={column} to ask the text of every row",
-    )  # fmt: skip
+    )
 
 
 def prompt_in(
@@ -181,10 +183,11 @@ def _text(source: str, row: Mapping[str, object], name: str, columns: Columns) -
             if inner not in text and not (around and all(p.strip() in inner for p in parts)):
                 raise UserError(
                     f"the columns {name!r} and {other!r} may both belong to the prompt",
-                    key=columns.key, value=source,
+                    key=columns.key,
+                    value=source,
                     remedy=f"set {columns.key}_column=[{other},{name}] to join them in that order, "
                     f"or {columns.key}_column={name}",
-                )  # fmt: skip
+                )
     return text
 
 

@@ -305,10 +305,12 @@ def _append(folder: Path, source: Source, target: Target, block: Block, encoded:
     ends = block["tokens"] + np.cumsum(lengths, dtype=np.uint64)
     digest = _chained(block["sha256"], tokens, ends)
     block = {
-        "documents": block["documents"] + documents, "kept": block["kept"] + len(lengths),
-        "tokens": block["tokens"] + len(tokens), "sha256": digest,
+        "documents": block["documents"] + documents,
+        "kept": block["kept"] + len(lengths),
+        "tokens": block["tokens"] + len(tokens),
+        "sha256": digest,
         "last": documents < BLOCK_DOCUMENTS,
-    }  # fmt: skip
+    }
     try:
         for name, content in (("tokens.bin", tokens), ("ends.bin", ends.astype(np.uint64))):
             _write(folder / name, content.tobytes())

@@ -182,11 +182,13 @@ def shards_of(traces: Sequence[Trace], tokens_per_shard: int) -> list[Shard]:
         room -= sizes[i]
     return [
         Shard(
-            f"shard-{number:05d}.safetensors", [key for key, _ in rows],
-            chosen(traces, np.array([i for _, i in rows])), [sizes[i] for _, i in rows],
+            f"shard-{number:05d}.safetensors",
+            [key for key, _ in rows],
+            chosen(traces, np.array([i for _, i in rows])),
+            [sizes[i] for _, i in rows],
         )
         for number, rows in enumerate(shards)
-    ]  # fmt: skip
+    ]
 
 
 def layout_of(

@@ -71,9 +71,10 @@ def up_to_answer(
         raise UserError(
             "is rendered already, and not by the target's chat template, which starts an answer "
             f"with {start!r}",
-            key="prompts", value=shorten(text),
+            key="prompts",
+            value=shorten(text),
             remedy="name a column of messages, or convert the text to messages",
-        )  # fmt: skip
+        )
     return text[: text.rindex(mark)] + mark + start[len(start.rstrip()) :]
 
 

@@ -116,9 +116,11 @@ def drop_held_out(
     flags = held_out_turns(train, held_out, system_prompt)
     shared = [
         (question_of(turn), prompt.source)
-        for prompt, turns in zip(train, flags, strict=True) if any(turns)
-        for turn, is_shared in zip(user_turns(prompt), turns, strict=True) if is_shared
-    ]  # fmt: skip
+        for prompt, turns in zip(train, flags, strict=True)
+        if any(turns)
+        for turn, is_shared in zip(user_turns(prompt), turns, strict=True)
+        if is_shared
+    ]
     if said := count_left_out(shared, sum(map(len, flags)), key, value):
         print(said)
     return [prompt for prompt, turns in zip(train, flags, strict=True) if not all(turns)]

@@ -109,9 +109,10 @@ def _text_table(source: str, path: Path, kind: str) -> Table:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise UserError(
-            f"line {line} is not UTF-8 ({one_line(error)})", key=f"prompts file {source}",
+            f"line {line} is not UTF-8 ({one_line(error)})",
+            key=f"prompts file {source}",
             remedy="convert it first, such as with iconv -f cp1252 -t utf-8",
-        ) from error  # fmt: skip
+        ) from error
     _refuse_empty(source, text)
     if kind == ".csv":
         return _csv_table(source, text)

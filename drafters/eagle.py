@@ -297,9 +297,11 @@ class EagleDrafter(TrainedDrafter):
             if name != "version" and value is not False
         }
         drafter = cls(
-            cls.settings_type(**settings), LlamaConfig.from_dict(about["layer"]), target,
+            cls.settings_type(**settings),
+            LlamaConfig.from_dict(about["layer"]),
+            target,
             tensors.get("kept"),
-        )  # fmt: skip
+        )
         drafter.load_state_dict(tensors)
         drafter.rank_accuracy = about.get("rank_accuracy")
         return drafter.eval()

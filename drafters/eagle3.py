@@ -112,8 +112,10 @@ class Eagle3Drafter(EagleDrafter):
             if not copy_gain(self.norm, norm):
                 missing.append("norm")
         if missing:
-            print(f"layer_from_target: a fresh start for {', '.join(missing)}, which the target's "
-                  "last layer has in another form")  # fmt: skip
+            print(
+                f"layer_from_target: a fresh start for {', '.join(missing)}, which the target's "
+                "last layer has in another form"
+            )
         width = self.fc.weight.shape[0]
         self.fc.weight.mul_(FUSED_NOISE)
         self.fc.weight[:, -width:].diagonal().add_(1)

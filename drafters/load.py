@@ -48,8 +48,10 @@ def load_drafter(
     if folder is not None:
         attach(drafter, folder, key)
     if drafter.target_layers and drafter.context and drafter.context < target.context:
-        print(f"{name}: this head knows {drafter.context} positions, the target {target.context}; "
-              "behind longer texts it drafts nothing, as in vLLM")  # fmt: skip
+        print(
+            f"{name}: this head knows {drafter.context} positions, the target {target.context}; "
+            "behind longer texts it drafts nothing, as in vLLM"
+        )
     return drafter
 
 
@@ -61,9 +63,11 @@ def drafter_folder(key: str, name: str) -> str:
         return name
     if not os.path.exists(run / "drafter" / "drafter.json"):
         raise UserError(
-            "the run in this folder has no trained drafter yet", key=key, value=name,
+            "the run in this folder has no trained drafter yet",
+            key=key,
+            value=name,
             remedy="rerun its command, which run.json holds, until it is finished",
-        )  # fmt: skip
+        )
     return str(run / "drafter")
 
 

@@ -81,14 +81,16 @@ def plain_generate(
     target.model.generation_config = GenerationConfig()  # the model's may change the distribution
     try:
         output = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
             eos_token_id=list(target.eos_ids) or None,
             pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
             # ids without a token: their logits are padding
             suppress_tokens=list(range(target.vocab_size, target.logits_width)) or None,
             synced_gpus=False,  # processes wait for each other in `target.sharded`
             **options,
-        )  # fmt: skip
+        )
     finally:
         target.model.generation_config = own
     return output[0, len(prompt_ids) :].tolist()

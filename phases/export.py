@@ -59,8 +59,10 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
     the drafter is saved, and its report follows."""
     kind = kind_of(drafter)
     if not kind.writers:
-        print(f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
-              f"{run.folder / 'drafter'}")  # fmt: skip
+        print(
+            f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
+            f"{run.folder / 'drafter'}"
+        )
         return {}
     engine, write = first_writer(drafter)
     out = run.folder / "export" / engine

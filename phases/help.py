@@ -168,8 +168,10 @@ def config_page() -> str:
     for name in names:
         module, _ = base.load(name)
         config = composed(name)
-        parts += [f"## recipe={name}", f"{escape_markdown(_first_line(module))} "
-                  f"See [recipes/{name}.md](recipes/{name}.md)."]  # fmt: skip
+        parts += [
+            f"## recipe={name}",
+            f"{escape_markdown(_first_line(module))} See [recipes/{name}.md](recipes/{name}.md).",
+        ]
         if changed := _changed(config):
             parts.append(f"`recipes/{name}.yaml` sets {', '.join(changed)}.")
         for preset in base.presets(name):
@@ -187,8 +189,9 @@ def rows_page() -> str:
         lines = [
             f"| `{field.name}` | {_type_words(str(field.type))} | "
             f"{escape_markdown(meanings.get(field.name, ''))} |"
-            for field in own if not field.name.endswith("_ci95")
-        ]  # fmt: skip
+            for field in own
+            if not field.name.endswith("_ci95")
+        ]
         parts += [f"## {words}", "\n".join(["| key | type | meaning |", RULE, *lines])]
     return "\n\n".join(parts) + "\n"
 

@@ -78,8 +78,10 @@ def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) ->
         wanted = accuracy_name(temperature, drafted if drawn else None)
         accuracy, measured = accuracy_at(drafter.rank_accuracy, wanted)
         if tree.needs_accuracy and measured != wanted:
-            print(f"eval.tree={text}: the drafter has no accuracies at T={wanted}, so the tree is "
-                  f"built from those at T={measured}")  # fmt: skip
+            print(
+                f"eval.tree={text}: the drafter has no accuracies at T={wanted}, so the tree is "
+                f"built from those at T={measured}"
+            )
         try:
             shape = tree.shape(accuracy, config.K)
         except UserError as error:

@@ -43,9 +43,11 @@ def resolve(arguments: Sequence[str]) -> tuple[Config, ModuleType]:
     for word in arguments:
         if word.startswith(("recipe=", "preset=")):
             raise UserError(
-                "names the recipe and its settings", key="config", value=str(paths[0]),
+                "names the recipe and its settings",
+                key="config",
+                value=str(paths[0]),
                 remedy=f"leave out {word}, or config=",
-            )  # fmt: skip
+            )
     path, words = paths[0], [word for word in arguments if not word.startswith("config=")]
     recipe, module, files, stored = read(path)
     keys = {key for key, _, _ in given}
@@ -58,8 +60,10 @@ def resolve(arguments: Sequence[str]) -> tuple[Config, ModuleType]:
         raise UserError(
             f"its {', '.join(needed)} {'is' if len(needed) == 1 else 'are'} of the machine that it "
             "was written on, and not taken from it",
-            key="config", value=str(path), remedy=f"add {listed}, or other values of these keys",
-        )  # fmt: skip
+            key="config",
+            value=str(path),
+            remedy=f"add {listed}, or other values of these keys",
+        )
     if left and os.environ.get("RANK", "0") == "0":
         print(f"config={path}: not taken from it, add these words to use them: {listed}")
     return compose(recipe, module.Config, files, words, stored=taken), module
@@ -72,9 +76,11 @@ def read(path: Path) -> tuple[str, ModuleType, list[Path], dict[str, object]]:
     recipe = table.pop("recipe", None)
     if not isinstance(recipe, str):
         raise UserError(
-            "names no recipe: it is damaged, or no configuration of a run", key="config",
-            value=str(path), remedy="name the config.yaml in the folder of a run",
-        )  # fmt: skip
+            "names no recipe: it is damaged, or no configuration of a run",
+            key="config",
+            value=str(path),
+            remedy="name the config.yaml in the folder of a run",
+        )
     module, files = base.load(recipe)
     schema = {**sections(Config), "method": module.Config}
     for name in schema.keys() & table.keys():
@@ -85,9 +91,11 @@ def read(path: Path) -> tuple[str, ModuleType, list[Path], dict[str, object]]:
     for key in stored:
         if key not in known or key == "dry_run":
             raise UserError(
-                f"holds the unknown key {key!r}{suggest(key, known)}", key="config",
-                value=str(path), remedy="remove that line",
-            )  # fmt: skip
+                f"holds the unknown key {key!r}{suggest(key, known)}",
+                key="config",
+                value=str(path),
+                remedy="remove that line",
+            )
     return recipe, module, files, stored
 
 

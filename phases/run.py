@@ -93,9 +93,11 @@ def load_target(config: Config, device: torch.device | str) -> Target:
     model = config.model
     if model.target == LAPTOP_TARGET and not os.path.exists(model.target):
         raise UserError(
-            "is not there yet", key="model.target", value=model.target,
+            "is not there yet",
+            key="model.target",
+            value=model.target,
             remedy="python -m scripts.get_smollm2 downloads it",
-        )  # fmt: skip
+        )
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
         trust_remote_code=model.trust_remote_code, device_map=model.device_map,
@@ -166,9 +168,10 @@ def check_folder(config: Config, command: Sequence[str]) -> None:
         same = {"recipe", "model.target", "model.target_revision"}.isdisjoint(changed)
         raise UserError(
             f"holds a run of another configuration ({named})",
-            key="run.dir", value=str(config.run_dir),
+            key="run.dir",
+            value=str(config.run_dir),
             remedy=_remedy(config.run_dir, command, same),
-        )  # fmt: skip
+        )
     if not (config.run_dir / "report.json").exists():
         read_facts(config.run_dir)
 
@@ -199,9 +202,10 @@ def claim(run: Run, command: list[str], contents: dict[str, str]) -> None:
         if changed:
             raise UserError(
                 f"was begun with another {', '.join(changed)} under the same name",
-                key="run.dir", value=str(run.folder),
+                key="run.dir",
+                value=str(run.folder),
                 remedy=_remedy(run.folder, command, "target" not in changed),
-            )  # fmt: skip
+            )
         if run.accelerator.is_main_process:
             _note_versions(run.folder, facts, command)
     elif run.accelerator.is_main_process:

@@ -188,8 +188,10 @@ class StageRun:
         if self.stage.row == "control" and not lengths(self.text.train, "fixed_ids").all():
             data = dataclasses.replace(data, mix={"target": 1.0})
             if accelerator.is_main_process:
-                print("control: cross-entropy on the target's text, since the prompts come without "
-                      "responses")  # fmt: skip
+                print(
+                    "control: cross-entropy on the target's text, since the prompts come without "
+                    "responses"
+                )
         batches: BatchSource[Batch]
         if self.stage.name in self.text.raw:
             batches = self.text.raw[self.stage.name]

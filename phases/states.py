@@ -39,9 +39,11 @@ def target_states(
         yield None
         return
     plan = FeaturesPlan(
-        request.states, data.features_dtype, engine="vllm" if served else "hf",
+        request.states,
+        data.features_dtype,
+        engine="vllm" if served else "hf",
         summary=request.summary and cached,
-    )  # fmt: skip
+    )
     if not cached:
         with served_states(run, plan.layers, traces) as states:
             yield states

@@ -188,13 +188,15 @@ class Recipe(base.Recipe):
         }  # fmt: skip
         return [
             Stage(
-                name, *parts[name], start="previous" if number else "base",
+                name,
+                *parts[name],
+                start="previous" if number else "base",
                 row="after" if name == config.stages[-1] else STAGES[name],
                 shares_texts=config.reduction == "token",
                 prepare=self._prepare,
             )
             for number, name in enumerate(config.stages)
-        ]  # fmt: skip
+        ]
 
     def _text(self, shares: dict[str, float]) -> Needs:
         text = RawText(shares, self.config.context, self.config.separate_documents)
@@ -202,10 +204,12 @@ class Recipe(base.Recipe):
 
     def _overrides(self, steps: int, lr: float) -> dict[str, object]:
         return {
-            "max_steps": steps, "lr": lr, "lr_schedule": "cosine",
+            "max_steps": steps,
+            "lr": lr,
+            "lr_schedule": "cosine",
             "lr_warmup_steps": round(self.config.warmup_share * steps),
             "weight_decay": self.config.weight_decay,
-        }  # fmt: skip
+        }
 
     def build(self, traces: Sequence[Trace]) -> CausalLMDrafter:
         first, config = self.config.stages[0], self.config
@@ -217,10 +221,11 @@ class Recipe(base.Recipe):
         if self.size_search is not None:
             return self.size_search.chosen()
         drafter = CausalLMDrafter.from_target(
-            self.target, num_layers=config.draft_layers or 1,
+            self.target,
+            num_layers=config.draft_layers or 1,
             hidden_size=config.draft_hidden_size or self.target.hidden_size // 2,
             tie_embeddings=config.tie_embeddings,
-        )  # fmt: skip
+        )
         return self._checked(drafter)
 
     def _check_given(self, drafter: CausalLMDrafter) -> None:

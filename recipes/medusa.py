@@ -39,7 +39,9 @@ class Recipe(VocabularyRecipe[Config]):
     def build(self, traces: Sequence[Trace]) -> MedusaDrafter:
         config = self.config
         settings = MedusaSettings(
-            config.num_heads, config.num_layers, own_head=config.own_head,
+            config.num_heads,
+            config.num_layers,
+            own_head=config.own_head,
             tie_layers=config.tie_layers,
-        )  # fmt: skip
+        )
         return MedusaDrafter.build(self.target, settings, self.kept(traces))

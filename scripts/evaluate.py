@@ -81,8 +81,10 @@ def resolve(arguments: list[str]) -> Config:
         config.eval.engine = EvalConfig.engine
     data = config.data
     if not NAMED.get(data.engine, set()) <= asked:
-        print(f"data.engine={data.engine} of {stored} is not used: name it again to use it, with "
-              "its data.engine_options or data.servers")  # fmt: skip
+        print(
+            f"data.engine={data.engine} of {stored} is not used: name it again to use it, with "
+            "its data.engine_options or data.servers"
+        )
         data.engine, data.servers = DataConfig.engine, []
     if "data.engine_options" not in asked:
         data.engine_options = {}
@@ -171,12 +173,14 @@ def main(arguments: list[str]) -> int:
     try:
         config = resolve(arguments)
         check_words(
-            arguments, (*READS, *ENGINE), "scripts.evaluate",
+            arguments,
+            (*READS, *ENGINE),
+            "scripts.evaluate",
             run_dir="script.out names the folder of its report",
             model_drafter="eval.drafter names what it measures",
             data_temperature="eval.temperatures are what it measures at",
             data_max_new_tokens="eval.max_new_tokens limits its answers",
-        )  # fmt: skip
+        )
         folder = Path(config.script["out"] or f"runs/evaluate-{config.hash()}")
         require_folder("script.out", folder)
         if (folder / "run.json").exists():

@@ -31,11 +31,13 @@ def main(arguments: list[str]) -> int:
     try:
         config = compose("generate", NoMethod, (), arguments)
         check_words(
-            arguments, READS, "scripts.generate",
+            arguments,
+            READS,
+            "scripts.generate",
             run_dir="data.traces, else data.cache_dir, says where its traces go",
             eval_temperatures="data.temperature is what its traces are drawn at",
             eval_max_new_tokens="data.max_new_tokens limits its traces",
-        )  # fmt: skip
+        )
         if config.dry_run:
             generate.describe(config)
             return 0

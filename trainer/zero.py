@@ -68,9 +68,10 @@ class Zero(Replicated):
         from the first step on, not only after it, and are never released."""
         plugin = self.plugin
         plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
             "gradient_clipping": self.config.max_grad_norm,
-        }  # fmt: skip
+        }
         if plugin.zero_stage == 3:
             plugin.deepspeed_config["zero_optimization"] |= {
                 "stage3_param_persistence_threshold": sys.maxsize,

@@ -36,9 +36,10 @@ def check_head(head: PublishedHead, target: Target) -> None:
         if longest < target.context:
             raise UserError(
                 f"is for texts up to {longest} tokens here, the target reads {target.context}",
-                key="rope_type", value=by_length(head.layer)[0]["rope_type"],
+                key="rope_type",
+                value=by_length(head.layer)[0]["rope_type"],
                 remedy="name a head whose frequencies do not depend on the length of the text",
-            )  # fmt: skip
+            )
     ids = torch.arange(target.vocab_size)
     for name in ("embed_tokens.weight", EMBEDDING):
         _only_if_equal(head, name, lambda: target.embedding(ids.to(target.device)))

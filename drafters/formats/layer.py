@@ -40,9 +40,11 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 LISTS = ("short_factor", "long_factor")
 # of these parameters and all others, what their values are
-KINDS = dict.fromkeys(LISTS, "a list of numbers > 0") | dict.fromkeys(
-    ("beta_slow", "mscale", "mscale_all_dim"), "a number >= 0"
-) | {"truncate": "true or false"}  # fmt: skip
+KINDS = (
+    dict.fromkeys(LISTS, "a list of numbers > 0")
+    | dict.fromkeys(("beta_slow", "mscale", "mscale_all_dim"), "a number >= 0")
+    | {"truncate": "true or false"}
+)
 FITS: dict[str, Callable[[Any], bool]] = {
     "a number > 0": lambda value: type(value) in (int, float) and value > 0,
     "a number >= 0": lambda value: type(value) in (int, float) and value >= 0,
@@ -79,16 +81,19 @@ def layer_config(folder: Path, config: Mapping[str, Any], strict: bool) -> Llama
     width, heads = config["hidden_size"], config["num_attention_heads"]
     if not heads or width % heads:
         raise UserError(
-            f"must divide hidden_size, {width}", key=f"{folder}: num_attention_heads", value=heads,
+            f"must divide hidden_size, {width}",
+            key=f"{folder}: num_attention_heads",
+            value=heads,
             remedy="transformers makes no Llama layer of them: correct config.json",
-        )  # fmt: skip
+        )
     layer["rope_parameters"] = rope = rope_parameters(folder, config)
     scaling = {"rope_theta": rope["rope_theta"], **(config.get("rope_scaling") or {})}
     if strict and {"rope_type": "default"} | scaling != rope:  # what SGLang reads
         raise UserError(
-            "must be that of rope_parameters", key=f"{folder}: rope_scaling",
+            "must be that of rope_parameters",
+            key=f"{folder}: rope_scaling",
             value=config["rope_scaling"],
-        )  # fmt: skip
+        )
     try:
         made = LlamaConfig(**layer)
     except (ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
@@ -98,9 +103,11 @@ def layer_config(folder: Path, config: Mapping[str, Any], strict: bool) -> Llama
         wanted = (made.head_dim or 0) // 2
         if name in rope and len(rope[name]) != wanted:
             raise UserError(
-                f"must hold {wanted} numbers, half of head_dim", key=f"{folder}: {name}",
-                value=f"{len(rope[name])} numbers", remedy="correct config.json",
-            )  # fmt: skip
+                f"must hold {wanted} numbers, half of head_dim",
+                key=f"{folder}: {name}",
+                value=f"{len(rope[name])} numbers",
+                remedy="correct config.json",
+            )
     return made
 
 
@@ -122,14 +129,18 @@ def _refuse_window(folder: Path, config: Mapping[str, Any]) -> None:
     if types:
         if any(one != "full_attention" for one in types):
             raise UserError(
-                "must hold full_attention alone", key=f"{folder}: layer_types", value=types,
+                "must hold full_attention alone",
+                key=f"{folder}: layer_types",
+                value=types,
                 remedy="heads here see the whole text: name another head",
-            )  # fmt: skip
+            )
     elif window is not None and config.get("use_sliding_window") is not False:
         raise UserError(
-            "must be null, or use_sliding_window false", key=f"{folder}: sliding_window",
-            value=window, remedy="heads here see the whole text: name another head",
-        )  # fmt: skip
+            "must be null, or use_sliding_window false",
+            key=f"{folder}: sliding_window",
+            value=window,
+            remedy="heads here see the whole text: name another head",
+        )
 
 
 def rope_parameters(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +158,11 @@ def rope_parameters(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         first, before = found.setdefault(name, (key, value))
         if before != value:
             raise UserError(
-                f"must be that of {first}, {before}", key=f"{folder}: {key}", value=value,
+                f"must be that of {first}, {before}",
+                key=f"{folder}: {key}",
+                value=value,
                 remedy="leave one of them in config.json, the one that the head was trained with",
-            )  # fmt: skip
+            )
 
     add("rope_theta", "rope_theta", config.get("rope_theta"))
     add("partial_rotary_factor", "partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -162,9 +175,11 @@ def rope_parameters(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     kind_key, kind = found.pop("rope_type", ("rope_type", "default"))
     if str(kind) not in ROPE_TYPES:
         raise UserError(
-            f"must be one of {', '.join(ROPE_TYPES)}", key=f"{folder}: {kind_key}", value=kind,
+            f"must be one of {', '.join(ROPE_TYPES)}",
+            key=f"{folder}: {kind_key}",
+            value=kind,
             remedy=READ_HERE,
-        )  # fmt: skip
+        )
     required, optional = ROPE_TYPES[kind]
     length = "original_max_position_embeddings"
     if length in (*required, *optional):
@@ -172,32 +187,47 @@ def rope_parameters(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     for name in required:
         if name not in found:
             raise UserError(
-                f"rope_type {kind} needs it", key=f"{folder}: {name}",
+                f"rope_type {kind} needs it",
+                key=f"{folder}: {name}",
                 remedy="add it to rope_scaling in config.json",
-            )  # fmt: skip
+            )
     if spread := [name for name in OF_MROPE if found.pop(name, None)]:
-        print(f"{folder}: {' and '.join(spread)} are of images; text has the default rotary "
-              "embedding")  # fmt: skip
+        print(
+            f"{folder}: {' and '.join(spread)} are of images; text has the default rotary embedding"
+        )
     part_key, part = found.pop("partial_rotary_factor", ("", 1.0))
     if part != 1.0:
         raise UserError(
-            "must be 1: heads here rotate all of each key", key=f"{folder}: {part_key}",
-            value=part, remedy="name another head",
-        )  # fmt: skip
+            "must be 1: heads here rotate all of each key",
+            key=f"{folder}: {part_key}",
+            value=part,
+            remedy="name another head",
+        )
+    _check_parameters(folder, kind, found)
+    values = {name: value for name, (_, value) in found.items()}
+    return {"rope_theta": 10000.0, "rope_type": kind} | values
+
+
+def _check_parameters(folder: Path, kind: str, found: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise UserError for a parameter that the type `kind` does not know, and for a value that it
+    cannot have."""
+    required, optional = ROPE_TYPES[kind]
     for name, (key, value) in found.items():
         if name not in ("rope_theta", *required, *optional):
             raise UserError(
-                f"is no parameter of rope_type {kind}", key=f"{folder}: {key}", value=value,
+                f"is no parameter of rope_type {kind}",
+                key=f"{folder}: {key}",
+                value=value,
                 remedy=READ_HERE,
-            )  # fmt: skip
+            )
         wanted = KINDS.get(name, "a number > 0")
         if not FITS[wanted](value):
             raise UserError(
-                f"must be {wanted}", key=f"{folder}: {key}", value=value,
+                f"must be {wanted}",
+                key=f"{folder}: {key}",
+                value=value,
                 remedy="correct config.json",
-            )  # fmt: skip
-    values = {name: value for name, (_, value) in found.items()}
-    return {"rope_theta": 10000.0, "rope_type": kind} | values
+            )
 
 
 def _of_the_layer(folder: Path, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -208,7 +238,9 @@ def _of_the_layer(folder: Path, config: Mapping[str, Any], key: str) -> Mapping[
     kind = (config.get("layer_types") or ["full_attention"])[0]
     if not isinstance(given.get(kind), dict):
         raise UserError(
-            f"must hold {kind}, the type of the head's layer", key=f"{folder}: {key}",
-            value=[*given], remedy="correct config.json",
-        )  # fmt: skip
+            f"must hold {kind}, the type of the head's layer",
+            key=f"{folder}: {key}",
+            value=[*given],
+            remedy="correct config.json",
+        )
     return given[kind]

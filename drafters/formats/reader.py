@@ -66,9 +66,11 @@ def layout_of(folder: Path) -> str | None:
         raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
     if any(part in str(name) for name in names for part in OTHERS):
         raise UserError(
-            "is no kind of drafter known here", key=f"{folder}: architectures", value=names,
+            "is no kind of drafter known here",
+            key=f"{folder}: architectures",
+            value=names,
             remedy="name an EAGLE, EAGLE-3, Medusa or Hydra head, or a language model",
-        )  # fmt: skip
+        )
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
             return layout
@@ -242,9 +244,11 @@ def _captures(
         layers = list(below)
     elif num_target_layers is not None:
         layers = [k - 1 for k in (2, num_target_layers // 2, num_target_layers - 3)]
-        print(f"{folder}: config.json names no layers of the target, so the head reads the outputs "
-              f"of layers {layers}, from 0, as vLLM and SGLang take it (2, L/2 and L-3 layers "
-              f"passed, L={num_target_layers})")  # fmt: skip
+        print(
+            f"{folder}: config.json names no layers of the target, so the head reads the outputs "
+            f"of layers {layers}, from 0, as vLLM and SGLang take it (2, L/2 and L-3 layers "
+            f"passed, L={num_target_layers})"
+        )
     else:
         raise UserError(f"{folder}: key {LAYER_IDS!r} is missing")
     end = num_target_layers or max(layers) + 1

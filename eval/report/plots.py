@@ -130,8 +130,9 @@ def speedup_over_K(row: Row) -> Plot:
             axes.plot(range(split), speedups[:split], color=colour, label=label, linewidth=width)
             axes.plot(rest, speedups[measured_K:], "--", color=colour, linewidth=width)
         if row.speedup is not None and isinstance(row.K, int):
-            axes.plot([row.K], [row.speedup], "D", color=_INK, markersize=7,
-                      label="measured speed-up")  # fmt: skip
+            axes.plot(
+                [row.K], [row.speedup], "D", color=_INK, markersize=7, label="measured speed-up"
+            )
         axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.6)
         _integer_ticks(axes, longest, first=0)
         axes.set(xlabel="K, drafted tokens per round", ylabel="modelled speed-up")

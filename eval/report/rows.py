@@ -110,9 +110,10 @@ def asked(rows: Sequence[Row]) -> list[Row]:
     """
     replayed = {r.drafter for r in rows if r.measured_by == "offline" and not r.tree}
     return [
-        row for row in rows
+        row
+        for row in rows
         if row.tree or row.measured_by == "offline" or row.drafter not in replayed
-    ]  # fmt: skip
+    ]
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:

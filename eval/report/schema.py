@@ -178,9 +178,10 @@ def headline_numbers(report: Report) -> dict[str, float | None]:
     """Headline metrics of every chain by "<drafter>/T=<T>/<metric>", for a tracker."""
     return {
         f"{row.drafter}/T={row.temperature:g}/{name}": getattr(row, name)
-        for row in asked(report["results"]) if not row.tree and row.policy == "fixed"
+        for row in asked(report["results"])
+        if not row.tree and row.policy == "fixed"
         for name in HEADLINE
-    }  # fmt: skip
+    }
 
 
 def read_report(path: str | Path) -> Report:

@@ -35,9 +35,10 @@ def tile_blocks(report: Report) -> list[Block]:
         if best is None:
             continue
         comparisons = [
-            c for c in report["comparisons"]
+            c
+            for c in report["comparisons"]
             if c.get("temperature", best.temperature) == best.temperature
-        ]  # fmt: skip
+        ]
         chain = best_chain(rows, best.drafter) or best
         own = [best] if best is chain else [chain, best]
         others = [one for one in rows if one.role in COMPARED and not one.tree]

@@ -135,14 +135,16 @@ class SizeSearch:
         cost = cost_of(drafter, self.target, make_budget("fixed", K))
         tokens = result.tokens_per_round
         return {
-            "layers": layers, "hidden_size": width,
+            "layers": layers,
+            "hidden_size": width,
             "parameters": drafter.num_parameters,
             "parameters_besides_embeddings": _inner_parameters(drafter.model),
-            "alpha": result.alpha, "tokens_per_round": tokens,
+            "alpha": result.alpha,
+            "tokens_per_round": tokens,
             "mbsu_params": mbsu(tokens, 1, cost.round_parameters),
             "mbsu": mbsu(tokens, 1, cost.round_bytes),
             "modelled_speedup": modelled_speedup(tokens, 1, cost.round_time, cost.verify),
-        }  # fmt: skip
+        }
 
     def chosen(self) -> CausalLMDrafter:
         """Build a fresh drafter of the chosen shape."""
@@ -163,9 +165,11 @@ class SizeSearch:
 
     def _make(self, layers: int, width: int) -> CausalLMDrafter:
         return CausalLMDrafter.from_target(
-            self.target, num_layers=layers, hidden_size=width,
+            self.target,
+            num_layers=layers,
+            hidden_size=width,
             tie_embeddings=self.config.tie_embeddings,
-        )  # fmt: skip
+        )
 
     def _shapes(self) -> list[tuple[int, int]]:
         """List the shapes to try as (layers, width): of every depth, the widths that come closest

@@ -360,8 +360,7 @@ def publish(drafter: TrainedDrafter, folder: Path, version: int, requests: int) 
         drafter.save_pretrained(partial)
         shutil.rmtree(place, ignore_errors=True)
         partial.rename(place)
-        about = {"version": version, "requests": requests, "folder": place.name,
-                 "weights": weights}  # fmt: skip
+        about = {"version": version, "requests": requests, "folder": place.name, "weights": weights}
         write_json(latest, about)
     except (OSError, RuntimeError, SafetensorError) as error:  # safetensors wraps a full disk
         raise RunFault(
