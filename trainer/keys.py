@@ -7,12 +7,13 @@ of their section.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.errors import require
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,10 +25,11 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Rule:
     """What a value must do. `words` follow "must"; `holds`: whether a value does so, None where
-    the section's `__post_init__` checks it."""
+    the section's `__post_init__` checks it; `names`: those that it may be one of."""
 
     words: str
     holds: Callable[[Any], bool] | None = None
+    names: Collection[str | None] = ()
 
 
 def key(
@@ -45,7 +47,7 @@ def key(
     found = [*rules]
     if one_of:
         words = ", ".join(one or "null" for one in one_of)
-        found.append(Rule(f"be one of {words}", one_of.__contains__))
+        found.append(Rule(f"be one of {words}", one_of.__contains__, one_of))
     bounds = Bounds(gt, ge, lt, le)
     if bounds != Bounds():
         words = bounds.words(whole=not isinstance(default, float))
@@ -71,8 +73,13 @@ def check_rules(section: str, settings: DataclassInstance) -> None:
     for name, rules in rules_of(type(settings)).items():
         value = getattr(settings, name)
         for rule in rules if value is not None else ():
-            good = rule.holds is None or rule.holds(value)
-            require(good, f"{section}.{name}", rule.words, value)
+            if rule.holds is None or rule.holds(value):
+                continue
+            close = difflib.get_close_matches(str(value), [*filter(None, rule.names)], n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else ""
+            raise UserError(
+                f"must {rule.words}", key=f"{section}.{name}", value=value, remedy=remedy
+            )
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ({"verifier": "lenient"}, r"eval\.verifier must be lenient:<lenience>, got 'lenient'"),
         ({"verifier": "lenient:1.5"}, r"lenience must lie in \(0, 1\], got 1\.5"),
         ({"verifier": "lenient:0.5", "tree": ["eagle"]}, r"cannot judge these drafts"),
-        ({"draft_temperature": 0.0}, r"eval\.draft_temperature must be > 0, or null, got 0"),
+        ({"draft_temperature": 0.0}, r"eval\.draft_temperature must be > 0, got 0"),
         (
             {"draft_temperature": 0.5, "engine": "vllm"},
             r"eval\.draft_temperature must be null for vLLM",

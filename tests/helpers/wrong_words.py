@@ -29,7 +29,7 @@ WORDS = [
     ("method.divergence=kl", ["method.divergence must be one of fkl[", "fkl"]),
     ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
     ("method.beta=0.3", "exist any more: write method.divergence=jsd:<beta>"),
-    ("method.algorithm=kd", ["unknown method.algorithm 'kd'", "on_policy_gkd"]),
+    ("method.algorithm=seq_kd", ["must be one of seqkd, supervised_kd", "did you mean 'seqkd'?"]),
     ("method.refresh_every=2", ["method.refresh_every=2 changes nothing", "method.data_mix"]),
     ("method.gen_temperature=2", ["method.gen_temperature=2.0 changes", "method.data_mix"]),
     ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),

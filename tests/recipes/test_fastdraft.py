@@ -615,8 +615,8 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("method.stages=[align, pretrain]", "ConfigError: method.stages must be some of pretrain"),
-        ("method.stages=[]", "ConfigError: method.stages"),
+        ("method.stages=[align, pretrain]", "method.stages must be some of pretrain"),
+        ("method.stages=[]", "method.stages"),
         ("method.stages=[continue, align]", "set method.from_scratch=true"),
         ("method.stages=[align]", "method.stages begins with align, which starts from a pre-tr"),
         ("method.corpus={toy:prose: 0}", "ConfigError: method.corpus must name sources"),
@@ -635,7 +635,7 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
         ("method.ce_share=1", "method.ce_share must lie in [0, 1)"),
         ("method.divergence=kl", "method.divergence must be one of fkl["),
         ("method.search_by=size", "method.search_by must be one of mbsu_params, mbsu, modelled"),
-        ("method.search_layers=[0]", "method.search_layers must be numbers >= 1"),
+        ("method.search_layers=[0]", "method.search_layers must be >= 1"),
         ("method.search_parameters=[600]", "leave out method.draft_hidden_size, or the search"),
         ("method.search_steps=9", "leave it out, or set method.search_parameters"),
         ("method.draft_hidden_size=17", "method.draft_hidden_size"),

@@ -932,11 +932,11 @@ def test_versions_are_not_published_from_shares(target, monkeypatch):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("trainer.batch_size=0", "trainer.batch_size must be >= 1"),
+        ("trainer.batch_size=0", "trainer.batch_size must lie in 1.."),
         ("trainer.lr=-1e-4", "trainer.lr must be > 0"),
         ("method.K=0", "method.K must be >= 1, got 0"),
         ("method.positions=errors", "method.positions must be one of rejected, published_code"),
-        ("method.offline_lr=0", "method.offline_lr must be null or > 0"),
+        ("method.offline_lr=0", "method.offline_lr must be > 0"),
         ("method.reduction=mean", "method.reduction must be one of token, sequence"),
         ("method.replay_share=1", "method.replay_share must lie in [0, 1)"),
         ("method.replay_size=0", "method.replay_size must be >= 1"),

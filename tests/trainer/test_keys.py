@@ -35,6 +35,12 @@ class Settings(Parent):
     free: list[int] = field(default_factory=list)
 
 
+@dataclass
+class Named(Section):
+    NAME: ClassVar[str] = "x"
+    name: str | None = key(None, one_of=("seqkd", "imitkd"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
@@ -67,3 +73,15 @@ def test_values_at_the_bounds_and_null_are_taken():
     assert Settings().share == 0.25
     assert rules_of(Settings)["share"] == rules_of(Parent)["share"]
     assert "free" not in rules_of(Settings)
+
+
+def test_the_closest_of_the_names_is_named():
+    with pytest.raises(UserError) as caught:
+        Named(name="seqdk")
+    assert caught.value.remedy == "did you mean 'seqkd'?"
+    assert str(caught.value) == (
+        "x.name must be one of seqkd, imitkd, got 'seqdk'; did you mean 'seqkd'?"
+    )
+    with pytest.raises(UserError) as caught:
+        Named(name="z")
+    assert caught.value.remedy == ""
