@@ -1,8 +1,9 @@
-"""The rules across sections, in the order in which a run comes to them.
+"""The rules across sections, in the order in which `phases.pipeline.run_phases` comes to them.
 
 A rule of one key stands at its field (`trainer/keys.py`), one of several keys of a section in that
 section's `__post_init__`. What is here needs several sections, or the target, the drafter, the
-prompts. Each is asked as soon as it can be answered, and before text is generated.
+prompts, and is asked as soon as it can be answered. Only the lengths of texts are known as late as
+after text was generated, and a head whose vocabulary is chosen from it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from data.traces import Trace, check_store
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import CausalLMDrafter
 from drafters.kinds import kind_of, served_by
+from drafters.round import Shape
 from engines.states import check_server as check_states_server
 from engines.vllm_server import engine_python
 from eval.config import EvalConfig, tree_depth, trees_of
@@ -57,6 +59,52 @@ def check_words(arguments: list[str], reads: Collection[str], command: str, **in
         remedy = f"it is a setting of {owners.get(section, 'train.py')}, leave it out"
         remedy = instead.get(key.replace(".", "_"), remedy)
         raise UserError(f"{key} does nothing in {command}: {remedy}")
+
+
+def check_depth(config: EvalConfig, most: int | None) -> None:
+    """Refuse chains and trees deeper than the `most` tokens that a drafter drafts in a round, one
+    by each of its heads."""
+    if most is not None and max(config.K, tree_depth(config)) > most:
+        trees = ", ".join(config.tree) or "null"
+        raise UserError(
+            f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
+            f"most {most} tokens deep; lower them or train more heads"
+        )
+
+
+def check_address(data: DataConfig) -> None:
+    """UserError where states are to come from a server that does not answer, before the target is
+    loaded. Where states of a server are stored already, none may be needed: it is not asked yet."""
+    if not is_address(data.features_engine):
+        return
+    stored = data.features == "cached" and (
+        data.features_url is not None
+        or any(
+            found["complete"] and found["identity"].get("engine") == "vllm"
+            for path in (Path(data.cache_dir) / "features").glob(f"*/{MANIFEST}")
+            if (found := LocalFolder(path.parent).manifest())
+        )
+    )
+    if not stored:
+        check_states_server(data.features_engine)
+
+
+def check_prompts(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
+    """Refuse the options of prompts that `source` does not read."""
+    of_hub, columns = ["prompts_config", "prompts_split"], ["prompts_column", "response_column"]
+    if source is None:
+        unread, why = of_hub + columns, "where eval.prompts names no data set"
+    elif is_made_here(source):
+        unread, why = of_hub + columns, f"for {source}, which is made here"
+    elif os.path.isfile(source):
+        unread, why = of_hub, "for a file"
+    else:
+        return
+    for name in unread:
+        default = getattr(type(config), name, None)
+        given = getattr(config, name, None) or None
+        rule = f"be left at {'null' if default is None else default} {why}"
+        require(given == default, f"{section}.{name}", rule, given)
 
 
 def check_model_pair(config: Config) -> None:
@@ -103,53 +151,7 @@ def check_places(config: Config) -> None:
         check_storage(config.data.features_url)
 
 
-def check_prompts(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
-    """Refuse the options of prompts that `source` does not read."""
-    of_hub, columns = ["prompts_config", "prompts_split"], ["prompts_column", "response_column"]
-    if source is None:
-        unread, why = of_hub + columns, "where eval.prompts names no data set"
-    elif is_made_here(source):
-        unread, why = of_hub + columns, f"for {source}, which is made here"
-    elif os.path.isfile(source):
-        unread, why = of_hub, "for a file"
-    else:
-        return
-    for name in unread:
-        default = getattr(type(config), name, None)
-        given = getattr(config, name, None) or None
-        rule = f"be left at {'null' if default is None else default} {why}"
-        require(given == default, f"{section}.{name}", rule, given)
-
-
-def check_address(data: DataConfig) -> None:
-    """UserError where states are to come from a server that does not answer, before the target is
-    loaded. Where states of a server are stored already, none may be needed: it is not asked yet."""
-    if not is_address(data.features_engine):
-        return
-    stored = data.features == "cached" and (
-        data.features_url is not None
-        or any(
-            found["complete"] and found["identity"].get("engine") == "vllm"
-            for path in (Path(data.cache_dir) / "features").glob(f"*/{MANIFEST}")
-            if (found := LocalFolder(path.parent).manifest())
-        )
-    )
-    if not stored:
-        check_states_server(data.features_engine)
-
-
 # --- with the target and the recipe --------------------------------------------------------------
-
-
-def check_room(config: EvalConfig, context: int) -> None:
-    """Refuse settings for which a prompt, the answer and the tokens drafted beyond it cannot fit
-    into the target's context."""
-    new, room = config.max_new_tokens, context - config.max_new_tokens
-    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
-    rule = f"draft fewer than {room} tokens: the target's context {context} less "
-    rule += f"eval.max_new_tokens={new}"
-    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
-        require(drafted < room, key, rule, drafted)
 
 
 TOY_KEYS = ("data.num_prompts", "data.max_new_tokens", "trainer.max_steps", "trainer.lr")
@@ -254,23 +256,26 @@ def check_drafter(
     check_engine(drafter, config)
     if parse_policy(config.policy).uses_head and not trains_acceptance:
         acceptance_of(drafter)
-    most = drafter.max_depth
+    check_depth(config, drafter.max_depth)
     asked = max(config.K, tree_depth(config))
     if drafter.target_layers:
         context = target.context
         require(asked < context, "eval.K", f"be below the target's context {context}", asked)
     for text, tree in trees_of(config):
-        if tree.needs_accuracy and not drafter.target_layers and drafter.rank_accuracy is None:
+        if not tree.needs_accuracy:
+            check_width(drafter, tree.shape(None, config.K))
+        elif not drafter.target_layers and drafter.rank_accuracy is None:
             raise UserError(
                 f"eval.tree={text}: the accuracies of ranks that it grows from are measured of "
                 "heads that read the target's states, not of a language model: name another tree"
             )
-    if most is not None and asked > most:
-        trees = ", ".join(config.tree) or "null"
-        raise UserError(
-            f"eval.K={config.K}, eval.tree={trees}: this drafter has {most} heads, so it drafts at "
-            f"most {most} tokens deep; lower them or train more heads"
-        )
+
+
+def check_width(drafter: TrainedDrafter, shape: Shape) -> None:
+    """Refuse a tree with more children under a node than the drafter has tokens."""
+    most = drafter.draft_vocab_size
+    rule = f"have at most {most} children under a node, the draft vocabulary"
+    require(shape.width <= most, "eval.tree", rule, shape.width)
 
 
 def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
@@ -291,18 +296,15 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
         engine_python()
 
 
-def check_stage_context(
-    drafter: CausalLMDrafter, stage: Stage, traces: Sequence[Trace], max_new_tokens: int
-) -> None:
-    """Refuse a stage whose texts, those that the drafter is to write included, may be longer than
-    its context."""
-    longest = longest_text(traces, stage.data.mix, max_new_tokens)
-    if longest > drafter.context:
-        raise UserError(
-            f"ContextError: model.drafter sees {drafter.context} tokens, the longest text of stage "
-            f"{stage.name} may have {longest}: lower data.max_prompt_tokens or "
-            "data.max_new_tokens, or take another drafter"
-        )
+def check_room(config: EvalConfig, context: int) -> None:
+    """Refuse settings for which a prompt, the answer and the tokens drafted beyond it cannot fit
+    into the target's context."""
+    new, room = config.max_new_tokens, context - config.max_new_tokens
+    require(room > 1, "eval.max_new_tokens", f"be below the target's context {context}", new)
+    rule = f"draft fewer than {room} tokens: the target's context {context} less "
+    rule += f"eval.max_new_tokens={new}"
+    for key, drafted in (("eval.K", config.K), ("eval.tree", tree_depth(config))):
+        require(drafted < room, key, rule, drafted)
 
 
 def check_context(drafter: object, traces: list[Trace], config: EvalConfig) -> None:
@@ -316,4 +318,18 @@ def check_context(drafter: object, traces: list[Trace], config: EvalConfig) -> N
             f"{longest}, eval.max_new_tokens={config.max_new_tokens} and what is drafted beyond "
             f"them make {needed}: lower eval.max_new_tokens, or data.max_prompt_tokens with "
             "data.long_prompts=drop"
+        )
+
+
+def check_stage_context(
+    drafter: CausalLMDrafter, stage: Stage, traces: Sequence[Trace], max_new_tokens: int
+) -> None:
+    """Refuse a stage whose texts, those that the drafter is to write included, may be longer than
+    its context."""
+    longest = longest_text(traces, stage.data.mix, max_new_tokens)
+    if longest > drafter.context:
+        raise UserError(
+            f"ContextError: model.drafter sees {drafter.context} tokens, the longest text of stage "
+            f"{stage.name} may have {longest}: lower data.max_prompt_tokens or "
+            "data.max_new_tokens, or take another drafter"
         )

@@ -33,21 +33,20 @@ def command_of(script: Sequence[str], arguments: Sequence[str]) -> list[str]:
     return ["python", *script, *arguments]
 
 
-def published(facts: Mapping[str, object]) -> dict[str, object]:
+def without_places(facts: Mapping[str, object]) -> dict[str, object]:
     """The facts of a run or a command as its report has them: without the places of this
     machine."""
-    found = {**facts, "command": _published(str(facts["command"]))}
+    found = {**facts, "command": _without_places(str(facts["command"]))}
     resumed = facts.get("resumed")
     if isinstance(resumed, list):
-        found["resumed"] = [row | {"command": _published(str(row["command"]))} for row in resumed]
+        found["resumed"] = [
+            row | {"command": _without_places(str(row["command"]))} for row in resumed
+        ]
     return found
 
 
-def _published(command: str) -> str:
-    try:
-        return shown_command(shlex.split(command))
-    except ValueError:  # of an earlier version, which did not quote it
-        return shown_command(command.split())
+def _without_places(command: str) -> str:
+    return shown_command(shlex.split(command))
 
 
 def trained_further(command: Sequence[str], folder: Path) -> str:

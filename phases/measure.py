@@ -30,7 +30,7 @@ from eval.report.schema import (
     plain_row,
 )
 from eval.row import Json, Row
-from phases.check import check_context
+from phases.check import check_context, check_width
 from phases.cut_answers import answer_format, measured_on
 from phases.generate import evaluation_traces
 from phases.pairs import against, compare, merge
@@ -38,7 +38,7 @@ from phases.readings import ReadingCollector
 from phases.run import Run
 from phases.serve import served_rows
 from target.sampling import Sampling
-from trainer.errors import UserError, require
+from trainer.errors import UserError
 from trainer.progress import TokenProgress
 
 ReportDrafter = TrainedDrafter | TrainingFree  # of a row of the report
@@ -86,12 +86,7 @@ def shapes_of(drafter: ReportDrafter, config: EvalConfig, temperature: float) ->
             shape = tree.shape(accuracy, config.K)
         except UserError as error:
             raise UserError(f"eval.tree={text}: {error}") from error
-        require(
-            shape.width <= drafter.draft_vocab_size,
-            "eval.tree",
-            f"have at most {drafter.draft_vocab_size} children under a node, the draft vocabulary",
-            shape.width,
-        )
+        check_width(drafter, shape)
         # where none are drawn, trees that differ in how children are drawn are one
         found.setdefault(shape.describe() + ", drawn" * drawn, shape)
     return [*found.values()]

@@ -9,7 +9,7 @@ from types import ModuleType
 import yaml
 
 from phases import exits, export, generate, received, report, run, train
-from phases.check import check_address
+from phases.check import check_address, check_depth
 from phases.commands import command_of
 from phases.help import recipe_help
 from phases.stage import RunText
@@ -27,6 +27,7 @@ def run_words(words: list[str]) -> int:
     rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
     require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
     module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_depth(config.eval, module.Recipe.max_depth(config.method))
     command = command_of(["train.py"], words)
     run.check_folder(config, command)
     if config.dry_run:

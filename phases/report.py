@@ -27,7 +27,7 @@ from eval.report.schema import (
 from eval.report.terminal import summary
 from eval.serving_defaults import unmeasured_defaults
 from phases.check import check_drafter
-from phases.commands import published
+from phases.commands import without_places
 from phases.export import check_export, complete_card, export_run, save_drafter
 from phases.measure import ReportDrafter, baselines, calibrate, measure
 from phases.policies import measure_policies
@@ -119,7 +119,7 @@ def finish(
         run={
             "recipe": run.config.recipe,
             "folder": str(run.folder),
-            **published(read_facts(run.folder)),
+            **without_places(read_facts(run.folder)),
             **({"unread_rows": unread} if unread else {}),
         },
         target=target_facts(run),

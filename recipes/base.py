@@ -228,6 +228,11 @@ class Recipe:
         raise NotImplementedError
 
     @staticmethod
+    def max_depth(method: Any) -> int | None:  # noqa: ANN401 - the recipe's own `Config`
+        """The most tokens of a round that a drafter of these settings drafts; None: any number."""
+        return None
+
+    @staticmethod
     def check_launch(config: Config, num_processes: int) -> None:
         """Refuse settings that `num_processes` processes cannot train, before anything is
         loaded."""

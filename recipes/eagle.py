@@ -5,7 +5,10 @@ distribution through its own head. `method.steps` > 1 is HASS's multi-step align
 2024, arXiv:2408.15766), in this project's indexing: later steps feed the head's own states,
 detached; `method.top_weight` is its loss on the target's ten best tokens. HASS starts from a
 trained EAGLE head: that of `model.drafter`, or one that a first stage of `method.base_max_steps`
-trains."""
+trains.
+
+The loss is `recipes.common.heads.HeadObjective`.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ own states under the mask that decoding has; no regression of states. Departures
 code: positions are those that decoding visits (the code takes prompt tokens as anchors too), a
 token mean instead of a sum over all B L positions, and the head starts as the rows of the target's,
 the layer as its last layer.
+
+The loss is `recipes.common.heads.HeadObjective`.
 """
 
 from __future__ import annotations

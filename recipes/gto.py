@@ -215,8 +215,11 @@ class Recipe(base.Recipe):
         """Describe stage base, for `dry_run`."""
         if config.model.drafter is not None:
             return ""
-        own = settings_of_base(config.method)
-        return "stage base, recipe=eagle3: " + ", ".join(f"{k}={v}" for k, v in own.items())
+        module, base = of_preset("eagle3", config.method.base_preset)
+        plain, own = vars(module.Config()), vars(base.method)
+        words = [f"trainer.{key}={value}" for key, value in settings_of_base(config.method).items()]
+        words += [f"method.{key}={own[key]}" for key in own if own[key] != plain[key]]
+        return f"stage base trains recipe=eagle3 with {', '.join(words)}"
 
     def _freeze_reference(self, start: Start) -> TrainedDrafter:
         """Freeze a copy of the drafter as the reference, unless method.reference names one."""

@@ -4,6 +4,8 @@ Ankner et al. 2024, arXiv:2402.05109: one block per head, cross-entropy on the t
 weighted alike. Departures: layers are independent, only positions that decoding visits are trained,
 and the residual projection starts as the identity on the target's state
 (`method.identity_residual`).
+
+The loss is `recipes.common.heads.HeadObjective`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ class Config(VocabularyConfig):
 
 class Recipe(VocabularyRecipe[Config]):
     drafter_type = HydraDrafter
+
+    @staticmethod
+    def max_depth(method: Config) -> int:
+        return method.num_heads
 
     @property
     def depth(self) -> int:

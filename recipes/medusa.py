@@ -3,6 +3,8 @@
 Cai et al. 2024, arXiv:2401.10774. Departures from the published code: biases start at zero, so
 every head starts as the target's next-token predictor; layers of a head are independent (there they
 are one module twice); only positions that decoding visits are trained; soft labels by default.
+
+The loss is `recipes.common.heads.HeadObjective`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class Config(VocabularyConfig):
 
 class Recipe(VocabularyRecipe[Config]):
     drafter_type = MedusaDrafter
+
+    @staticmethod
+    def max_depth(method: Config) -> int:
+        return method.num_heads
 
     @property
     def depth(self) -> int:

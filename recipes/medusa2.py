@@ -29,7 +29,7 @@ from recipes.common.target_logits import TargetLogits
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
-from trainer.chunked import chunked_divergence
+from trainer.chunked import JointGradients, chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError, require
 from trainer.keys import key
@@ -164,7 +164,8 @@ class JointObjective(HeadObjective):
         states, head = next(unrolled), drafter.adapted.head()
         teacher = self.teacher(drafter, where, head, states.detach())
         output = self._of_target(batch, original, states, head)
-        heads = self.of_depths(drafter, batch, where, teacher, denominators, unrolled)
+        joint = None if denominators is None else JointGradients()
+        heads = self.of_depths(drafter, batch, where, teacher, denominators, joint, unrolled)
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
         # published: the first head too weighs less than 1; its `weight` here is 1

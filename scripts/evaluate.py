@@ -29,7 +29,7 @@ from eval.report.rows import ORDER
 from eval.report.schema import build_report, write_report
 from phases import exits, generate, report, run
 from phases.check import check_drafter, check_words, deeper_than_trained
-from phases.commands import command_of, published
+from phases.commands import command_of, without_places
 from phases.measure import baselines, measure
 from recipes import base
 from recipes.common.config import Config, compose
@@ -149,7 +149,7 @@ def report_on(
     content = build_report(
         run={
             "recipe": this.config.recipe,
-            **published(run.provenance(words)),
+            **without_places(run.provenance(words)),
             **({"unread_rows": unread} if unread else {}),
         },
         target=report.target_facts(this),

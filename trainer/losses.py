@@ -244,14 +244,6 @@ def bucket(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Te
     return draft, torch.cat([teacher.logp, teacher.log_tail[:, None]], -1).to(draft)
 
 
-@torch.no_grad()
-def overlap_bounds(draft_logits: Tensor, teacher: CompressedTeacher) -> tuple[Tensor, Tensor]:
-    """Lower and upper bound of sum min(p, q), each [N]: the head alone, and with the tails."""
-    draft, target = bucket(draft_logits, teacher)
-    shared = torch.minimum(draft, target).exp()
-    return shared[:, :-1].sum(-1), shared.sum(-1)
-
-
 def sums_to_one(teacher: CompressedTeacher) -> Tensor:
     """Whether head and tail sum to one in every row, [] bool, with room for float16 storage."""
     total = teacher.logp.float().exp().sum(-1) + teacher.log_tail.float().exp()

@@ -1,7 +1,7 @@
 """How the loop's drafter and optimiser lie on its processes: whole on each of them, in this file.
 
 `zero` and `fsdp2` shard them instead. The loop and its checkpoints call the same methods of all
-three; `trainer.loop.placement` chooses the one that a launch asked for.
+three; `trainer.setup.placement` chooses the one that a launch asked for.
 """
 
 from __future__ import annotations

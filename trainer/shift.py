@@ -1,4 +1,11 @@
-"""The one place that aligns logits, labels and mask: logits at index i score token i + 1.
+"""Which logits are trained: those at index i score token i + 1.
+
+A round of a head begins behind its anchor, the last committed token, at index a. It reads the
+target's states up to column t = a - 1; its draft of depth j is token a + j, which logit index
+i = a + j - 1 = t + j scores:
+
+    token         t       a = t + 1    a + 1 ...   a + j
+    logit index   t - 1   t            t + 1 ...   t + j
 
 All code after this works on the N supervised positions only, in a fixed order: sequence by
 sequence, left to right. What is stored per response token (a compressed teacher, hidden states)
@@ -7,23 +14,11 @@ has the same order, so that plain concatenation aligns it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.errors import UserError, require
-
-
-@dataclass
-class Aligned:
-    """The supervised positions of a batch; N may be 0."""
-
-    draft: Tensor  # [N, V] float, carries the gradient
-    teacher: Tensor | None  # [N, V] float, detached
-    labels: Tensor  # [N] int64, the token that the logits score
-    rows: Tensor  # [N] int64 in 0..B-1, the sequence each position belongs to
+from trainer.errors import require
 
 
 def response_mask(
@@ -61,10 +56,10 @@ def supervised(
     assert loss_mask.dtype == torch.bool, "an integer mask would index instead of select"
     trained = loss_mask[:, 1:]
     if depth:
-        begins = loss_mask if own is None else loss_mask & own
+        allowed = loss_mask if own is None else loss_mask & own  # anchors
         if anchors is not None:
-            begins = begins & (anchors if anchors.dim() == 2 else anchors[depth - 1])
-        anchored = F.pad(begins, (depth - 1, 0))[:, : trained.shape[1]]
+            allowed = allowed & (anchors if anchors.dim() == 2 else anchors[depth - 1])
+        anchored = F.pad(allowed, (depth - 1, 0))[:, : trained.shape[1]]
         if documents is not None:
             anchored[:, depth - 1 :] &= documents[:, :-depth] == documents[:, depth:]
         return trained & anchored
@@ -81,41 +76,3 @@ def at_index(columns: Tensor, depth: int, length: int) -> Tensor:
     if count > 0:
         out[:, depth : depth + count] = columns[:, :count]
     return out
-
-
-def align(
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    draft_logits: Tensor,
-    teacher_logits: Tensor | None,
-    vocab_size: int | None = None,
-) -> Aligned:
-    """Gather the supervised positions, so that only these are computed.
-
-    input_ids: [B, L] int64; loss_mask: [B, L] bool over tokens; draft_logits: [B, L, V'] and
-    teacher_logits: [B, L, V''] float. Heads padded beyond `vocab_size` are cut to it before any
-    softmax, so pad rows hold no probability. Selecting by mask costs one host synchronisation.
-    """
-    widths = [t.shape[-1] for t in (draft_logits, teacher_logits) if t is not None]
-    if vocab_size is None:
-        vocab_size = widths[0]
-        if widths[-1] != vocab_size:
-            raise UserError(
-                f"the draft's logits have width {widths[0]}, the target's {widths[-1]}: "
-                "pass the true vocab_size if one is padded, else the vocabularies differ"
-            )
-    require(
-        0 < vocab_size <= min(widths),
-        "vocab_size",
-        f"lie in 1..{min(widths)}, the narrower head",
-        vocab_size,
-    )
-    rows, index = supervised(loss_mask).nonzero(as_tuple=True)
-    return Aligned(
-        draft=draft_logits[rows, index, :vocab_size],
-        teacher=None
-        if teacher_logits is None
-        else teacher_logits.detach()[rows, index, :vocab_size],
-        labels=input_ids[rows, index + 1],
-        rows=rows,
-    )

@@ -64,7 +64,11 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         self.config, self.target, self.given = config, target, given
         if given is not None:
             self.check_given(given)
-        self.objective = HeadObjective(config, target, self.depth, self.captures, self.is_reduced)
+        self.objective = self.make_objective()
+
+    def make_objective(self) -> HeadObjective:
+        """Make the objective of the stage; a recipe with a loss of its own overrides this."""
+        return HeadObjective(self.config, self.target, self.depth, self.captures, self.is_reduced)
 
     @property
     def captures(self) -> tuple[LayerId, ...]:
@@ -115,16 +119,25 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
 
 def rounds_of(batch: Batch, where: list[torch.Tensor]) -> Text:
-    """The texts of a batch with the columns that rounds begin from, of which `where` are the logit
-    indices of each depth: t + depth of a round which begins at column t."""
-    begins = [F.pad(one, (0, depth + 1))[:, depth:] for depth, one in enumerate(where, start=1)]
-    return batch.text(torch.stack(begins).any(0))
+    """The texts of a batch with the columns of their rounds: t, where logit index t + depth is
+    among the trained ones of some depth, `where`."""
+    columns = [F.pad(one, (0, depth + 1))[:, depth:] for depth, one in enumerate(where, start=1)]
+    return batch.text(torch.stack(columns).any(0))
 
 
 class HeadObjective(Objective):
-    """The divergence between the target's distribution and the head's at each depth, and the
-    further terms that `config` has weights for. `captures`: the target's layers that the head
-    reads; `is_reduced`: whether it drafts some of the target's tokens only.
+    """The divergence between the target's distribution p and the head's q at each depth, and the
+    further terms that `config` has weights for:
+
+        loss = sum over depths j of depth_decay ** (j - 1) / N_j
+               * sum over the N_j trained positions of depth j of w D(p, q)
+
+    A drafter's `states` [B, L, d] of a depth are picked at its `positions` to [N_j, d]; the output
+    head makes [n, V] of a chunk of them, the divergence [n], their sum []. The gradients by states
+    and output head are taken in that forward pass (`trainer.chunked`); backward only scales them.
+
+    `captures`: the target's layers that the head reads; `is_reduced`: whether it drafts some of the
+    target's tokens only.
 
     An objective that trains some rounds of a text only overrides `anchors`. They are asked for more
     than once in a step, and on the host too: draws must be those of `batch.uniform`.
@@ -187,7 +200,8 @@ class HeadObjective(Objective):
         where = self.positions(batch, step)
         teacher = self.teacher(network, where, self.target.head, final, target_outputs.summary)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
-        score = partial(self.of_depths, network, batch, where, teacher, denominators)
+        joint = None if denominators is None else JointGradients()
+        score = partial(self.of_depths, network, batch, where, teacher, denominators, joint)
         return drafter(rounds_of(batch, where), TargetOutputs(hidden), self.depth, score)
 
     def teacher(
@@ -215,13 +229,14 @@ class HeadObjective(Objective):
         where: list[torch.Tensor],
         teacher: TargetLogits,
         denominators: Mapping[str, float] | None,
+        joint: JointGradients | None,
         unrolled: Iterator[torch.Tensor],
     ) -> LossOutput:
         """Compute the terms of all depths at their `positions`, `where`; `unrolled` yields the
-        states [B, L, d] one by one. With `denominators` the terms share one gradient by the output
-        head."""
+        states [B, L, d] one by one. With `joint` the terms share one gradient by the output head,
+        for which the `denominators` must be known. An override may keep the states of all depths,
+        and add terms (docs/add_a_method.md)."""
         config, output = self.config, LossOutput({})
-        joint = None if denominators is None else JointGradients()
         for depth, (states, trained) in enumerate(zip(unrolled, where, strict=True), start=1):
             rows, index = trained.nonzero(as_tuple=True)  # [N] each
             picked, labels = states[rows, index], batch.input_ids[rows, index + 1]  # [N, d], [N]

@@ -12,10 +12,10 @@ import torch
 from data.batches import Batches, collate, few_lengths, longest_text, preview
 from data.packing import PackedTraces
 from data.traces import Trace
+from tests.helpers.aligned import align
 from tests.helpers.tiny import EOS, PAD, tiny_tokenizer
 from trainer.errors import UserError
 from trainer.losses import compress
-from trainer.shift import align
 
 
 def make(number: int, **changes) -> Trace:

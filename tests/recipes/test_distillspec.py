@@ -19,6 +19,7 @@ from phases.stage import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe
+from tests.helpers.aligned import align
 from tests.helpers.commands import command, read_jsonl
 from tests.helpers.losses import divergence, listed, ordered
 from tests.helpers.objectives import Trained, trained
@@ -26,7 +27,6 @@ from tests.helpers.tiny import EOS, tiny_model
 from trainer.divergence import DIVERGENCES
 from trainer.errors import RunFault, UserError
 from trainer.logits import OutputHead
-from trainer.shift import align
 
 MIXED = {"target": 0.5, "draft": 0.5}
 MIX_WORD = "method.data_mix={target: 0.5, draft: 0.5}"

@@ -25,6 +25,7 @@ from recipes.common import draft_size
 from recipes.common.draft_size import SizeSearch, TrialResult, _inner_parameters
 from recipes.fastdraft import Config, Recipe
 from target.model import Target
+from tests.helpers.aligned import align
 from tests.helpers.commands import (
     TWO,
     command,
@@ -43,7 +44,6 @@ from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.losses import ce_hard
 from trainer.optimizer import learning_rate
-from trainer.shift import align
 
 STEPS = 6
 

@@ -18,8 +18,10 @@ from data.prompts import Prompt
 from drafters.eagle import EagleDrafter
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaDrafter
+from recipes import eagle3
 from recipes.common import draft_vocabulary, target_logits
 from recipes.common.draft_vocabulary import frequent_tokens
+from recipes.common.heads import HeadObjective
 from tests.helpers.losses import divergence, listed, ordered
 from tests.helpers.objectives import trained
 from tests.helpers.tiny import VOCAB_SIZE
@@ -27,6 +29,7 @@ from trainer.config import load_yaml
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError
 from trainer.logits import LogitsSummary, OutputHead
+from trainer.losses import Term
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
@@ -696,3 +699,36 @@ def test_a_drafter_of_another_kind_or_size_is_refused(target, traces):
     with pytest.raises(UserError, match=r"reads the layers \[1\]"):
         recipe_of("eagle3", target, other.drafter)
     assert isinstance(other.drafter, EagleDrafter)
+
+
+def test_a_loss_may_see_the_states_of_all_depths_at_once(target, traces):
+    """What an override of `of_depths` keeps is what the depths are scored from, and its own term
+    reaches them."""
+    kept = []
+
+    class AllDepths(HeadObjective):
+        def denominators(self, batch, step):
+            return super().denominators(batch, step) | {"all": 1.0}
+
+        def of_depths(self, *given):
+            *given, unrolled = given
+            states = list(unrolled)
+            kept.append(torch.stack(states))  # [depth, B, L, d]
+            output = super().of_depths(*given, iter(states))
+            output.terms["all"] = Term(kept[-1].square().mean(), 1.0, 2.0)
+            return output
+
+    class Recipe(eagle3.Recipe):
+        def make_objective(self):
+            return AllDepths(self.config, self.target, self.depth, self.captures, self.is_reduced)
+
+    plain, batch = make("eagle3", target, traces), batch_of(traces)
+    own = trained(Recipe(plain.recipe.config, target), plain.drafter, stage=0, traces=traces)
+    assert list(own.denominators(batch, 0)) == [*plain.denominators(batch, 0), "all"]
+    found = own.loss(batch, outputs_of(own, batch), 0)
+    assert len(kept[-1]) == own.depth > 1
+    usual = plain.loss(batch, outputs_of(plain, batch), 0)
+    for name, term in usual.terms.items():
+        assert torch.equal(found.terms[name].total, term.total)
+    found.terms["all"].total.backward()
+    assert plain.drafter.fc.weight.grad.any()

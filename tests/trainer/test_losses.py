@@ -12,7 +12,6 @@ from trainer.losses import (
     CompressedTeacher,
     compress,
     overlap,
-    overlap_bounds,
     reduce,
 )
 from trainer.specs import spelled
@@ -417,18 +416,6 @@ def test_one_bucket_bounds_the_divergence_from_below(name):
     assert draft.grad.isfinite().all()
     everything = divergence(name, draft, compress(teacher, 8, 0), approx="bucket")  # tail: 1 token
     torch.testing.assert_close(everything, divergence(name, draft, teacher))
-
-
-def test_bucketed_overlap_encloses_the_overlap():
-    draft, teacher = _logits(num=200, vocab=9)
-    low, high = overlap_bounds(draft, compress(teacher, 3, 0))
-    exact = overlap(draft, teacher)
-    assert (low <= exact + 1e-12).all()
-    assert (exact <= high + 1e-12).all()
-    assert (high - low).max() > 0.05
-    low, high = overlap_bounds(draft, compress(teacher, 9, 0))  # no tail
-    torch.testing.assert_close(low, exact)
-    torch.testing.assert_close(high, exact)
 
 
 @pytest.mark.parametrize("k", [2, 6])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.aligned import align
 from trainer.errors import UserError
-from trainer.shift import align, at_index, response_mask, supervised
+from trainer.shift import at_index, response_mask, supervised
 
 EOS = PAD = 2
 
