@@ -10,81 +10,60 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import itertools
 import json
 import os
 import queue
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines.distribution_check import UncheckedRows
-from engines.web import server_root, urlopen
+from engines.web import Limits, ServerError, answer_limits, fetch, server_root
 from target.decode import Continuation, Request
 from target.model import Target
 from trainer.errors import RunFault, UserError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-TIMEOUT_S = 600
 PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 RESUME = "finished rows are saved, run the same command again to resume"
 
 
-class ServerError(RunFault):
-    """A request to a server that failed; `transient`: another try may succeed."""
-
-    def __init__(self, address: str, said: str, transient: bool):
-        super().__init__(f"{address} failed ({said})")
-        self.transient = transient
-
-
 def ask(
-    address: str, content: Mapping[str, object] | None = None, timeout_s: float = TIMEOUT_S
+    address: str, content: Mapping[str, object] | None = None, limits: Limits | None = None
 ) -> dict[str, Any]:
-    """Send JSON and return the JSON of the answer; None sends a GET request. The key of the service
-    is sent if the environment holds one, and never printed. Raises ServerError, or UserError where
-    `address` is not an address."""
+    """Send JSON and return the JSON object of the answer; None sends a GET request. The key of the
+    service is sent if the environment holds one, and never printed. Raises ServerError, and
+    UserError where `address` is not an address."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE, "").strip():
-        if not (key.isascii() and key.isprintable()):  # http.client would show it in its error
+        if not (key.isascii() and key.isprintable()):
             raise UserError(
                 f"{KEY_VARIABLE} holds a character that no HTTP header can hold: set it again"
             )
         headers["Authorization"] = f"Bearer {key}"
     data = None if content is None else json.dumps(content).encode()
+    text = fetch(address, data, headers, limits)
     try:
-        with urlopen(address, timeout_s, data, headers) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        read = b""
-        with contextlib.suppress(OSError, http.client.HTTPException):  # it may die meanwhile
-            read = error.read()
-        said = " ".join(f"{error} {read.decode(errors='replace')[:300]}".split())
-        raise ServerError(address, said, error.code in TRANSIENT) from error
-    except (OSError, http.client.HTTPException) as error:  # refused, cut short
-        raise ServerError(address, f"{error or type(error).__name__}", True) from error
-    try:
-        return json.loads(text)
+        answer = json.loads(text)
     except (ValueError, RecursionError) as error:  # not JSON: a page of a router that is starting
-        raise ServerError(address, f"{error or type(error).__name__}", True) from error
+        raise ServerError(address, str(error), True) from error
+    if not isinstance(answer, dict):
+        raise ServerError(address, "its answer is no JSON object", True)
+    return answer
 
 
-def served_model(root: str, timeout_s: float = TIMEOUT_S) -> str:
+def served_model(root: str, limits: Limits | None = None) -> str:
     """The name of the model that a server serves. Raises ServerError."""
-    answer = ask(f"{root}/v1/models", timeout_s=timeout_s)
-    try:
-        return str(answer["data"][0]["id"])
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-    ) as error:  # a router whose servers have not started yet
-        raise ServerError(root, "its /v1/models names no model", True) from error
+    answer = ask(f"{root}/v1/models", limits=limits)
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        name = answer["data"][0]["id"]
+        if isinstance(name, str):
+            return name
+    # a router whose servers have not started yet
+    raise ServerError(root, "its /v1/models names no model", True)
 
 
 def continuation(
@@ -135,6 +114,11 @@ def _too_short(tokens: Sequence[int], requested: int) -> str:
     )
 
 
+def _brief(value: object) -> str:
+    """A value of an answer in quotes, a list or an object by its kind alone."""
+    return repr(type(value).__name__ if isinstance(value, list | dict) else str(value)[:40])
+
+
 def _generated(
     root: str,
     model: str,
@@ -154,21 +138,19 @@ def _generated(
         "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False,
         "return_token_ids": True, **ends_it,
     }  # fmt: skip
-    answer = ask(f"{root}/v1/completions", content)
-    try:
+    limits = answer_limits(max_new_tokens, len(request.prompt_ids))
+    answer, choice = ask(f"{root}/v1/completions", content, limits), {}
+    with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
         choice = dict(answer["choices"][0])
-    except (KeyError, IndexError, TypeError, ValueError):
-        choice = {}
     reason, tokens = choice.get("finish_reason"), choice.get("token_ids")
     if reason in ("abort", "error"):  # of vLLM, as when it is shut down
         raise ServerError(root, f"it ended an answer early: {reason}", True)
     if not isinstance(tokens, list) or not tokens:
         said = "no token ids in the answer: vLLM 0.11 and a recent SGLang give them"
         raise ServerError(root, said, False)
-    if odd := [str(t) for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
-        said = (
-            f"{odd[0][:40]!r} in an answer is not a token id of the target, 0 to {vocab_size - 1}"
-        )
+    if odd := [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
+        last = vocab_size - 1
+        said = f"{_brief(odd[0])} in an answer is not a token id of the target, 0 to {last}"
         raise ServerError(root, said, False)
     if len(tokens) > max_new_tokens:
         said = f"an answer of {len(tokens)} tokens, {max_new_tokens} were requested"
@@ -176,7 +158,7 @@ def _generated(
     if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
         raise ServerError(root, "an answer to a prompt other than the one sent", False)
     if reason not in (None, "stop", "length"):
-        said = f"an answer whose finish_reason is {str(reason)[:40]!r}, neither stop nor length"
+        said = f"an answer whose finish_reason is {_brief(reason)}, neither stop nor length"
         raise ServerError(root, said, False)
     return tokens, reason
 
@@ -199,9 +181,10 @@ def complete(
     `lookahead`: tokens to generate past the end of each answer, by a request of their own.
 
     Each server has `concurrency` requests under way. A request that fails is sent again to any free
-    server. A server that gives an invalid answer, or those of another model, is named and not used
-    any more; its unchecked rows are requested from the others. Raises RunFault where no server
-    answers for PATIENCE_S or none remains, UserError where no server ever served the target.
+    server. A server that gives an invalid answer, one past its limits (`engines.web`) or those of
+    another model is named and not used any more; its unchecked rows are requested from the others.
+    Raises RunFault where no server answers for PATIENCE_S or none remains, UserError where no
+    server ever served the target.
     """
     names: dict[str, str] = {}
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
-from engines.web import server_root
+from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ask, served_model
+from engines.web import PAGE_BYTES, Limits, ServerError, answer_limits, server_root
 from target.model import Target
 from target.outputs import LayerId
 from trainer.errors import RunFault, UserError
@@ -61,7 +61,7 @@ def states_options(target: Target, layers: Sequence[LayerId], folder: Path) -> d
 def check_server(address: str) -> None:
     """UserError where no OpenAI-compatible server answers at `address` within CHECK_S."""
     try:
-        served_model(server_root(address), CHECK_S)
+        served_model(server_root(address), Limits(CHECK_S, PAGE_BYTES))
     except ServerError as error:
         raise UserError(
             f"no server answers there ({error})", key="data.features_engine", value=address,
@@ -148,7 +148,7 @@ class StatesClient:
         answer = ask(f"{self.root}/v1/completions", {
             "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "add_special_tokens": False, "kv_transfer_params": {"states": name},
-        })  # fmt: skip
+        }, answer_limits(1, len(ids)))  # fmt: skip
         params = answer.get("kv_transfer_params")
         path = Path(str(params.get("path"))) if isinstance(params, Mapping) else Path()
         if path.name != name:

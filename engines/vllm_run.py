@@ -9,7 +9,6 @@ running server.
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
 import re
 import subprocess
@@ -24,13 +23,14 @@ import torch
 
 from engines.vllm_server import engine_python, environment, memory_options, model_options
 from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
-from engines.web import server_root, urlopen
+from engines.web import Limits, ServerError, fetch, server_root
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import is_address
 from trainer.errors import RunFault, UserError
 from trainer.progress import working
 
+METRICS_S, METRICS_BYTES = 10.0, 2**24  # of a page, which has lines for each engine
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enable_prefix_caching": False, "disable_log_stats": False}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors surface in the worker, not in a child
@@ -240,8 +240,7 @@ def scrape(url: str) -> EngineCounters:
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
     try:
-        with urlopen(address, 10) as response:
-            text = response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"cannot read {address} ({error}): is the server running?") from error
-    return from_metrics(text)
+        content = fetch(address, limits=Limits(METRICS_S, METRICS_BYTES))
+    except ServerError as error:
+        raise UserError(f"cannot read {address} ({error.said}): is the server running?") from error
+    return from_metrics(content.decode(errors="replace"))
