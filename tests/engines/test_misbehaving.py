@@ -13,7 +13,7 @@ import train
 from engines import completions, web
 from engines.completions import ask, complete, continuation, served_model
 from engines.states import StatesClient
-from engines.vllm_run import scrape
+from engines.vllm_run import EngineCounters, from_metrics, scrape
 from engines.web import ServerError, answer_limits
 from target.decode import Request
 from target.sampling import Sampling
@@ -312,7 +312,24 @@ def test_states_are_not_waited_for_past_the_limits(tight, kind):
     assert str(error.value).isprintable()
 
 
+def test_the_answer_to_a_request_for_states_is_an_object():
+    for answer in ([], {"kv_transfer_params": []}, {"kv_transfer_params": {"path": [[]]}}):
+        with raw_server(once(page(answer))) as server:
+            client = StatesClient(server.url, [1], 8, concurrency=1, alive=lambda: None)
+            client.close()  # no patience
+            with pytest.raises(RunFault, match=r"data\.features_engine"):
+                client._states([5, 6])
+
+
 # --- counters ------------------------------------------------------------------------------------
+
+DRAFTS = 'vllm:spec_decode_num_drafts_total{engine="0"} %s\n'
+
+
+@pytest.mark.parametrize("value", ["NaN", "inf", "abc", "1e999", "--1", "\ufffd"])
+def test_a_counter_that_is_no_number_is_one_line(value):
+    with pytest.raises(UserError, match=r"a counter of .* which is no number"):
+        from_metrics(DRAFTS % value)
 
 
 def test_a_page_of_counters_ends(monkeypatch):
@@ -321,3 +338,8 @@ def test_a_page_of_counters_ends(monkeypatch):
     monkeypatch.setattr("tests.engines.raw_server.MODELS", WIDE)
     with raw_server(once(b"")) as server, pytest.raises(UserError, match="has over 5000 bytes"):
         scrape(server.url)
+
+
+def test_counters_of_another_number_of_positions_are_of_another_server():
+    with pytest.raises(RunFault, match="the server was started again meanwhile"):
+        EngineCounters(5, 9, 2, [1, 1]) - EngineCounters(4, 8, 1, [1])
