@@ -111,7 +111,16 @@ async def _exchange(
     except aiohttp.SocketTimeoutError:
         raise ServerError(address, f"it sent nothing for {SILENT_S:g} s", False) from None
     except Exception as error:  # refused, cut short, or what a parser raises of wrong HTTP
-        raise ServerError(address, str(error) or type(error).__name__, True) from error
+        raise ServerError(address, _failure(error), True) from error
+
+
+def _failure(error: Exception) -> str:
+    """What is said of an exchange that failed."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):  # its text may be a half-read head
+        return "it closed the connection"
+    if isinstance(error, aiohttp.ClientResponseError):  # of the parser, not a status
+        return f"its answer is no HTTP: {error.message}"
+    return str(error) or type(error).__name__
 
 
 def _proxy(address: str) -> str | None:
