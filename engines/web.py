@@ -24,6 +24,7 @@ import aiohttp
 
 from trainer.checks import require_address
 from trainer.errors import RunFault
+from trainer.redaction import MARK
 
 OWN = ("127.0.0.1", "localhost", "::1")
 SILENT_S = 600.0  # without a byte, and at least for a whole answer
@@ -153,6 +154,8 @@ async def _refusal(address: str, answer: aiohttp.ClientResponse) -> ServerError:
         with contextlib.suppress(aiohttp.ClientPayloadError, aiohttp.ClientOSError):  # it may die
             content = await _body(address, answer, ERROR_BYTES)
         said = f"{answer.reason} {content.decode(errors='replace')}"
+    if key := answer.request_info.headers.get("Authorization", "").removeprefix("Bearer "):
+        said = said.replace(key, MARK)  # of a server that repeats what it refuses
     return ServerError(address, f"{answer.status} {said}", answer.status in TRANSIENT)
 
 

@@ -159,6 +159,13 @@ def test_what_is_no_answer_is_an_exchange_that_failed(kind):
         assert failure(server).value.transient
 
 
+def test_the_key_that_a_server_repeats_is_not_shown(monkeypatch):
+    monkeypatch.setenv(completions.KEY_VARIABLE, "secret")
+    for status in (b"401 No secret", b"302 No\r\nLocation: http://b/secret"):
+        with raw_server(once(page(b"bad key: secret.", b"HTTP/1.1 %s\r\n" % status))) as server:
+            assert "secret" not in str(failure(server).value)
+
+
 # what is JSON and no answer: the server is not asked again
 WRONG = {
     "no choices": {"choices": None},
