@@ -10,90 +10,60 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import itertools
 import json
 import os
 import queue
 import threading
 import time
-import urllib.error
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines.distribution_check import UncheckedRows
-from engines.web import server_root, urlopen
+from engines.web import Limits, ServerError, answer_limits, fetch, server_root
 from target.decode import Continuation, Request
 from target.model import Target
 from trainer.errors import RunFault, UserError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-TIMEOUT_S = 600
 PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 RESUME = "finished rows are saved, run the same command again to resume"
 
 
-class ServerError(RunFault):
-    """A request to a server that failed; `transient`: another try may succeed."""
-
-    def __init__(self, address: str, said: str, transient: bool):
-        super().__init__(f"{address} failed ({said})")
-        self.transient = transient
-
-
-class _Answered(NamedTuple):
-    """The result of one request of `complete`."""
-
-    root: str
-    request: Request
-    number: int  # in the order of asking
-    row: Continuation | ServerError
-
-
 def ask(
-    address: str, content: Mapping[str, object] | None = None, timeout_s: float = TIMEOUT_S
+    address: str, content: Mapping[str, object] | None = None, limits: Limits | None = None
 ) -> dict[str, Any]:
-    """Send JSON and return the JSON of the answer; None sends a GET request. The key of the service
-    is sent if the environment holds one, and never printed. Raises ServerError, or UserError where
-    `address` is not an address."""
+    """Send JSON and return the JSON object of the answer; None sends a GET request. The key of the
+    service is sent if the environment holds one, and never printed. Raises ServerError, and
+    UserError where `address` is not an address."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE, "").strip():
-        if not (key.isascii() and key.isprintable()):  # http.client would show it in its error
+        if not (key.isascii() and key.isprintable()):
             raise UserError(
                 f"{KEY_VARIABLE} holds a character that no HTTP header can hold: set it again"
             )
         headers["Authorization"] = f"Bearer {key}"
     data = None if content is None else json.dumps(content).encode()
+    text = fetch(address, data, headers, limits)
     try:
-        with urlopen(address, timeout_s, data, headers) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        read = b""
-        with contextlib.suppress(OSError, http.client.HTTPException):  # it may die meanwhile
-            read = error.read()
-        said = " ".join(f"{error} {read.decode(errors='replace')[:300]}".split())
-        raise ServerError(address, said, error.code in TRANSIENT) from error
-    except (OSError, http.client.HTTPException) as error:  # refused, cut short
-        raise ServerError(address, f"{error or type(error).__name__}", True) from error
-    try:
-        return json.loads(text)
+        answer = json.loads(text)
     except (ValueError, RecursionError) as error:  # not JSON: a page of a router that is starting
-        raise ServerError(address, f"{error or type(error).__name__}", True) from error
+        raise ServerError(address, str(error), True) from error
+    if not isinstance(answer, dict):
+        raise ServerError(address, "its answer is no JSON object", True)
+    return answer
 
 
-def served_model(root: str, timeout_s: float = TIMEOUT_S) -> str:
+def served_model(root: str, limits: Limits | None = None) -> str:
     """The name of the model that a server serves. Raises ServerError."""
-    answer = ask(f"{root}/v1/models", timeout_s=timeout_s)
-    try:
-        return str(answer["data"][0]["id"])
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-    ) as error:  # a router whose servers have not started yet
-        raise ServerError(root, "its /v1/models names no model", True) from error
+    answer = ask(f"{root}/v1/models", limits=limits)
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        name = answer["data"][0]["id"]
+        if isinstance(name, str):
+            return name
+    # a router whose servers have not started yet
+    raise ServerError(root, "its /v1/models names no model", True)
 
 
 def continuation(
@@ -144,6 +114,11 @@ def _too_short(tokens: Sequence[int], requested: int) -> str:
     )
 
 
+def _brief(value: object) -> str:
+    """A value of an answer in quotes, a list or an object by its kind alone."""
+    return repr(type(value).__name__ if isinstance(value, list | dict) else str(value)[:40])
+
+
 def _generated(
     root: str,
     model: str,
@@ -163,21 +138,19 @@ def _generated(
         "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False,
         "return_token_ids": True, **ends_it,
     }  # fmt: skip
-    answer = ask(f"{root}/v1/completions", content)
-    try:
+    limits = answer_limits(max_new_tokens, len(request.prompt_ids))
+    answer, choice = ask(f"{root}/v1/completions", content, limits), {}
+    with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
         choice = dict(answer["choices"][0])
-    except (KeyError, IndexError, TypeError, ValueError):
-        choice = {}
     reason, tokens = choice.get("finish_reason"), choice.get("token_ids")
     if reason in ("abort", "error"):  # of vLLM, as when it is shut down
         raise ServerError(root, f"it ended an answer early: {reason}", True)
     if not isinstance(tokens, list) or not tokens:
         said = "no token ids in the answer: vLLM 0.11 and a recent SGLang give them"
         raise ServerError(root, said, False)
-    if odd := [str(t) for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
-        said = (
-            f"{odd[0][:40]!r} in an answer is not a token id of the target, 0 to {vocab_size - 1}"
-        )
+    if odd := [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]:
+        last = vocab_size - 1
+        said = f"{_brief(odd[0])} in an answer is not a token id of the target, 0 to {last}"
         raise ServerError(root, said, False)
     if len(tokens) > max_new_tokens:
         said = f"an answer of {len(tokens)} tokens, {max_new_tokens} were requested"
@@ -185,9 +158,12 @@ def _generated(
     if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
         raise ServerError(root, "an answer to a prompt other than the one sent", False)
     if reason not in (None, "stop", "length"):
-        said = f"an answer whose finish_reason is {str(reason)[:40]!r}, neither stop nor length"
+        said = f"an answer whose finish_reason is {_brief(reason)}, neither stop nor length"
         raise ServerError(root, said, False)
     return tokens, reason
+
+
+# --- many requests ---------------------------------------------------------------------------
 
 
 def complete(
@@ -205,127 +181,180 @@ def complete(
     `lookahead`: tokens to generate past the end of each answer, by a request of their own.
 
     Each server has `concurrency` requests under way. A request that fails is sent again to any free
-    server. A server that gives an invalid answer, or those of another model, is named and not used
-    any more; its unchecked rows are requested from the others. Raises RunFault where no server
-    answers for PATIENCE_S or none remains, UserError where no server ever served the target.
+    server. A server that gives an invalid answer, one past its limits (`engines.web`) or those of
+    another model is named and not used any more; its unchecked rows are requested from the others.
+    Raises RunFault where no server answers for PATIENCE_S or none remains, UserError where no
+    server ever served the target.
     """
-    roots = [server_root(address) for address in addresses]
-    # a place is held for the pause after a failure, so that a dead server slows no other down
-    places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for root in roots * concurrency:
-        places.put(root)
     names: dict[str, str] = {}
-    windows = {root: UncheckedRows(target) for root in roots}  # of the servers in use
-    todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-    # what `answer` returns, or its exception
-    done: queue.SimpleQueue[_Answered | Exception | None] = queue.SimpleQueue()
-    stopped, answered, order = threading.Event(), [time.monotonic()], itertools.count()
 
-    def answer(request: Request) -> _Answered | None:
+    def generate(root: str, request: Request) -> Continuation:
+        if root not in names:
+            names[root] = served_model(root)
+        row = continuation(
+            root, names[root], request, max_new_tokens=max_new_tokens, eos_ids=target.eos_ids,
+            vocab_size=target.vocab_size, stop_strings=stop_strings,
+        )  # fmt: skip
+        if not lookahead:
+            return row
+        return looked_ahead(
+            root, names[root], row, lookahead=lookahead, vocab_size=target.vocab_size
+        )
+
+    roots = [server_root(address) for address in addresses]
+    rows = _Rows(target, roots, requests)
+    with contextlib.closing(_Askers(roots * concurrency, rows.windows, generate)) as askers:
+        while requests or askers.flying or rows.held:
+            if due := rows.due(askers.flying):
+                for root in due:
+                    yield from rows.settle(root)
+                continue  # the caller may have appended requests
+            while requests and askers.flying < askers.count:
+                askers.ask(requests.pop())
+            yield from rows.take(askers.answer())
+
+
+class _Answer(NamedTuple):
+    """What came of one request."""
+
+    root: str
+    request: Request
+    number: int  # in the order of asking
+    row: Continuation | ServerError
+
+
+class _Askers:
+    """Threads that ask servers, one for each of `places`, which names a server as often as it may
+    be asked at once. `in_use`: by the servers that still are; `generate`: what is asked of one."""
+
+    def __init__(
+        self,
+        places: Sequence[str],
+        in_use: dict[str, UncheckedRows],
+        generate: Callable[[str, Request], Continuation],
+    ):
+        self.count, self.in_use, self.generate = len(places), in_use, generate
+        self.flying = 0  # requests that have no answer yet
+        # a place is held for the pause after a failure, so that a dead server slows no other down
+        self._places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        for root in places:
+            self._places.put(root)
+        self._todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Answer | Exception | None] = queue.SimpleQueue()
+        self._closed, self._answered = threading.Event(), time.monotonic()
+        self._order = itertools.count()
+        for _ in places:  # daemons: a process that ends does not wait for their answers
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def ask(self, request: Request) -> None:
+        """Send a request as soon as a server is free."""
+        self._todo.put(request)
+        self.flying += 1
+
+    def answer(self) -> _Answer:
+        """Wait for the next answer, which may be a fault of its server. Other errors are raised."""
+        found = self._done.get()
+        self.flying -= 1
+        if isinstance(found, Exception):
+            raise found
+        assert found is not None, "None ends a thread after the run"
+        return found
+
+    def close(self) -> None:
+        """End the threads, and wait for none."""
+        self._closed.set()
+        for _ in range(self.count):
+            self._todo.put(None)
+            self._places.put(None)
+
+    def _work(self) -> None:
+        while (request := self._todo.get()) is not None:
+            try:
+                self._done.put(self._asked(request))
+            except Exception as error:  # else the run would wait for it for ever
+                self._done.put(error)
+
+    def _asked(self, request: Request) -> _Answer | None:
         for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
-            while (root := places.get()) not in windows:
+            while (root := self._places.get()) not in self.in_use:
                 if root is None:
                     return None  # the run has ended
-            number = next(order)
+            number = next(self._order)
             try:
-                if root not in names:
-                    names[root] = served_model(root)
-                row = continuation(
-                    root, names[root], request, max_new_tokens=max_new_tokens,
-                    eos_ids=target.eos_ids, vocab_size=target.vocab_size, stop_strings=stop_strings,
-                )  # fmt: skip
-                if lookahead:
-                    row = looked_ahead(
-                        root, names[root], row, lookahead=lookahead, vocab_size=target.vocab_size
-                    )
-                answered[0] = time.monotonic()
-                return _Answered(root, request, number, row)
+                row = self.generate(root, request)
+                self._answered = time.monotonic()
+                return _Answer(root, request, number, row)
             except ServerError as error:
-                late = time.monotonic() - answered[0] > PATIENCE_S
-                if late or not error.transient or stopped.wait(delay):
-                    return _Answered(root, request, number, error)
+                late = time.monotonic() - self._answered > PATIENCE_S
+                if late or not error.transient or self._closed.wait(delay):
+                    return _Answer(root, request, number, error)
             finally:
-                places.put(root)
+                self._places.put(root)
         raise AssertionError
 
-    def work() -> None:
-        while (request := todo.get()) is not None:
-            try:
-                done.put(answer(request))
-            except Exception as error:  # else the run would wait for it for ever
-                done.put(error)
 
-    released = False
+class _Rows:
+    """The rows of servers until they are checked. `windows`: by server, those in use alone;
+    `requests`: those to be sent, to which the ones of a server that is not used any more return."""
 
-    def settle(root: str) -> Iterator[Continuation]:
+    def __init__(self, target: Target, roots: Sequence[str], requests: list[Request]):
+        self.target, self.requests = target, requests
+        self.windows = {root: UncheckedRows(target) for root in roots}
+        self._released = False  # whether any row has passed its check
+
+    @property
+    def held(self) -> int:
+        """The number of rows that wait for their check."""
+        return sum(len(window.rows) for window in self.windows.values())
+
+    def due(self, flying: int) -> list[str]:
+        """The servers whose rows are to be checked now. `flying`: requests without an answer."""
+        found, held = [], self.held
+        for root, one in self.windows.items():
+            # without other requests, a conversation may wait for the unchecked rows; a server's
+            # first check has as many rows as possible
+            spare = not flying or (bool(one.passed) and held >= flying)
+            if one.rows and (one.due() or (spare and not self.requests)):
+                found.append(root)
+        return found
+
+    def take(self, answer: _Answer) -> Iterator[Continuation]:
+        """Keep a row for its check, or a request to be sent again; where a server fails for good,
+        yield the finished rows first, then drop it or raise RunFault."""
+        root, request, number, row = answer
+        if root in self.windows and isinstance(row, Continuation):
+            self.windows[root].add(number, row)
+            return
+        self.requests.append(request)
+        if root not in self.windows or isinstance(row, Continuation):
+            return  # this server's answers are not used any more
+        # those of all servers where none answers
+        for other in list(self.windows) if row.transient else [root]:
+            yield from self.settle(other)
+        if row.transient:
+            raise RunFault(f"{row}; {RESUME}")
+        if root in self.windows:
+            self._drop(root, str(row))
+
+    def settle(self, root: str) -> Iterator[Continuation]:
         """The rows of a server that pass the check; else the server is not used any more."""
-        nonlocal released
-        if not (said := windows[root].check()):
-            rows = windows[root].release()
-            released = released or bool(rows)
+        if not (said := self.windows[root].check()):
+            rows = self.windows[root].release()
+            self._released = self._released or bool(rows)
             yield from rows
             return
         said = (
-            f"data.engine: the answers of {root} are not those of {target.name} ({said}): serve "
-            "this model, with its own tokenizer and without penalties"
+            f"data.engine: the answers of {root} are not those of {self.target.name} ({said}): "
+            "serve this model, with its own tokenizer and without penalties"
         )
-        drop(root, said, RunFault if released else UserError)
+        self._drop(root, said, RunFault if self._released else UserError)
 
-    def drop(root: str, said: str, kind: type[Exception] = RunFault) -> None:
-        again = [row.request for row in windows.pop(root).release()]
-        requests.extend(again)
-        if not windows:
+    def _drop(self, root: str, said: str, kind: type[Exception] = RunFault) -> None:
+        again = [row.request for row in self.windows.pop(root).release()]
+        self.requests.extend(again)
+        if not self.windows:
             raise kind(f"{said}; {RESUME}" if kind is RunFault else said)
         print(
             f"{said}; it is not used any more, {len(again)} of its rows are requested again",
             flush=True,
         )
-
-    # daemons: a process that ends does not wait for their answers
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(len(roots) * concurrency)]
-    for thread in threads:
-        thread.start()
-    flying = 0
-    try:
-        while True:
-            held = sum(len(window.rows) for window in windows.values())
-            if not (requests or flying or held):
-                return
-            due = []
-            for root, one in windows.items():
-                # without other requests, a conversation may wait for the unchecked rows; a server's
-                # first check has as many rows as possible
-                spare = not flying or (bool(one.passed) and held >= flying)
-                if one.rows and (one.due() or (spare and not requests)):
-                    due.append(root)
-            for root in due:
-                yield from settle(root)
-            if due:  # the caller may have appended requests
-                continue
-            while requests and flying < len(threads):
-                todo.put(requests.pop())
-                flying += 1
-            found = done.get()
-            flying -= 1
-            if isinstance(found, Exception):
-                raise found
-            assert found is not None, "None ends a thread after the loop"
-            root, request, number, row = found
-            if root not in windows:
-                requests.append(request)  # this server's answers are not used any more
-            elif isinstance(row, Continuation):
-                windows[root].add(number, row)
-            else:
-                requests.append(request)
-                # finished rows first, then the fault: those of all servers where none answers
-                for other in list(windows) if row.transient else [root]:
-                    yield from settle(other)
-                if row.transient:
-                    raise RunFault(f"{row}; {RESUME}")
-                if root in windows:
-                    drop(root, str(row))
-    finally:
-        stopped.set()
-        for _ in threads:
-            todo.put(None)
-            places.put(None)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
+import math
+import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
-from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ServerError, ask, served_model
-from engines.web import server_root
+from engines.completions import DELAYS_S, PATIENCE_S, RESUME, ask, served_model
+from engines.web import PAGE_BYTES, Limits, ServerError, answer_limits, server_root
 from target.model import Target
 from target.outputs import LayerId
 from trainer.errors import RunFault, UserError
@@ -30,6 +32,7 @@ CHECK_S = 10.0  # for the first answer of a server
 FILE_S = 60.0  # from the answer to its file
 CLOSE_S = 5.0  # for what is under way when the run ends, so that its files are deleted
 LONGEST_PAUSE_S = 0.05
+NUMBER_BYTES, ID_BYTES = 4, 8  # at most; a file has PAGE_BYTES for its frame
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -61,7 +64,7 @@ def states_options(target: Target, layers: Sequence[LayerId], folder: Path) -> d
 def check_server(address: str) -> None:
     """UserError where no OpenAI-compatible server answers at `address` within CHECK_S."""
     try:
-        served_model(server_root(address), CHECK_S)
+        served_model(server_root(address), Limits(CHECK_S, PAGE_BYTES))
     except ServerError as error:
         raise UserError(
             f"no server answers there ({error})", key="data.features_engine", value=address,
@@ -148,36 +151,54 @@ class StatesClient:
         answer = ask(f"{self.root}/v1/completions", {
             "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "add_special_tokens": False, "kv_transfer_params": {"states": name},
-        })  # fmt: skip
+        }, answer_limits(1, len(ids)))  # fmt: skip
         params = answer.get("kv_transfer_params")
-        path = Path(str(params.get("path"))) if isinstance(params, Mapping) else Path()
-        if path.name != name:
+        path = params.get("path") if isinstance(params, dict) else None
+        if not isinstance(path, str) or Path(path).name != name:
             said = "it writes no hidden states: start it with this project's connector"
             raise ServerError(self.root, said, False)
-        content = self._read(path)
-        states, read = content.get("states"), content.get("ids")
         shape = len(ids), len(self.numbers), self.hidden_size
-        if not isinstance(read, torch.Tensor) or read.tolist() != ids:
+        most = NUMBER_BYTES * math.prod(shape) + ID_BYTES * len(ids) + PAGE_BYTES
+        content = self._read(Path(path), most)
+        states, read = content.get("states"), content.get("ids")
+        if not _is_dense(read) or read.shape != (len(ids),) or read.tolist() != ids:
             raise ServerError(self.root, "states of another text than the one sent", False)
-        if not isinstance(states, torch.Tensor) or states.shape != shape:
-            shown = list(states.shape) if isinstance(states, torch.Tensor) else "nothing"
+        if not _is_dense(states) or states.shape != shape:
+            shown = list(states.shape) if _is_dense(states) else "nothing"
             said = f"states of the shape {shown}, expected {list(shape)}: tokens, layers, width"
             raise ServerError(self.root, said, False)
+        if not states.is_floating_point():
+            raise ServerError(self.root, f"states of the kind {states.dtype}", False)
         return states
 
-    def _read(self, path: Path) -> dict[str, torch.Tensor]:
-        """The content of a file, which is deleted. It may appear after the answer."""
+    def _read(self, path: Path, most: int) -> dict[str, object]:
+        """The content of a file of at most `most` bytes, which is deleted. It may appear after the
+        answer."""
         began, pause = time.monotonic(), 0.001
-        while not path.exists():
+        while not os.path.exists(path):  # False, too, for what can be no path
             if time.monotonic() - began > FILE_S:
                 said = f"no file {path} after {FILE_S:g} s: it must lie in a folder that both see"
                 raise ServerError(self.root, said, True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         try:
-            return torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if not path.is_file() or path.stat().st_size > most:
+                said = f"{path} is no file of at most {most} bytes, as these states would be"
+                raise ServerError(self.root, said, False)
+            return dict(torch.load(path, weights_only=True))
+        except ServerError:
+            raise
+        except Exception as error:  # of a damaged file torch raises whatever comes
             raise ServerError(self.root, f"cannot read {path}: {error}", True) from error
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor whose numbers lie in memory."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+    )

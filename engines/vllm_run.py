@@ -8,9 +8,10 @@ running server.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import http.client
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -24,18 +25,19 @@ import torch
 
 from engines.vllm_server import engine_python, environment, memory_options, model_options
 from engines.vllm_worker import CounterValues, JobAnswer, WorkerAnswer, WorkerRequest
-from engines.web import server_root, urlopen
+from engines.web import Limits, ServerError, fetch, server_root
 from target.model import Target
 from target.sampling import Sampling
 from trainer.checks import is_address
-from trainer.errors import RunFault, UserError
+from trainer.errors import RunFault, UserError, excerpt
 from trainer.progress import working
 
+METRICS_S, METRICS_BYTES = 10.0, 2**24  # of a page, which has lines for each engine
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENGINE = {"enable_prefix_caching": False, "disable_log_stats": False}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors surface in the worker, not in a child
 DECODED = re.compile(r"(?m)^vllm:request_decode_time_seconds_(count|sum)\{.*\} (\S+)")
-METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d+)")?.*\} (\S+)')
+METRIC = re.compile(r'(?m)^vllm:spec_decode_num_(\w+)_total\{(?:.*position="(\d{1,9})")?.*\} (\S+)')
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class EngineCounters:
         )
 
     def __sub__(self, earlier: EngineCounters) -> EngineCounters:
-        if self.drafts < earlier.drafts:
+        places = len(self.accepted_per_position), len(earlier.accepted_per_position)
+        if self.drafts < earlier.drafts or places[0] != places[1]:
             raise RunFault("vLLM's counters decreased: the server was started again meanwhile")
         pairs = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
         by_position = [now - then for now, then in pairs]
@@ -219,18 +222,26 @@ def from_metrics(text: str) -> EngineCounters:
     """The counters in a server's `/metrics` text, summed over its engines."""
     totals = defaultdict[str, int](int)
     for name, position, value in METRIC.findall(text):
-        totals[position or name] += int(float(value))
+        totals[position or name] += int(_number(value))
     if "drafts" not in totals:
         remedy = "start vLLM with --speculative-config and without --disable-log-stats"
         raise UserError(f"the metrics hold no counters of speculative decoding: {remedy}")
     positions = [totals[place] for place in sorted(filter(str.isdigit, totals), key=int)]
     decoded = dict.fromkeys(("count", "sum"), 0.0)
     for name, value in DECODED.findall(text):
-        decoded[name] += float(value)
+        decoded[name] += _number(value)
     return EngineCounters(
         totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], positions,
         int(decoded["count"]), decoded["sum"],
     )  # fmt: skip
+
+
+def _number(text: str) -> float:
+    """A value of a counter. UserError where it is no number."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise UserError(f"the metrics hold a counter of {excerpt(text, 40)}, which is no number")
 
 
 def scrape(url: str) -> EngineCounters:
@@ -240,8 +251,7 @@ def scrape(url: str) -> EngineCounters:
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
     try:
-        with urlopen(address, 10) as response:
-            text = response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"cannot read {address} ({error}): is the server running?") from error
-    return from_metrics(text)
+        content = fetch(address, limits=Limits(METRICS_S, METRICS_BYTES))
+    except ServerError as error:
+        raise UserError(f"cannot read {address} ({error.said}): is the server running?") from error
+    return from_metrics(content.decode(errors="replace"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from engines.web import past_proxy, urlopen
+from engines.web import PAGE_BYTES, Limits, ServerError, fetch, past_proxy
 from target.model import Target
 from trainer.errors import RunFault, UserError
 from trainer.progress import working
@@ -41,6 +40,7 @@ LAUNCHER = re.compile(
 ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 MEMORY_SHARE = 0.9  # of what is free, for the server; vLLM's own default is that of all
 START_S = 1800  # a large model is read for long
+HEALTH_S = 5.0
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -158,9 +158,9 @@ def _await(server: Server) -> None:
     began = time.monotonic()
     while True:
         try:
-            urlopen(f"{server.url}/health", 5).close()
+            fetch(f"{server.url}/health", limits=Limits(HEALTH_S, PAGE_BYTES))
             return
-        except (OSError, http.client.HTTPException):
+        except ServerError:
             server.alive()
             if (waited := time.monotonic() - began) > START_S:
                 raise RunFault(f"vLLM's server was not ready after {waited:.0f} s") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -65,10 +66,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
             states = states[:, [1, 2, 2]]
         if fault == "two layers":
             states = states[:, :2]
+        if fault == "whole numbers":
+            states = states.long()
+        if fault == "sparse":
+            states = states.to_sparse()
         path = server.folder / asked["kv_transfer_params"]["states"]
         content = {"ids": torch.tensor(ids), "states": states}
+        if fault == "stretched":
+            content["ids"] = torch.tensor(5).expand(10**12)
+        if fault == "a list":
+            content = [1]
         if fault == "not a file":
             path.write_text("nothing")
+        elif fault == "large":
+            with path.open("wb") as file:
+                file.truncate(2**40)
+        elif fault == "folder":
+            path.mkdir()
+        elif fault == "pipe":
+            os.mkfifo(path)
+        elif fault == "no path":
+            path = f"\0/{path.name}"
         elif fault == "late":
             threading.Timer(0.3, lambda: save(content, path)).start()
         elif fault != "no file":

@@ -103,7 +103,7 @@ def test_states_are_the_targets_at_every_token(server, client, target):
 
 
 @pytest.mark.parametrize(
-    "faults", [["busy"], ["cut"], ["busy", "cut", "busy"], ["not a file"], ["late"]]
+    "faults", [["busy"], ["cut"], ["busy", "cut", "busy"], ["not a file"], ["a list"], ["late"]]
 )
 def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, target, capsys):
     server.faults += faults
@@ -120,6 +120,12 @@ def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, 
         ("no connector", "writes no hidden states"),
         ("other text", "of another text"),
         ("two layers", "shape [4, 2, 32], expected [4, 3, 32]"),
+        ("sparse", "shape nothing, expected [4, 3, 32]"),
+        ("whole numbers", "of the kind torch.int64"),
+        ("stretched", "of another text"),
+        ("large", "is no file of at most 1050144 bytes"),
+        ("folder", "is no file of at most"),
+        ("pipe", "is no file of at most"),
     ],
 )
 def test_a_server_with_other_answers_is_refused_at_once(fault, says, server, client):
@@ -130,10 +136,11 @@ def test_a_server_with_other_answers_is_refused_at_once(fault, says, server, cli
     assert len(server.asked) == 1
 
 
-def test_a_folder_that_is_not_shared_is_said(server, client, monkeypatch):
+@pytest.mark.parametrize("fault", ["no file", "no path"])
+def test_a_folder_that_is_not_shared_is_said(fault, server, client, monkeypatch):
     monkeypatch.setattr(module, "FILE_S", 0.1)
     monkeypatch.setattr(module, "PATIENCE_S", -1.0)
-    server.faults += ["no file"]
+    server.faults += [fault]
     with pytest.raises(RunFault, match="a folder that both see"):
         client.submit([5, 6, 7, 8]).result()
 
@@ -322,7 +329,7 @@ def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
         with pytest.raises(UserError) as caught:
             check_address(DataConfig(features_engine=gone))
     assert (caught.value.key, caught.value.value) == ("data.features_engine", gone)
-    assert "Connection refused" in caught.value.rule
+    assert "Cannot connect to host 127.0.0.1" in caught.value.rule
     cached = DataConfig(features="cached", features_engine=gone, cache_dir=str(tmp_path))
     for stored in ({"engine": "vllm"}, {}):  # of a server, of transformers
         (tmp_path / "features" / "a").mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 import train
 from engines import vllm_server as module
 from engines.vllm_server import command_line, vllm_server
-from engines.web import urlopen
+from engines.web import fetch
 from tests.helpers.commands import (
     ROOT,
     TWO,
@@ -102,7 +102,7 @@ def proxy(monkeypatch):
 
 def test_the_server_is_told_what_to_serve_and_ends_with_the_block(target, starts, proxy):
     with vllm_server(target, {"max_model_len": 99, "enforce_eager": False}) as (url, _):
-        urlopen(f"{url}/v1/models", 5).close()
+        fetch(f"{url}/v1/models")
         (one,) = starts()
         assert Path(f"/proc/{one['pid']}").exists()
     assert ended(one["pid"])
@@ -141,7 +141,7 @@ def test_of_a_long_log_the_first_error_is_shown(target, starts, tmp_path, monkey
 def test_the_server_listens_elsewhere_where_that_is_asked_for(target, starts):
     with vllm_server(target, {"host": "127.0.0.2"}) as (url, _):
         assert url.startswith("http://127.0.0.2:")
-        urlopen(f"{url}/v1/models", 5).close()
+        fetch(f"{url}/v1/models")
     assert dict(itertools.pairwise(starts()[0]["words"]))["--host"] == "127.0.0.2"
 
 

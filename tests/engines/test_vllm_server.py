@@ -20,7 +20,7 @@ from drafters.round import Budget
 from engines.completions import served_model
 from engines.request_proxy import RequestProxy
 from engines.vllm_server import free_port, vllm_server
-from engines.web import urlopen
+from engines.web import fetch
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
@@ -138,7 +138,7 @@ def answers(target, address, log):
             if i == 1:
                 content |= {"stream": True, "prompt": target.tokenizer.decode(ids)}
             data, kind = json.dumps(content).encode(), {"Content-Type": "application/json"}
-            urlopen(f"{proxy.address}/v1/completions", 60, data, kind).read()
+            fetch(f"{proxy.address}/v1/completions", data, kind)
     read = RequestLog(log, target, 256).read(99)
     assert [one.prompt_ids for one in read] == asked
     assert not any(one.retokenised for one in read)
