@@ -348,7 +348,8 @@ def run(tokenizer, tmp_path):
     run = tmp_path / "run"
     llama().save_pretrained(run / "drafter")
     tokenizer.save_pretrained(run / "drafter")
-    about = {"kind": "causal_lm", "vocab_size": WORDS, "target": {"vocab_size": 96, "eos_ids": [5]}}
+    target = {"vocab_size": 96, "eos_ids": [5]}
+    about = {"format": 1, "kind": "causal_lm", "vocab_size": WORDS, "target": target}
     (run / "drafter" / "drafter.json").write_text(json.dumps(about))
     model = {"target": "org/model-8b", "target_revision": "v2"}
     config = {"recipe": "distillspec", "model": model, "eval": {"K": 3}}
@@ -447,9 +448,10 @@ def test_script_refuses_other_kinds_and_drafters_outside_a_run(run, tmp_path, ca
     (run / "config.yaml").unlink()
     assert main(arguments) == 2
     assert "model.target=" in capsys.readouterr().err
-    (run / "drafter" / "drafter.json").write_text('{"kind": "medusa", "target": {}}')
+    (run / "drafter" / "drafter.json").write_text('{"format": 1, "kind": "medusa", "target": {}}')
     assert main(arguments) == 2
     assert "kind 'medusa'" in capsys.readouterr().err
-    (run / "drafter" / "drafter.json").write_text('{"kind": "causal_lm", "target": {}}')
+    about = '{"format": 1, "kind": "causal_lm", "target": {}}'
+    (run / "drafter" / "drafter.json").write_text(about)
     assert main([*arguments, "model.target=org/target"]) == 2
     assert "is damaged (KeyError('vocab_size'))" in capsys.readouterr().err

@@ -28,7 +28,6 @@ WORDS = [
     ("eval.drafter=x", "eval.drafter must be left to scripts.evaluate"),
     ("method.divergence=kl", ["method.divergence must be one of fkl[", "fkl"]),
     ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
-    ("method.beta=0.3", "exist any more: write method.divergence=jsd:<beta>"),
     ("method.algorithm=seq_kd", ["must be one of seqkd, supervised_kd", "did you mean 'seqkd'?"]),
     ("method.refresh_every=2", ["method.refresh_every=2 changes nothing", "method.data_mix"]),
     ("method.gen_temperature=2", ["method.gen_temperature=2.0 changes", "method.data_mix"]),

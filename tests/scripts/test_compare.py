@@ -11,7 +11,7 @@ import pytest
 
 from eval.report.render import to_markdown
 from eval.report.rows import role_of
-from eval.report.schema import as_json, read_report
+from eval.report.schema import as_json
 from eval.row import COUNTING, row_with
 from scripts.compare import leaderboard, parse, run_names
 from trainer.errors import UserError
@@ -121,27 +121,6 @@ def test_a_target_that_was_trained_with_its_drafter_is_another_target():
     assert "because the rows differ in target." in text
     for name in ("toy", "toy, trained with after of b", "toy, trained with after of c"):
         assert f"## {name}, prompts toy, temperature 0\n" in text
-
-
-def test_reports_of_an_earlier_version_stand_beside_those_of_this_one(tmp_path):
-    """Theirs had no role."""
-    paths = []
-    for path in sorted((ROOT / "tests/fixtures/frozen").glob("*/report.json")):
-        report = json.loads(path.read_text())
-        for row in report["results"]:
-            del row["role"]
-        paths.append(tmp_path / path.parent.name / "report.json")
-        paths[-1].parent.mkdir()
-        paths[-1].write_text(json.dumps(report))
-    reports = [(path.parent.name, read_report(path)) for path in paths]
-    for _, report in reports:
-        roles = {row.drafter: row.role for row in report["results"]}
-        assert roles["after"] == "trained"
-        assert roles["prompt_lookup"] == "baseline"
-        assert roles.get("control", "control") == "control"
-    text = to_markdown(leaderboard(reports))
-    for path in paths:
-        assert f"| {path.parent.name}: after | " in text
 
 
 def test_chains_and_trees_share_a_table_with_what_they_cost():
