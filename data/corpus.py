@@ -79,7 +79,7 @@ class TokenFile:
     """
 
     def __init__(self, folder: Path, source: str, num_tokens: int):
-        self.source = source
+        self.folder, self.source = folder, source
         blocks = read_blocks(folder)
         check_sizes(folder, blocks[-1])
         used = next((b for b in blocks if b["tokens"] >= num_tokens), blocks[-1])

@@ -42,6 +42,7 @@ from phases.check import (
 from phases.cut_answers import show_cut, show_unmeasured
 from phases.run import Run
 from phases.servers import own_server
+from phases.uses import note_use
 from recipes.common.config import Config
 from target.model import Target
 from trainer.errors import UserError
@@ -141,6 +142,7 @@ def _generate(
             f"{label}: no prompt is left: all {len(plan.prompts)} are too long; name shorter ones, "
             "lower data.max_new_tokens or raise data.max_prompt_tokens"
         )
+    note_use(run, folder)
     return traces
 
 

@@ -24,6 +24,7 @@ from phases import shared
 from phases.dev import dev_evaluation, sharing, split_dev
 from phases.run import Run
 from phases.states import target_states
+from phases.uses import note_use
 from recipes.base import Context, Needs, Stage, unwrapped
 from target.cache import CachedModel
 from target.decode import Request, decode
@@ -246,6 +247,7 @@ class StageRun:
         traces = chain(self.text.train, self.text.dev)
         place = shared.place(self.run, self.stage.shared, self.settings, self.drafter, traces)
         shared.restore(self.run, place, self.folder)
+        note_use(self.run, place)
         return place
 
 

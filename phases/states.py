@@ -20,6 +20,7 @@ from engines.states import PLUGIN, StatesClient, check_server, layer_numbers, st
 from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
+from phases.uses import note_use
 from target.outputs import LayerId, TargetRequest
 from trainer.checks import is_address
 
@@ -48,7 +49,9 @@ def target_states(
         with served_states(run, plan.layers, traces) as states:
             yield states
         return
-    folder = _folder(run, features_folder(run.target, traces, plan, data.cache_dir))
+    local = features_folder(run.target, traces, plan, data.cache_dir)
+    note_use(run, local)
+    folder = _folder(run, local)
     found = None
     if folder.manifest() is None:
         found = FeaturesStore.with_further_layers(run.target, traces, plan, folder)

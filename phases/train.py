@@ -29,6 +29,7 @@ from phases.check import (
 )
 from phases.run import Run
 from phases.stage import RunText, StageRun, settings_of
+from phases.uses import note_use
 from recipes.base import Recipe, Stage, Start
 from recipes.common.draft_size import SizeSearch, TrialResult
 from trainer.errors import UserError, excerpt
@@ -108,6 +109,8 @@ def raw_texts(run: Run, recipe: Recipe) -> dict[str, PackedBatches]:
             run.target, rows * world * stage.data.text.context, run.config.data.cache_dir,
             is_main=accelerator.is_main_process, barrier=run.barrier,
         )  # fmt: skip
+        for file in files:
+            note_use(run, file.folder)
         found[stage.name] = PackedBatches(
             files, stage.data.text, settings.batch_size, run.config.run.seed,
             accelerator.process_index // parts, world,

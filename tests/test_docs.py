@@ -25,6 +25,7 @@ from phases.help import composed
 from recipes import base
 from recipes.common.config import Config, compose
 from scripts import (
+    cache,
     compare,
     evaluate,
     export,
@@ -45,6 +46,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 REASON = re.compile(r"<!-- not run: (.*\b(?:network|GPU|server|minutes).*) -->")
 VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
 SCRIPT_KEYS = {
+    "scripts.cache": cache.KEYS,
     "scripts.export": export.KEYS,
     "scripts.import_traces": [f"script.{key}" for key in import_traces.KEYS],
     "scripts.push_to_hub": push_to_hub.KEYS,
