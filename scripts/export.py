@@ -42,6 +42,7 @@ from target.vocabulary import check_same_vocabulary
 from trainer.checks import require_files, require_folder
 from trainer.config import ModelConfig, asks_for_help, load_yaml, parse_overrides
 from trainer.errors import UserError, require
+from trainer.terminal import guard_terminal
 
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
@@ -181,6 +182,7 @@ def _causal_lm(folder: Path, about: DrafterJson, trusted: bool) -> CausalLMDraft
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0

@@ -32,6 +32,7 @@ from trainer.config import asks_for_help, parse_overrides
 from trainer.errors import UserError
 from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
+from trainer.terminal import guard_terminal
 
 # in a run's folder, first come first served; the last is no engine's but our own
 DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "export/sglang",
@@ -156,6 +157,7 @@ def _line(text: str) -> str:
 
 
 def main(arguments: list[str], api: HfApi | None = None) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0
