@@ -28,7 +28,7 @@ from recipes.common.config import Config
 from target.fingerprint import added_eos
 from target.gguf import is_gguf
 from target.model import Target
-from trainer.checks import require_folder
+from trainer.checks import is_file, require_folder
 from trainer.config import ModelConfig, json_value, load_yaml, sections, to_yaml, translated
 from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
@@ -215,6 +215,9 @@ def check_folder(config: Config, command: Sequence[str]) -> None:
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
+    for path in config.run_dir.rglob("*"):  # it may come from somebody else
+        if not path.is_dir():
+            is_file("run.dir: the file", path)
     schema = {**sections(type(config)), "method": type(config.method)}
     before, changed = translated(redacted(load_yaml(stored)), schema), []
     for section, now in config.settings().items():
