@@ -165,12 +165,12 @@ def _check_counts(said: str, about: DrafterJson, files: Sequence[Path]) -> None:
     """UserError where drafter.json asks for more heads or layers, or larger ones, than the weights
     in `files` are: they would be built before they are compared with these."""
     tensors, numbers = len(stored_dtypes(files)), sum(path.stat().st_size for path in files)
-    for name, value in about["settings"].items():
+    for name, value in {**about["settings"], **(about.get("lora") or {})}.items():
         most = tensors if name.startswith("num_") else numbers
         if type(value) is int and value > most:
             raise UserError(
                 f"must fit the weights, {tensors} tensors of at most {numbers} numbers",
-                key=f"{said}: settings.{name}", value=value, remedy="download it again",
+                key=f"{said}: {name}", value=value, remedy="download it again",
             )  # fmt: skip
     layer = about.get("layer") or {}
     check_config(f"{said}: layer", layer)
