@@ -77,11 +77,13 @@ def describe(run: Path, repo: str, private: bool) -> None:
                 for path in sorted(content.rglob("*")) if path.is_file()
             }  # fmt: skip
             made = "private where it is new" if private else "public where it is new"
-            print(f"{name}, {made}: {sum(sizes.values()):,} bytes, in files of")
+            count = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
+            print(f"{name}, {made}: {count}, {sum(sizes.values()):,} bytes")
             for file, size in sizes.items():
                 print(f"{size:>16,}  {one_line(file)}")
             card = content / "README.md"
-            print(f"\n{(_text(card) if card.exists() else '') or 'there is no card'}\n")
+            said = _text(card) if card.exists() else ""
+            print(f"\nmodel card:\n\n{said}\n" if said else "\nthere is no model card\n")
     print("dry_run=true: nothing was uploaded")
 
 

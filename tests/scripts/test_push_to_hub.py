@@ -347,12 +347,11 @@ def test_a_dry_run_lists_the_files_and_prints_the_card_without_login_or_network(
         "README.md": len("# Card\nmade in run"), "config.json": 18, "model.safetensors": weights,
         "report.html": 15, "report.json": 15, "report.md": 13,
     }  # fmt: skip
-    assert (
-        lines[0] == f"user/name, private where it is new: {sum(listed.values())} bytes, in files of"
-    )
+    total = sum(listed.values())
+    assert lines[0] == f"user/name, private where it is new: 6 files, {total} bytes"
     assert [line.split() for line in lines[1:7]] == [[str(n), name] for name, n in listed.items()]
-    assert lines[7:11] == ["", "# Card", "made in run", ""]
-    assert lines[11] == "user/name-target, private where it is new: 2 bytes, in files of"
+    assert lines[7:13] == ["", "model card:", "", "# Card", "made in run", ""]
+    assert lines[13] == "user/name-target, private where it is new: 1 file, 2 bytes"
     assert lines[-1] == "dry_run=true: nothing was uploaded"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -409,4 +408,4 @@ def test_a_link_inside_the_run_is_followed(run, hub):
 def test_a_card_that_is_no_text_is_one_line(run, hub, capsys):
     (run / "export" / "transformers" / "README.md").write_bytes(b"\xff\xfe")
     assert main([f"script.run={run}", "script.repo=user/name", "dry_run=true"], hub) == 0
-    assert "there is no card" in capsys.readouterr().out
+    assert "there is no model card" in capsys.readouterr().out
