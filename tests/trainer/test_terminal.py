@@ -24,6 +24,7 @@ from scripts import (
     request_log,
 )
 from trainer.errors import UserError, excerpt, one_line, printable
+from trainer.progress import Progress
 from trainer.terminal import guard_terminal
 
 COMMANDS = (compare, config_page, evaluate, export, generate, get_smollm2, import_traces,
@@ -64,6 +65,16 @@ def test_what_is_printed_or_logged_is_shown(capsys):
     print("out \x1b[31m", TEXT)
     print("err \u202e", file=sys.stderr)
     assert capsys.readouterr() == (f"out \\x1b[31m {TEXT}\n", "err \\u202e\n")
+
+
+def test_the_label_of_a_bar_is_shown_without_what_tqdm_puts_behind_a_colour():
+    screen = Screen()
+    progress = Progress(2, stream=screen, unit="token", label="a\x1b[31mb\nc")
+    progress.advance()
+    assert progress.status() == r"a\x1b[31mb\nc: 1 of 2 tokens"
+    progress.close()
+    assert r"a\x1b[31mb\nc: " in screen.getvalue()
+    assert "\x1b[0m" not in screen.getvalue()
 
 
 def test_a_logged_line_is_one_line():
