@@ -16,10 +16,12 @@ permission to run code.
 from __future__ import annotations
 
 from trainer.config import asks_for_help
+from trainer.terminal import guard_terminal
 
 
 def main(arguments: list[str]) -> int:
     """Run the command with these words; returns the exit code."""
+    guard_terminal()
     if asks_for_help(arguments):
         from recipes import base
 

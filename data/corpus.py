@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data.raw_text import Source
 from target.model import Target
-from trainer.errors import RunFault, UserError
+from trainer.errors import RunFault, UserError, one_line
 from trainer.files import read_json, write_atomic, write_json
 from trainer.lock import lock
 from trainer.processes import Spread
@@ -280,7 +280,8 @@ def _extend(
             file.truncate(size)  # removes what a kill left after the last whole block
     texts = _pinned(source, folder).texts(blocks[-1]["documents"])
     encoded = spread.each(_cut(texts))
-    bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=f"tokenise {source.name}",
+    named = one_line(f"tokenise {source.name}")
+    bar = tqdm(total=num_tokens, initial=blocks[-1]["tokens"], desc=named,
                unit="token", unit_scale=True, dynamic_ncols=True, disable=None)  # fmt: skip
     block = blocks[-1]
     with bar:
@@ -290,7 +291,7 @@ def _extend(
             bar.update(block["tokens"] - before)
             tenth = 10 * block["tokens"] // num_tokens
             if bar.disable and tenth > 10 * before // num_tokens:
-                print(f"tokenise {source.name}: {block['tokens']} of {num_tokens} tokens")
+                print(f"{named}: {block['tokens']} of {num_tokens} tokens")
 
 
 def _append(folder: Path, source: Source, target: Target, block: Block, encoded: Encoded) -> Block:

@@ -6,10 +6,9 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from drafters.acceptance_head import SETTINGS, WEIGHTS, AcceptanceHead, AcceptanceSettings
 from drafters.base import TrainedDrafter, add_to_hash
+from target.folder import reading
 from target.loading import check_finite, check_plain
 from trainer.errors import UserError
 
@@ -64,15 +63,10 @@ def attach(drafter: TrainedDrafter, folder: Path, key: str) -> None:
     if not (folder / SETTINGS).exists():
         return
     check_exposed(drafter)
-    try:
+    with reading(f"{key}: the acceptance head in {folder} is damaged"):
         check_plain(key, str(folder), [folder / WEIGHTS])
         head = AcceptanceHead.from_pretrained(folder)
         check_finite(key, str(folder), head.state_dict().items())
-    except UserError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{key}: the acceptance head in {folder} is damaged ({reason})") from error
     own = head.settings
     check_width(drafter, head, folder, key)
     found = weights_hash(drafter)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drafters.output_head import ResidualLayers
+from trainer.files import load_json
 
 SETTINGS, WEIGHTS = "acceptance_head.json", "acceptance_head.safetensors"
 ACCEPT = 1  # the index of the logit; 0: reject
@@ -85,7 +86,7 @@ class AcceptanceHead(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: Path) -> AcceptanceHead:
         """Read what `save` wrote."""
-        head = cls(AcceptanceSettings(**json.loads((folder / SETTINGS).read_text())))
+        head = cls(AcceptanceSettings(**load_json(folder / SETTINGS)))
         head.load_state_dict(load_file(folder / WEIGHTS))
         return head.eval()
 

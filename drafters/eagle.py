@@ -9,7 +9,6 @@ reads, what the output head projects and what the next step recycles.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from target.nodes import TreeSlots
 from target.outputs import LayerId, TargetOutputs
 from target.rotary import served_context
 from trainer.errors import UserError
+from trainer.files import load_json
 from trainer.shift import at_index
 
 Index: TypeAlias = slice | torch.Tensor  # of rows, or of columns
@@ -287,7 +287,7 @@ class EagleDrafter(TrainedDrafter):
     def from_pretrained(cls, folder: str | Path, target: Target) -> EagleDrafter:
         """Load a folder of this project; UserError where the head was made for another target."""
         folder = Path(folder)
-        about: DrafterJson = json.loads((folder / "drafter.json").read_text())
+        about: DrafterJson = load_json(folder / "drafter.json")
         check_fingerprint(about["target"], target.fingerprint, str(folder))
         tensors = load_file(folder / "model.safetensors")
         # False is the default of every switch; earlier versions stored those of EAGLE-3 for EAGLE-1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 
 from drafters import acceptance_head
 from drafters.acceptance import attach, check_exposed, check_width, weights_hash
@@ -17,7 +17,8 @@ from drafters.formats.files import read_json
 from drafters.formats.keys import HeadConfig
 from drafters.formats.reader import layout_of, read
 from drafters.kinds import KINDS, Kind, stored_kind
-from target.loading import check_finite, check_plain
+from target.folder import check_config, check_folder, check_sizes, reading
+from target.loading import check_finite, check_plain, stored_dtypes
 from target.model import Target
 from trainer.checks import require_files
 from trainer.errors import UserError
@@ -42,7 +43,7 @@ def load_drafter(
     where the drafter is missing, damaged or does not fit the target.
     """
     name = drafter_folder(key, name)
-    require_files(key, name)
+    check_folder(key, name)
     folder = _fetched(name, revision)
     drafter = _load(name, folder, target, revision, trust_remote_code, key)
     if folder is not None:
@@ -85,9 +86,10 @@ def _load(
             return _own(kind, folder, target, key)
     elif folder is not None:
         try:
-            if layout_of(folder) is not None:
-                head = read(folder, num_target_layers=target.num_layers)
-                return KINDS[head.kind].adopted(head, target)
+            with reading(f"{folder} cannot be read as a head"):
+                if layout_of(folder) is not None:
+                    head = read(folder, num_target_layers=target.num_layers)
+                    return KINDS[head.kind].adopted(head, target)
         except UserError as error:
             raise _below(key, error) from error
     return CausalLMDrafter.from_pretrained(
@@ -115,7 +117,8 @@ def load_acceptance_head(name: str, drafter: TrainedDrafter, key: str) -> None:
         attach(drafter, folder, key)
         return
     try:
-        head = read_acceptance_head(folder)
+        with reading(f"{folder} cannot be read as an acceptance head"):
+            head = read_acceptance_head(folder)
     except UserError as error:
         raise _below(key, error) from error
     check_width(drafter, head, folder, key)
@@ -143,7 +146,7 @@ def stored(folder: Path, key: str) -> DrafterJson:
             f"{key}: {folder} is stored in format {about.get('format')}, this version reads format "
             f"{FORMAT}: train it again, or load it with the version that stored it"
         )
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(
             f"{key}: {folder} holds a drafter of kind {kind!r}; known: {', '.join(KINDS)}"
         )
@@ -154,19 +157,33 @@ def stored(folder: Path, key: str) -> DrafterJson:
 
 def _own(kind: Kind, folder: Path, target: Target, key: str) -> TrainedDrafter:
     assert kind.load is not None
-    try:
-        check_plain(key, str(folder), sorted(folder.rglob("*.safetensors")))
+    with reading(f"{key}: {folder}, of kind {kind.name!r}, is damaged"):
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")])
+        check_plain(key, str(folder), files)
+        about = read_json(folder / "drafter.json", DrafterJson)
+        if files:
+            _check_counts(f"{key}: {folder / 'drafter.json'}", about, files)
         drafter = kind.load(folder, target)
         check_finite(key, str(folder), drafter.state_dict().items())
-        about = read_json(folder / "drafter.json", DrafterJson)
         drafter.rank_accuracy = about.get("rank_accuracy")
         drafter.trained_depth = about.get("trained_depth")
         return drafter
-    except UserError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{key}: {folder}, of kind {kind.name!r}, is damaged ({reason})") from error
+
+
+def _check_counts(said: str, about: DrafterJson, files: Sequence[Path]) -> None:
+    """UserError where drafter.json asks for more heads or layers, or larger ones, than the weights
+    in `files` are: they would be built before they are compared with these."""
+    tensors, numbers = len(stored_dtypes(files)), sum(path.stat().st_size for path in files)
+    for name, value in {**about["settings"], **(about.get("lora") or {})}.items():
+        most = tensors if name.startswith("num_") else numbers
+        if type(value) is int and value > most:
+            raise UserError(
+                f"must fit the weights, {tensors} tensors of at most {numbers} numbers",
+                key=f"{said}: {name}", value=value, remedy="download it again",
+            )  # fmt: skip
+    layer = about.get("layer") or {}
+    check_config(f"{said}: layer", layer)
+    check_sizes(f"{said}: layer", layer, files, ("intermediate_size",))
 
 
 def _fetched(name: str, revision: str | None) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from drafters.base import DrafterJson, TrainedDrafter, check_fingerprint
 from target.model import Target
 from trainer.errors import UserError
+from trainer.files import load_json
 
 
 def without(settings: dict[str, object], *names: str) -> dict[str, object]:
@@ -33,7 +33,7 @@ def read_stored(folder: Path, target: Target) -> tuple[DrafterJson, dict[str, to
 
     Raises UserError where the drafter was made for another target.
     """
-    about: DrafterJson = json.loads((folder / "drafter.json").read_text())
+    about: DrafterJson = load_json(folder / "drafter.json")
     check_fingerprint(about["target"], target.fingerprint, str(folder))
     return about, load_file(folder / "model.safetensors")
 

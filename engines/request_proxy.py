@@ -6,8 +6,8 @@ passed on as they come and logged once they are complete; failed ones are not lo
 clients are passed on and never logged.
 
 Every client of the proxy adds to the training text of a drafter. The proxy therefore listens on
-this machine alone by default, and refuses what a web page can send: a request from another origin,
-or under a host name that somebody else may have pointed here.
+this machine alone by default, and refuses what a web page can send: a request from another origin
+or site, or under a host name that somebody else may have pointed here.
 """
 
 from __future__ import annotations
@@ -239,6 +239,9 @@ class RequestProxy:
                 return _refuse(
                     403, f"requests of web pages of another origin are refused ({origin})"
                 )
+        for site in request.headers.getall("Sec-Fetch-Site", ()):  # also without an Origin
+            if site.strip().lower() == "cross-site":
+                return _refuse(403, f"requests of web pages of another site are refused ({site})")
         return None
 
     async def _pass_on(

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from trainer.errors import RunFault, UserError
+from trainer.errors import RunFault, UserError, one_line
 from trainer.interrupt import launched_alone, signal_at_death_of_parent, stop_requested
 from trainer.redaction import hide
 
@@ -78,9 +78,18 @@ def _in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+class _OneLine(logging.Formatter):
+    """Prints a message, which may hold names of anyone's, on one line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(record.message)
+
+
 def show_log() -> None:
     """Print what this project logs, such as the prompts that are dropped, to stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("httpx", "accelerate", "datasets", "matplotlib", "bitsandbytes"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

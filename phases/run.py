@@ -25,7 +25,7 @@ from phases.commands import trained_further
 from recipes.common.config import Config
 from target.fingerprint import added_eos
 from target.model import Target
-from trainer.checks import require_folder
+from trainer.checks import is_file, require_folder
 from trainer.config import FORMAT, ModelConfig, json_value, load_yaml, to_yaml
 from trainer.errors import UserError
 from trainer.files import damaged, read_json, write_atomic, write_json
@@ -154,6 +154,9 @@ def check_folder(config: Config, command: Sequence[str]) -> None:
     stored = config.run_dir / "config.yaml"
     if not stored.exists():
         return
+    for path in config.run_dir.rglob("*"):  # it may come from somebody else
+        if not path.is_dir():
+            is_file("run.dir: the file", path)
     before, changed = redacted(load_yaml(stored)), []
     for section, now in config.settings().items():
         former = before.get(section)

@@ -38,12 +38,14 @@ from trainer.config import asks_for_help, suggest
 from trainer.errors import RunFault, UserError
 from trainer.files import write_atomic
 from trainer.redaction import hide
+from trainer.terminal import guard_terminal
 
 Entry = tuple[str, Report, Row]  # name of the run, its report, row
 OF_NO_RUN = (BASELINE, TARGET)  # roles of rows that belong to no run
 
 
 def main(arguments: list[str]) -> None:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return

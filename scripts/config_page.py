@@ -14,12 +14,14 @@ from pathlib import Path
 from phases.help import config_page, rows_page
 from trainer.config import asks_for_help
 from trainer.files import write_atomic
+from trainer.terminal import guard_terminal
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {DOCS / "config.md": config_page, DOCS / "rows.md": rows_page}
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if arguments and asks_for_help(arguments):
         print(__doc__)
         return 0

@@ -41,6 +41,7 @@ from trainer.errors import UserError
 from trainer.progress import working
 from trainer.redaction import shown
 from trainer.specs import form
+from trainer.terminal import guard_terminal
 
 # of data.* the keys that decide the held-out prompts, and where and how the target's text is
 # generated
@@ -166,6 +167,7 @@ def report_on(
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0

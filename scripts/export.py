@@ -12,10 +12,11 @@ the run says.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     AutoConfig,
@@ -29,19 +30,22 @@ from drafters.acceptance_head import adaptive_note
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export, model_card
+from drafters.formats.files import read_json
 from drafters.kinds import Kind, served_by, stored_kind
 from drafters.load import drafter_folder, load_drafter, stored
 from eval.config import EvalConfig
 from eval.report.schema import markdown_table, read_report
 from phases import exits
-from target.causal_lm import UNREADABLE, load_causal_lm
+from target.causal_lm import load_causal_lm
 from target.fingerprint import eos_ids, eos_ids_of
+from target.folder import check_folder, check_model, reading
 from target.gguf import is_gguf
 from target.model import Target
 from target.vocabulary import check_same_vocabulary
-from trainer.checks import require_files, require_folder
+from trainer.checks import require_folder
 from trainer.config import ModelConfig, asks_for_help, load_yaml, parse_overrides
 from trainer.errors import UserError, require
+from trainer.terminal import guard_terminal
 
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
@@ -60,7 +64,7 @@ def export_drafter(
     its kind."""
     if not os.path.exists(drafter / "drafter.json"):
         raise UserError(f"script.drafter: no drafter in {str(drafter)!r} (drafter.json is missing)")
-    require_files("script.drafter", drafter)
+    check_folder("script.drafter", drafter)
     require_folder("script.out", out)
     about = stored(drafter, "script.drafter")
     kind = stored_kind(about)
@@ -69,7 +73,7 @@ def export_drafter(
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
     report = read_report(stored_report) if stored_report.exists() else None
-    model = config.get("model", {})
+    model, measured = (_section(config, name, stored_config) for name in ("model", "eval"))
     own = model.get("target")
     if target is None:
         target = own
@@ -80,12 +84,16 @@ def export_drafter(
             )
         print(f"model.target={target}, from {stored_config}")
     _check_out(out, {"model.target": target, "script.drafter": str(drafter)})
-    num_tokens = config.get("eval", {}).get("K", EvalConfig.K) if K is None else K
+    num_tokens = measured.get("K", EvalConfig.K) if K is None else K
     counts = type(num_tokens) is int and num_tokens >= 1  # and no true
     require(counts, "eval.K", "be a whole number >= 1", num_tokens)
+    revision = model.get("target_revision") if target == own else None
+    rule = "be the name of a revision"
+    require(
+        isinstance(revision, str | None), f"{stored_config}: model.target_revision", rule, revision
+    )
     if target != own:  # the run's numbers are of another target
         report = None
-    revision = model.get("target_revision") if target == own else None
     table = markdown_table(report["results"]) if report and report["results"] else None
     license = "apache-2.0" if target == ModelConfig.target else None
     if kind.load is None:  # a causal LM is written without its target
@@ -119,6 +127,13 @@ def export_drafter(
     return kind.writers[engine](served, out, Export(text, target, num_tokens))
 
 
+def _section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    """A section of the configuration in `path`, which may come from somebody else."""
+    found = config.get(name) or {}
+    require(isinstance(found, dict), f"{path}: {name}", "be a table of settings", found)
+    return found
+
+
 def _check_out(out: Path, read: dict[str, str]) -> None:
     """Refuse an `out` that holds one of the folders `read`, by key."""
     place = out.resolve()
@@ -145,29 +160,26 @@ def _check_engine(kind: Kind, engine: str) -> None:
 def _vocabulary(target: str, trusted: bool) -> tuple[PreTrainedTokenizerBase, int, tuple[int, ...]]:
     """Tokenizer, configured vocabulary and EOS ids of `target`; of weights only a GGUF file's are
     read."""
-    require_files("model.target", target)
+    check_folder("model.target", target)
     if is_gguf(target):
         model, tokenizer = load_causal_lm(target, "model.target")
         return tokenizer, model.config.get_text_config().vocab_size, eos_ids(model, tokenizer)
-    try:
+    with reading(f"model.target={target}: its tokenizer and configuration cannot be read"):
+        if Path(target).is_dir():
+            check_model("model.target", Path(target))
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trusted)
         config = AutoConfig.from_pretrained(target, trust_remote_code=trusted)
         try:
             generation = GenerationConfig.from_pretrained(target)
         except OSError:  # it has none: as transformers makes it when it loads the model
             generation = GenerationConfig.from_model_config(config)
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"model.target={target}: its tokenizer and configuration cannot be read ({reason})"
-        ) from error
     return tokenizer, config.get_text_config().vocab_size, eos_ids_of(generation, tokenizer)
 
 
 def _causal_lm(folder: Path, about: DrafterJson, trusted: bool) -> CausalLMDrafter:
     """Load a causal LM in the dtype of its weights. `about`: the content of drafter.json."""
     try:
-        dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
+        dtype = read_json(folder / "config.json", dict).get("dtype") or "float32"
         made_for = about["target"]
         vocab_size, _ = made_for["vocab_size"], made_for["eos_ids"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -181,6 +193,7 @@ def _causal_lm(folder: Path, about: DrafterJson, trusted: bool) -> CausalLMDraft
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0

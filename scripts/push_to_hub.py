@@ -1,6 +1,7 @@
 """Upload a run's exported drafter and its report to the Hugging Face Hub.
 
-    python -m scripts.push_to_hub script.run=runs/x script.repo=user/name [script.private=false]
+    python -m scripts.push_to_hub script.run=runs/x script.repo=user/name [script.private=false] \\
+        [dry_run=true]
 
 What is uploaded is the folder that an engine loads: transformers' layout of a causal LM, vLLM's of
 a head, SGLang's of one that vLLM does not load; a drafter that no engine loads (Hydra, a bank) goes
@@ -12,14 +13,18 @@ A new repository is private unless script.private=false; nothing private goes to
 already. The report goes without the prompts and answers that it shows. Report and card lose what
 they say of this machine's folders, and a file that holds a token or a secret of the environment
 stops the upload. The token is the one of `hf auth login` or HF_TOKEN; it is never shown. Run again,
-the same command replaces the files.
+the same command replaces the files. `dry_run=true` lists the files with their sizes and prints the
+card: nothing is uploaded, and neither a login nor the network is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy2, copytree, ignore_patterns
 
@@ -28,10 +33,12 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from eval.report.schema import read_report, without_readings, write_report
+from trainer.checks import is_file
 from trainer.config import asks_for_help, parse_overrides
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line, require
 from trainer.files import MARKER
 from trainer.redaction import hide, leaks, shown
+from trainer.terminal import guard_terminal
 
 # in a run's folder, first come first served; the last is no engine's but our own
 DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "export/sglang",
@@ -39,16 +46,55 @@ DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "export
 TARGET = "export/vllm/target"
 REPORTS = ("report.md", "report.json", "report.html")
 TEXTS = ["script.run", "script.repo"]
-KEYS = [*TEXTS, "script.private"]
+KEYS = [*TEXTS, "script.private", "dry_run"]
+LARGEST_HEADER = 100_000_000  # of safetensors, by its own rule
 LINKED_BYTES = 1 << 26  # larger files are linked, not copied, to be uploaded
 
 
 def push(run: Path, repo: str, private: bool, api: HfApi) -> list[str]:
     """Upload drafter and report, and the target if it was trained too, in one commit to each
     repository. Returns the addresses of the repositories."""
+    with staged(run, repo) as uploads:
+        if private:
+            for name in uploads:
+                refuse_public(name, api)
+        addresses = []
+        for name, content in uploads.items():
+            addresses.append(str(api.create_repo(name, private=private, exist_ok=True)))
+            api.upload_folder(
+                repo_id=name, folder_path=content, commit_message="Upload drafter and report"
+            )
+    return addresses
+
+
+def describe(run: Path, repo: str, private: bool) -> None:
+    """Print what `push` would upload: the files of each repository with their sizes, and its
+    card."""
+    with staged(run, repo) as uploads:
+        for name, content in uploads.items():
+            sizes = {
+                path.relative_to(content).as_posix(): path.stat().st_size
+                for path in sorted(content.rglob("*")) if path.is_file()
+            }  # fmt: skip
+            made = "private where it is new" if private else "public where it is new"
+            count = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
+            print(f"{name}, {made}: {count}, {sum(sizes.values()):,} bytes")
+            for file, size in sizes.items():
+                print(f"{size:>16,}  {one_line(file)}")
+            card = content / "README.md"
+            said = _text(card) if card.exists() else ""
+            print(f"\nmodel card:\n\n{said}\n" if said else "\nthere is no model card\n")
+    print("dry_run=true: nothing was uploaded")
+
+
+@contextlib.contextmanager
+def staged(run: Path, repo: str) -> Iterator[dict[str, Path]]:
+    """Inside the block, folders with what is to be uploaded, by the name of the repository: copies
+    without the places of this machine. UserError where the run is not finished, holds a secret or
+    something else that cannot be published, or where the repository cannot have this name."""
     if not run.is_dir():
         raise UserError(f"script.run: there is no folder {str(run)!r}")
-    missing = [name for name in REPORTS if not (run / name).exists()]
+    missing = [name for name in REPORTS if not is_file("script.run: the file", run / name)]
     if missing:
         raise UserError(f"script.run: {run} has no {missing[0]}: let the run finish")
     folders = [run / name for name in DRAFTERS]
@@ -63,36 +109,45 @@ def push(run: Path, repo: str, private: bool, api: HfApi) -> list[str]:
     if "/" not in repo:
         raise UserError(f"script.repo must have the form user/name, got {repo!r} without a user")
     target = run / TARGET
+    heads = sorted((run / "drafter").glob("acceptance_head.*"))  # one that no engine reads
+    _refuse_foreign(run, *(run / name for name in REPORTS), folder, target, *heads)
     with tempfile.TemporaryDirectory() as scratch:
-        staged = Path(scratch) / "drafter"
-        _stage(folder, staged)
+        drafter = Path(scratch) / "drafter"
+        _stage(folder, drafter)
         for name in REPORTS:
-            copy2(run / name, staged / name)
-        if '"readings"' in (run / "report.json").read_text(encoding="utf-8"):
-            write_report(without_readings(read_report(run / "report.json")), staged)
-        for path in (run / "drafter").glob("acceptance_head.*"):  # a head that no engine reads
-            copy2(path, staged / path.name)
-        uploads = {repo: staged}
+            copy2(run / name, drafter / name)
+        if '"readings"' in _text(run / "report.json"):
+            write_report(without_readings(read_report(run / "report.json")), drafter)
+        for path in heads:
+            copy2(path, drafter / path.name)
+        uploads = {repo: drafter}
         if target.exists():
             uploads[f"{repo}-target"] = Path(scratch) / "target"
             _stage(target, uploads[f"{repo}-target"])
-            card = staged / "README.md"
-            if card.exists():  # it names a folder of this machine
-                text = card.read_text(encoding="utf-8").replace(str(target), f"{repo}-target")
+            card = drafter / "README.md"
+            if card.exists() and (text := _text(card)):  # it names a folder of this machine
+                text = text.replace(str(target), f"{repo}-target")
                 text = re.sub(rf"[^\s\"'`]*\b{TARGET}\b", f"{repo}-target", text)
                 card.write_text(text, encoding="utf-8")
         for content in uploads.values():
             clean(content)
-        if private:
-            for name in uploads:
-                refuse_public(name, api)
-        addresses = []
-        for name, content in uploads.items():
-            addresses.append(str(api.create_repo(name, private=private, exist_ok=True)))
-            api.upload_folder(
-                repo_id=name, folder_path=content, commit_message="Upload drafter and report"
-            )
-    return addresses
+        yield uploads
+
+
+def _refuse_foreign(run: Path, *places: Path) -> None:
+    """UserError where one of `places`, or what is in it, is no file of the run's own folder: a pipe
+    or a device, or a link to something else, which was never meant to be published."""
+    whole = os.path.realpath(run)
+    for place in places:
+        for path in (place, *place.rglob("*")):
+            own = Path(os.path.realpath(path)).is_relative_to(whole)
+            if not own or (path.is_symlink() and not path.is_file()):
+                raise UserError(
+                    "is a link that leads elsewhere", key=f"script.run: {path}",
+                    remedy="put the file itself there, or take the link away",
+                )  # fmt: skip
+            if not path.is_dir():
+                is_file("script.run: the file", path)
 
 
 def _stage(folder: Path, staged: Path) -> None:
@@ -145,7 +200,7 @@ def _text(path: Path) -> str:
             return path.read_text(encoding="utf-8")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return file.read(min(size, path.stat().st_size)).decode()
+            return file.read(min(size, LARGEST_HEADER)).decode()
     except UnicodeDecodeError:
         return ""
 
@@ -156,6 +211,7 @@ def _line(text: str) -> str:
 
 
 def main(arguments: list[str], api: HfApi | None = None) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0
@@ -164,12 +220,14 @@ def main(arguments: list[str], api: HfApi | None = None) -> int:
         for key in ("script.run", "script.repo"):
             if not given.get(key):
                 raise UserError(f"{key} must be given: {key}=...")
-        private = given.get("script.private", True)
-        if not isinstance(private, bool):
-            raise UserError(f"script.private must be true or false, got {private!r}")
-        addresses = push(
-            Path(str(given["script.run"])), str(given["script.repo"]), private, api or HfApi()
-        )
+        private, dry_run = given.get("script.private", True), given.get("dry_run", False)
+        require(isinstance(private, bool), "script.private", "be true or false", private)
+        require(isinstance(dry_run, bool), "dry_run", "be true or false", dry_run)
+        run, repo = Path(str(given["script.run"])), str(given["script.repo"])
+        if dry_run:
+            describe(run, repo, bool(private))
+            return 0
+        addresses = push(run, repo, bool(private), api or HfApi())
     except UserError as error:
         print(f"error: {_line(str(error))}", file=sys.stderr)
         return 2

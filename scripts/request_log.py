@@ -33,6 +33,7 @@ from trainer.checks import is_file
 from trainer.config import asks_for_help, parse_overrides
 from trainer.errors import RunFault, UserError, require
 from trainer.redaction import hide
+from trainer.terminal import guard_terminal
 
 KEYS = ("server", "port", "log", "host", "token_ids", "allowed_hosts", "max_body_mb", "keep_days",
         "forget")  # fmt: skip
@@ -40,6 +41,7 @@ TEXTS = ("script.server", "script.log", "script.host", "script.forget")
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if asks_for_help(arguments):
         print(__doc__)
         return 0

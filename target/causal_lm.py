@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from target.devices import Loading
+from target.folder import check_config, check_folder, check_model, reading
 from target.gguf import is_gguf, load_gguf
 from target.loading import (
     ACCOUNT,
@@ -31,15 +30,10 @@ from target.loading import (
     loaded_tensors,
     weight_files,
 )
-from trainer.checks import require_files
 from trainer.errors import UserError
 
 if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
-
-# what transformers raises for a folder that is no model: a broken file, a key that cannot be
-_OF_FILES = (SafetensorError, StrictDataclassError, UnpicklingError)
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, *_OF_FILES)
 
 
 def load_causal_lm(
@@ -60,7 +54,7 @@ def load_causal_lm(
     `spread`: see `target.devices.spread`; the layers of `device_map` "cpu" are left to the caller
     to check for NaN, since each process reads its own part of them.
     """
-    require_files(key, name)
+    check_folder(key, name)
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
     if is_gguf(name):
@@ -76,11 +70,16 @@ def load_causal_lm(
     given: Loading = {} if spread is None else spread
     if trust_remote_code:
         print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
-    try:
+    with reading(f"{key}: cannot load {name!r} as a causal language model with its tokenizer"):
         _refuse_adapter(key, name, revision)
+        if Path(name).is_dir():
+            check_model(key, Path(name))
+        else:
+            check_config(key, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, **common)
         quantised = check_quantization(key, name, config)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        tokenizer("a")  # settings of its own that no text can be read with
         if quantised and given.get("device_map") == "cpu":
             raise UserError(
                 f"model.device_map=fsdp2 shards weights that are not quantised, those of "
@@ -97,10 +96,6 @@ def load_causal_lm(
         model, info = loaded
         commit = getattr(config, "_commit_hash", None) or revision
         check_whole(key, name, model, info, weight_files(name, commit), quantised)
-    except UserError:
-        raise
-    except UNREADABLE as error:
-        raise _unreadable(key, name, error) from error
     if given.get("device_map") != "cpu":
         check_finite(key, name, loaded_tensors(model))
     return model.eval(), tokenizer
@@ -116,14 +111,3 @@ def _refuse_adapter(key: str, name: str, revision: str | None) -> None:
             value=name,
             remedy="merge it into its base model (merge_and_unload of peft) and save that",
         )
-
-
-def _unreadable(key: str, name: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    remedy = ""
-    if "trust_remote_code" in reason:
-        remedy = "; set model.trust_remote_code=true if you trust the code that comes with it"
-    return UserError(
-        f"{key}: cannot load {name!r} as a causal language model with its tokenizer "
-        f"({reason[:300]}){remedy}"
-    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from target.folder import check_config, reading
 from target.loading import ACCOUNT, check_finite, check_whole, loaded_tensors
 from trainer.errors import UserError
 
@@ -47,18 +48,14 @@ def load_gguf(
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     # its bar is drawn into a pipe as well
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-    try:
-        with quiet:
-            config = AutoConfig.from_pretrained(**where)
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                **where, config=config, dtype=dtype, **ACCOUNT
-            )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
-        raise UserError(
-            f"{key}: transformers cannot read {file} ({' '.join(str(error).split())[:300]}): name "
-            "the folder of the model that it was converted from"
-        ) from error
+    whole = "name the folder of the model that it was converted from"
+    with reading(f"{key}: transformers cannot read {file}", remedy=whole), quiet:
+        config = AutoConfig.from_pretrained(**where)
+        check_config(f"{key}: {file}", config.to_dict())
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **where, config=config, dtype=dtype, **ACCOUNT
+        )
     model, info = loaded
     unread = [*info["unexpected_keys"], *unread_tensors(reader, model)]
     check_whole(key, str(file), model, info | {"unexpected_keys": unread}, (), quantised=False)
@@ -82,10 +79,8 @@ def read(file: Path, key: str) -> GGUFReader:
         from gguf import GGUFReader
     except ImportError as error:
         raise UserError(f"{key}={file} needs the package gguf: pip install gguf") from error
-    try:
+    with reading(f"{key}: {file} is damaged, or no GGUF file"):
         return GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise UserError(f"{key}: {file} is damaged, or no GGUF file ({error})") from error
 
 
 def unread_tensors(reader: GGUFReader, model: PreTrainedModel) -> list[str]:

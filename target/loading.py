@@ -8,7 +8,6 @@ where they were loaded.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -26,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from trainer.errors import RunFault, UserError
+from trainer.files import load_json
 
 # arguments of `from_pretrained`: what it loaded comes back, other shapes too, and is judged here
 ACCOUNT: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -146,6 +146,12 @@ def check_whole(
         names = tensor, prefix + tensor, tensor.removeprefix(prefix)
         return next((one for one in names if one in own), None)
 
+    method = getattr(model, "quantization_method", None) if quantised else None
+    if method == "bitsandbytes" and all(dtype in PLAIN for dtype in stored.values()):
+        raise UserError(
+            "config.json says that it is stored quantised, and its weights are not", key=key,
+            value=name, remedy="take quantization_config out of its config.json",
+        )  # fmt: skip
     _check_dtypes(key, name, stored, {t: own[p] for t in stored if (p := place(t))}, quantised)
     placed = {place(tensor) for tensor in stored}
     # a class may also list what it need not find: right for buffers alone
@@ -299,7 +305,7 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
             return [folder / whole]
         index = folder / f"{whole}.index.json"
         if index.exists():
-            parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            parts: dict[str, str] = load_json(index)["weight_map"]
             return sorted({folder / part for part in parts.values()})
     return []
 
@@ -316,6 +322,12 @@ def stored_dtypes(files: Sequence[Path]) -> dict[str, str]:
             content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
         except RuntimeError:  # torch's format before 2020, which is older than all such dtypes
             continue
+        except Exception as error:  # whatever a damaged pickle raises
+            raise ValueError(
+                f"{path.name}: Weights only load failed, it is damaged or holds more than tensors"
+            ) from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path.name} holds no table of tensors")
         found |= {t: str(v.dtype) for t, v in content.items() if isinstance(v, torch.Tensor)}
     return found
 

@@ -24,7 +24,13 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def check_template(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """UserError where the chat template writes a token that has no row in the embedding. Others
     without a row may never occur, as Gemma 3's token of an image in a model that reads text."""
-    rows, template = embedding_rows(model), str(tokenizer.chat_template or "")
+    template = tokenizer.chat_template
+    if not isinstance(template, str | dict | None):
+        raise UserError(
+            "its chat_template must be text", key="model.target", value=name,
+            remedy="correct tokenizer_config.json, or take the key out",
+        )  # fmt: skip
+    rows, template = embedding_rows(model), str(template or "")
     added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
     lacking = [token for token, i in added.items() if i >= rows and token in template]
     if lacking:

@@ -167,9 +167,12 @@ def require_there(key: str, name: str) -> None:
 
 
 def require_files(key: str, name: str | Path) -> None:
-    """UserError where `name` is a path at which nothing is, or a folder with a pipe or a device in
-    it: reading would not end."""
+    """UserError where `name` is a path at which nothing is, a pipe or a device, or a folder with
+    one in it or in a folder of it: reading would not end."""
     require_there(key, str(name))
-    for path in Path(name).iterdir() if os.path.isdir(name) else ():
-        if not path.is_dir():
-            is_file(f"{key}: the file", path)
+    if os.path.lexists(name) and not os.path.isdir(name):
+        is_file(key, name)
+    elif os.path.isdir(name):
+        for path in (*Path(name).glob("*"), *Path(name).glob("*/*")):
+            if not path.is_dir():
+                is_file(f"{key}: the file", path)

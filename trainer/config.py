@@ -34,7 +34,7 @@ from trainer.yaml_text import parse
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MOST_BYTES = 1 << 20  # of a configuration file
+MOST_BYTES = 1 << 18  # of a configuration file, which take seconds to read
 FORMAT = 3  # of a run folder; raised when a key, a default or a file gets another meaning
 
 
@@ -168,7 +168,7 @@ def parse_overrides(
     return flat
 
 
-def _yaml_value(said: str, text: str) -> object:
+def _yaml_value(said: str, text: str, remedy: str = "") -> object:
     """`text` as YAML. UserError, which begins with `said`, where it cannot be read."""
     try:
         value = parse(text)
@@ -181,7 +181,8 @@ def _yaml_value(said: str, text: str) -> object:
     # a day of no calendar, a number of thousands of digits, a key that is a date
     except (ValueError, TypeError) as error:
         reason = error
-    raise UserError(f"{said} ({str(reason).splitlines()[0]})")
+    line = f"{said} ({str(reason).splitlines()[0]})"
+    raise UserError(f"{line}; {remedy}" if remedy else line)
 
 
 def compose(
@@ -327,7 +328,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]})") from error
-    loaded = _yaml_value(f"{path} is not YAML", text)
+    loaded = _yaml_value(f"{path} is not YAML", text, "correct it, or name another file")
     if not isinstance(loaded, dict):
         raise UserError(
             f"{path} is damaged: it must hold a table of settings, got {excerpt(loaded)}"

@@ -17,11 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, overload
 
+from trainer.checks import is_file
 from trainer.errors import RunFault, UserError
 from trainer.lock import lock
 
 T = TypeVar("T")
 MARKER = ".draftsmith.json"  # in a folder written here: size and SHA-256 of every file
+MOST_BYTES = 1 << 28  # of a JSON file; the largest are tokenizers and reports
+MOST_DEEP = 100  # tables and lists inside each other
 UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError)  # the path must change
 
 
@@ -75,13 +78,37 @@ def read_json(path: Path, remedy: str, kind: type[object] = dict) -> object:
     Raises UserError, which ends with `remedy`, where the file is missing, damaged or holds
     something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(path)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         raise damaged(path, " ".join(str(error).split())[:200], remedy) from error
     if not isinstance(content, kind):
         what = f"it must hold a {kind.__name__}, got a {type(content).__name__}"
         raise damaged(path, what, remedy)
     return content
+
+
+def load_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """The content of a JSON file of anyone's. Raises UserError where it is a pipe or a device,
+    OSError where it cannot be read, and ValueError where it is no JSON, too large or too deep."""
+    is_file("the file", path)
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deep: {error}") from error
+    level = [content]
+    for _ in range(MOST_DEEP):
+        level = [
+            inner
+            for one in level if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]  # fmt: skip
+        if not level:
+            return content
+    raise ValueError("it is nested too deep")
 
 
 def damaged(path: Path | str, what: str, remedy: str) -> UserError:

@@ -18,6 +18,7 @@ from typing import TextIO, TypedDict
 
 from tqdm import tqdm
 
+from trainer.errors import one_line
 from trainer.threads import settle_threads
 
 EVERY_S = 10.0  # at least, between two plain lines
@@ -105,7 +106,8 @@ class Progress:
         label: str | None = None,
     ) -> None:
         self.total, self.start, self.enabled = total, start, enabled
-        self.done, self.unit, self.label = start, unit, label
+        # not left to the stream: tqdm puts a colour's end behind one that it takes for a colour
+        self.done, self.unit, self.label = start, unit, label and one_line(label)
         self.stream = stream or sys.stderr
         self._began = time.perf_counter()
         self._last_row = -EVERY_S  # when a line about a row was printed, counted from `_began`
@@ -121,7 +123,7 @@ class Progress:
         self._bar: tqdm | None = None
         if enabled and self.stream.isatty():
             self._bar = tqdm(
-                total=total, initial=start, desc=label, file=self.stream, unit=unit,
+                total=total, initial=start, desc=self.label, file=self.stream, unit=unit,
                 dynamic_ncols=True, leave=unit == "step",
             )  # fmt: skip
 

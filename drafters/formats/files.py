@@ -5,8 +5,7 @@ Every message names the file and the key or tensor.
 
 from __future__ import annotations
 
-import json
-import pickle
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from trainer.errors import UserError
+from trainer.files import load_json
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +33,9 @@ def read_json(path: Path, kind: type[T]) -> T:
     `kind`: the TypedDict that declares its keys, which are not checked here.
     """
     try:
-        content: T = json.loads(path.read_text())
+        content: T = load_json(path)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]})") from error
     if not isinstance(content, dict):
@@ -89,7 +91,7 @@ def _torch_load(path: Path) -> Tensors:
     """Load tensors and nothing else: other contents of such a file could run code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # whatever a damaged pickle raises
         raise UserError(f"{path} is damaged or holds more than tensors: not loaded") from error
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor)
@@ -178,7 +180,7 @@ def check_keys(
             fits = False
         if not fits and not (value is None and key in NULLABLE):
             raise UserError(f"{folder}: key {key!r} must be of type {kind.__name__}, got {value!r}")
-        if isinstance(value, (int, float)) and value < 0:
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
             raise UserError(f"{folder}: key {key!r} must be >= 0, got {value}")
     unknown = sorted(config.keys() - keys.keys())
     if strict and unknown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from drafters.trees.tree import TOP, WITHOUT_REPLACEMENT, TokenTree
 from target.sampling import warp
 from trainer.checks import is_file
 from trainer.errors import UserError, excerpt, require
+from trainer.files import load_json
 
 Ranks = tuple[int, ...]
 
@@ -164,9 +164,9 @@ class FileTree(StaticTree):
         require(is_file("file", path), "file", "be a JSON file of rank paths", self.file)
         object.__setattr__(self, "title", path.stem)
         try:
-            object.__setattr__(self, "paths", read_paths(json.loads(path.read_text())))
+            object.__setattr__(self, "paths", read_paths(load_json(path)))
             super().__post_init__()
-        except (ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path} is not a list of rank paths ({error})") from error
 
 

@@ -22,7 +22,7 @@ from eval.report.web import to_html
 from eval.row import COUNTING, Json, Row, row_with
 from trainer.checks import is_file
 from trainer.errors import UserError
-from trainer.files import write_atomic
+from trainer.files import load_json, write_atomic
 from trainer.redaction import shown
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ def read_report(path: str | Path) -> Report:
     if not is_file("report", path):
         raise UserError(f"report {path} does not exist")
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = load_json(Path(path))
     except OSError as error:
         raise UserError(f"report {path} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON
+    except ValueError as error:  # not UTF-8 or not JSON
         raise UserError(f"report {path} is damaged, not JSON ({error})") from error
     return parsed(report, f"report {path}")
 

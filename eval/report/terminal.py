@@ -10,6 +10,7 @@ from eval.report.render import NONE, number, with_interval
 from eval.report.rows import Report, groups, label, once, prompts_of
 from eval.report.tables import beyond_words
 from eval.row import Json, Row
+from trainer.errors import one_line
 
 HEADERS = ("", "tokens per round", "alpha, depth 1", "speed-up")
 LEFT_OUT = ("plain", "untrained", "target")  # known in advance: near 1, and near K + 1
@@ -21,7 +22,8 @@ def summary(report: Report) -> str:
     for heading, rows in groups(once(report["results"])).items():
         shown = [row for row in rows if row.drafter not in LEFT_OUT]
         names = domains_of(shown)  # each a column of tokens per round
-        cells = [(*HEADERS, *names), *(_cells(row, names) for row in shown)]
+        table = [(*HEADERS, *names), *(_cells(row, names) for row in shown)]
+        cells = [[one_line(cell) for cell in row] for row in table]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", f"{heading} ({prompts_of(rows[0])})"]
         lines += [

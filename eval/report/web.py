@@ -7,7 +7,6 @@ element that takes the focus needs no script.
 
 from __future__ import annotations
 
-import re
 from html import escape
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from eval.report.render import (
     Tiles,
     number,
 )
+from trainer.errors import HIDDEN
 
 KINDS = {
     "accepted": "drafted and accepted",
@@ -35,10 +35,6 @@ KINDS = {
     "prefill": "from the prefill, before the first round",
     "rejected": "drafted and rejected",
 }
-# characters that would hide, or turn around, what stands behind them
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 
 
 def to_html(title: str, blocks: list[Block]) -> str:
@@ -224,5 +220,5 @@ def _chip(text: str, kind: str) -> str:
 
 def _text(text: str) -> str:
     """Escaped text with its line ends marked; characters that hide or reorder it by number."""
-    text = escape(_HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    text = escape(HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
     return text.replace("\n", '<i class="end"></i>\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import kind_of
 from drafters.load import drafter_folder, load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
+from tests.helpers.commands import pipe
 from tests.helpers.eagle import build_eagle
 from tests.helpers.tiny import VOCAB_SIZE
 from trainer.errors import UserError
@@ -144,6 +146,38 @@ def about(change):
     return damage
 
 
+def below(folder):
+    folder.mkdir()
+    return folder
+
+
+def test_weights_far_below_the_folder_are_none_of_its_own(target, tmp_path):
+    """A pipe there would not be seen before it is opened."""
+    medusa(target, num_heads=2).save_pretrained(tmp_path)
+    pipe(below(below(tmp_path / "a") / "b") / "c.safetensors")
+    load_drafter(str(tmp_path), target)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda a: a["layer"].update(intermediate_size=10**9),
+            "intermediate_size must fit the",
+        ),
+        (lambda a: a["layer"].update(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
+        (lambda a: a["layer"].update(num_attention_heads=0), "num_attention_heads must be a whole"),
+        (lambda a: a["settings"].update(target_width=10**9), "target_width must fit the weights"),
+    ],
+)
+def test_a_head_is_not_built_far_larger_than_its_weights(target, tmp_path, change, complaint):
+    eagle(target).save_pretrained(tmp_path)
+    about(change)(tmp_path)
+    with pytest.raises(UserError, match=complaint) as caught:
+        load_drafter(str(tmp_path), target)
+    assert str(caught.value).startswith(f"model.drafter: {tmp_path / 'drafter.json'}: ")
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
@@ -159,6 +193,17 @@ def about(change):
         (lambda f: (f / "drafter.json").write_text("[]"), "must hold a table"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 40), "is damaged .Safetensor"),
         (lambda f: (f / "model.safetensors").unlink(), "is damaged .FileNotFound"),
+        (about(lambda a: a.update(target=[1])), "of kind 'medusa', is damaged .AttributeError"),
+        (about(lambda a: a.update(kind=["medusa"])), r"of kind \['medusa'\]; known: causal_lm,"),
+        (about(lambda a: a.update(settings=[1])), "of kind 'medusa', is damaged .no settings"),
+        (about(lambda a: a["settings"].update(num_heads="2")), "is damaged .TypeError"),
+        (about(lambda a: a["settings"].update(num_heads=10**6)), "num_heads must fit the weights"),
+        (about(lambda a: a.update(layer=[1])), "is damaged .AttributeError"),
+        (about(lambda a: a.update(layer={"hidden_size": 0})), "layer: hidden_size must be a whole"),
+        (lambda f: (f / "drafter.json").write_text("[" * 10**5), "it is nested too deep"),
+        (lambda f: os.truncate(f / "drafter.json", 1 << 40), "drafter.json must have at most"),
+        (lambda f: pipe(f / "a.safetensors"), "a.safetensors is a pipe: name a regular file"),
+        (lambda f: pipe(below(f / "a") / "b.json"), "a/b.json is a pipe: name a regular file"),
     ],
 )
 def test_damaged_folders_are_refused_with_one_line(target, tmp_path, damage, complaint):

@@ -215,6 +215,19 @@ def test_web_pages_cannot_add_to_the_log(upstream, tmp_path, host, origin, allow
         assert reason.count(b"\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("site", "code"),
+    [("cross-site", 403), ("Cross-Site", 403), ("same-origin", 200), ("same-site", 200),
+     ("none", 200)],
+)  # fmt: skip
+def test_a_browser_says_that_a_page_of_another_site_asks(proxy, upstream, site, code):
+    """Also where it leaves the origin out, as for a picture."""
+    said = exchange(proxy.port, head("/v1/models", f"Sec-Fetch-Site: {site}", method="GET"))
+    assert status(said) == code
+    assert len(upstream.seen) == (code == 200)
+    assert (b"another site are refused" in said) == (code == 403)
+
+
 def test_it_listens_on_this_machine_alone(proxy):
     assert proxy.address == f"http://127.0.0.1:{proxy.port}"
     with pytest.raises(ConnectionRefusedError):  # as any other address of the machine

@@ -152,9 +152,14 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
 )
 
 
+DEEP = "recipe: eagle3\ndata: {engine_options: {a: " + "[" * 200 + "]" * 200 + "}}"
+CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 300))
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "3", "recipe: [eagle3]", "recipe: nothing", "recipe: ../../x", BOMB, MERGE_BOMB,
+    [DEEP, CHAIN, "x: [" + "[]," * 250_000 + "]",
+     "", "[]", "3", "recipe: [eagle3]", "recipe: nothing", "recipe: ../../x", BOMB, MERGE_BOMB,
      "a: &a [*a]", "!!python/object/apply:os.system ['true']", "[" * 5000, "a: " + "9" * 5000,
      "a: [", "\x00", "x: " + "y" * (1 << 20), "recipe: eagle3\ntrainer: 3", "recipe: eagle3\n1: 2",
      "recipe: eagle3\ntrainer: {max_steps: many}", "recipe: eagle3\ntrainer: {old_key: 1}",

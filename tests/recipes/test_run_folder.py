@@ -10,7 +10,7 @@ import pytest
 import train
 from phases import run as run_phase
 from recipes.common.draft_size import SizeSearch
-from tests.helpers.commands import command, read_jsonl
+from tests.helpers.commands import command, pipe, read_jsonl
 from trainer.config import FORMAT
 
 
@@ -56,6 +56,20 @@ def test_damaged_metadata_is_named_before_a_model_is_loaded(
     assert says in err
     assert err.count("\n") == 1
     assert times(run) == before
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "run.json", "stages/a/b/c/state.pt"])
+def test_a_pipe_in_a_run_folder_is_not_waited_for(begun, capsys, name):
+    run, words = begun
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    pipe(path)
+    capsys.readouterr()
+    assert train.main(words) == 2
+    assert capsys.readouterr().err == (
+        f"error: run.dir: the file {path} is a pipe: name a regular file\n"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b'{"schema": 1}', b"{", b"\xff"])

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import scripts.push_to_hub as module
 from eval.report.schema import write_report
 from scripts.push_to_hub import main
+from tests.helpers.commands import pipe
 from tests.helpers.report_rows import report_with_readings
 from trainer.redaction import MARK
 
@@ -317,3 +318,94 @@ def test_large_weights_are_linked_to_be_uploaded(run, hub, monkeypatch):
     names = ("export/transformers/model.safetensors", "user/name/model.safetensors")
     here, there = run / names[0], hub.folder / names[1]
     assert there.read_bytes() == here.read_bytes()
+
+
+# --- before it is uploaded -----------------------------------------------------------------------
+
+
+class NoHub:
+    """No call may be made."""
+
+    def __getattr__(self, name):
+        pytest.fail(f"the Hub was asked: {name}")
+
+
+def test_a_dry_run_lists_the_files_and_prints_the_card_without_login_or_network(
+    run, monkeypatch, capsys
+):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+    (run / "export" / "transformers" / "README.md").write_text("# Card\nmade in /data/of/me/run")
+    (run / "export" / "vllm" / "target").mkdir(parents=True)
+    (run / "export" / "vllm" / "target" / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    words = [f"script.run={run}", "script.repo=user/name", "dry_run=true"]
+    assert main(words, NoHub()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    weights = (run / "export" / "transformers" / "model.safetensors").stat().st_size
+    listed = {
+        "README.md": len("# Card\nmade in run"), "config.json": 18, "model.safetensors": weights,
+        "report.html": 15, "report.json": 15, "report.md": 13,
+    }  # fmt: skip
+    total = sum(listed.values())
+    assert lines[0] == f"user/name, private where it is new: 6 files, {total} bytes"
+    assert [line.split() for line in lines[1:7]] == [[str(n), name] for name, n in listed.items()]
+    assert lines[7:13] == ["", "model card:", "", "# Card", "made in run", ""]
+    assert lines[13] == "user/name-target, private where it is new: 1 file, 2 bytes"
+    assert lines[-1] == "dry_run=true: nothing was uploaded"
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_dry_run_says_what_an_upload_would_refuse(run, capsys):
+    words = [f"script.run={run}", "script.repo=user/name"]
+    assert main([*words, "dry_run=maybe"], NoHub()) == 2
+    assert "dry_run must be true or false, got 'maybe'" in capsys.readouterr().err
+    (run / "export" / "transformers" / "notes.txt").write_text(TOKEN)
+    assert main([*words, "dry_run=true"], NoHub()) == 2
+    shown = capsys.readouterr()
+    assert "notes.txt holds what looks like a Hugging Face token" in shown.err
+    assert shown.out == ""
+
+
+def linked(to):
+    return lambda path: path.symlink_to(to)
+
+
+@pytest.mark.parametrize(
+    "place", ["report.md", "export/transformers/x.json", "export/transformers/a/b/c"]
+)
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (pipe, "is a pipe: name a regular file"),
+        (linked("/dev/zero"), "is a link that leads elsewhere; put the file itself there"),
+        (linked("/etc/passwd"), "is a link that leads elsewhere; put the file itself there"),
+        (linked("/etc"), "is a link that leads elsewhere; put the file itself there"),
+        (linked("."), "is a link that leads elsewhere; put the file itself there"),
+        (linked("nowhere"), "is a link that leads elsewhere; put the file itself there"),
+    ],
+)
+def test_a_run_of_somebody_else_publishes_no_file_from_elsewhere(run, capsys, place, make, says):
+    path = run / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    for words in ([], ["dry_run=true"]):
+        assert main([f"script.run={run}", "script.repo=user/name", *words], NoHub()) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: script.run")
+        assert says in err or (place == "report.md" and "report.md" in err)
+        assert err.count("\n") == 1
+
+
+def test_a_link_inside_the_run_is_followed(run, hub):
+    (run / "export" / "transformers" / "config.json").rename(run / "kept.json")
+    (run / "export" / "transformers" / "config.json").symlink_to(run / "kept.json")
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
+    assert (hub.folder / "user" / "name" / "config.json").read_text() == "export config.json"
+
+
+def test_a_card_that_is_no_text_is_one_line(run, hub, capsys):
+    (run / "export" / "transformers" / "README.md").write_bytes(b"\xff\xfe")
+    assert main([f"script.run={run}", "script.repo=user/name", "dry_run=true"], hub) == 0
+    assert "there is no model card" in capsys.readouterr().out

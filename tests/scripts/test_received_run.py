@@ -133,6 +133,33 @@ def test_a_configuration_without_a_known_recipe_is_named(run, tmp_path, capsys, 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": [1]}, "config.yaml: model must be a table of settings, got [1]"),
+        ({"eval": 3}, "config.yaml: eval must be a table of settings, got 3"),
+        ({"eval": {"K": [2]}}, "eval.K must be a whole number >= 1, got [2]"),
+        (
+            {"revision": [1]},
+            "config.yaml: model.target_revision must be the name of a revision",
+        ),
+    ],
+)
+def test_an_export_names_what_a_received_configuration_cannot_hold(
+    run, tmp_path, capsys, changed, says
+):
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    if "revision" in changed:
+        changed = {"model": stored["model"] | {"target_revision": changed["revision"]}}
+    (run / "config.yaml").write_text(yaml.safe_dump(stored | changed))
+    words = ["script.engine=vllm", f"script.out={tmp_path / 'out'}"]
+    assert export.main([f"script.drafter={run}", *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_report_is_not_written_over_that_of_a_run(run, capsys):
     before = (run / "report.json").read_bytes()
     assert evaluate.main([f"eval.drafter={run}/drafter", f"script.out={run}"]) == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import pipe
 from trainer import files
 from trainer.errors import RunFault, UserError
 from trainer.files import MARKER, read_json, rewrite, whole_folder, write_atomic, write_json
@@ -91,6 +92,15 @@ def test_numbers_that_json_has_not_are_refused(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_json_file_is_neither_waited_for_nor_read_without_end(tmp_path):
+    with pytest.raises(UserError, match=r"the file .*x.json is a pipe: name a regular file"):
+        read_json(pipe(tmp_path / "x.json"), "do this")
+    (tmp_path / "y.json").touch()
+    os.truncate(tmp_path / "y.json", 1 << 40)
+    with pytest.raises(UserError, match=r"y.json is damaged \(it has more than 268435456 bytes\)"):
+        read_json(tmp_path / "y.json", "do this")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -99,6 +109,7 @@ def test_numbers_that_json_has_not_are_refused(tmp_path):
         (b"[1]", "must hold a dict, got a list"),
         (b"\xff\xfe", "decode"),
         (b"[" * 100_000, "recursion"),
+        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "nested too deep"),
         (None, "No such file"),
     ],
 )

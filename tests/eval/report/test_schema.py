@@ -253,6 +253,9 @@ def test_damaged_and_missing_reports_are_user_errors(tmp_path):
     path.write_text("[]")
     with pytest.raises(UserError, match="not a report"):
         read_report(path)
+    path.write_text('{"a": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(UserError, match=r"is damaged, not JSON \(it is nested too deep"):
+        read_report(path)
     path.write_text("[" * 9999)
     with pytest.raises(UserError, match="is damaged"):
         read_report(path)
