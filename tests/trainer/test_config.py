@@ -196,8 +196,10 @@ def test_a_wrong_value_is_said_with_its_key(word, says):
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 5000, "0x" + "f" * 5000, "[" * 999, "&a [*a]", "2020-13-45", "{2020-01-01: 1}"]
-)
+    "value",
+    ["9" * 5000, "0x" + "f" * 5000, "[" * 999, "&a [*a]", "2020-13-45", "{2020-01-01: 1}",
+     "[" * 60 + "]" * 60],
+)  # fmt: skip
 @pytest.mark.parametrize("key", ["trainer.max_steps", "trainer.lr", "data.temperature"])
 def test_a_value_that_python_cannot_hold_is_no_yaml(tmp_path, key, value):
     with pytest.raises(UserError, match=f"{key}: .* is not a YAML value") as error:
