@@ -27,6 +27,7 @@ from trainer.config import asks_for_help, parse_overrides, suggest
 from trainer.errors import RunFault, UserError
 from trainer.lock import lock
 from trainer.redaction import hide
+from trainer.terminal import guard_terminal
 
 KEYS = ["data.cache_dir", "script.delete"]
 DAY_S = 86_400
@@ -45,6 +46,7 @@ class Store(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
+    guard_terminal()
     if arguments and asks_for_help(arguments):
         print(__doc__)
         return 0
