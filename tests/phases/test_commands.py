@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phases.commands import command_of, published, trained_further
+from phases.commands import command_of, trained_further, without_places
 
 WORDS = ["recipe=medusa", "eval.temperatures=[0, 1]"]
 
@@ -43,7 +43,7 @@ def test_published_facts_hold_no_place_of_this_machine(tmp_path, monkeypatch):
         "command": command,
         "resumed": [{"command": f"train.py data.system_prompt=it's {tmp_path}/x"}],
     }
-    found = published(facts)
+    found = without_places(facts)
     assert found["command"] == "python train.py 'run.dir=my runs'"
     assert str(tmp_path) not in str(found)
 
