@@ -3,21 +3,27 @@
     python -m scripts.compare runs/*/report.json
     python -m scripts.compare runs/a/report.json runs/b/report.json script.out=runs/leaderboard
     python -m scripts.compare runs/*/report.json script.rows=after,target
+    python -m scripts.compare runs/*/report.json script.csv=rows.csv
 
 Markdown goes to the terminal, Markdown and HTML to `script.out` (default runs/leaderboard). Chains
 and trees of any size share a table, which names their shape. Rows that were not measured alike
 stand in separate tables: acceptance on other prompts, at another temperature, by another verifier
 or of another target says nothing about the drafter. The target and training-free drafters, which
 belong to no run, have one row in each table. `script.rows`: only drafters of these names.
+`script.csv`: a file for every row of every report, with all columns of docs/rows.md.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from eval.report.render import (
     Block,
@@ -41,6 +47,7 @@ from trainer.redaction import hide
 from trainer.terminal import guard_terminal
 
 Entry = tuple[str, Report, Row]  # name of the run, its report, row
+KEYS = ["script.out", "script.rows", "script.csv"]
 OF_NO_RUN = (BASELINE, TARGET)  # roles of rows that belong to no run
 
 
@@ -49,9 +56,14 @@ def main(arguments: list[str]) -> None:
     if asks_for_help(arguments):
         print(__doc__)
         return
-    paths, out, rows = parse(arguments)
-    reports = [read_report(path) for path in paths]
-    blocks = leaderboard(list(zip(run_names(paths), reports, strict=True)), rows)
+    words = parse(arguments)
+    out = words.out
+    reports = [read_report(path) for path in words.paths]
+    named = list(zip(run_names(words.paths), reports, strict=True))
+    blocks = leaderboard(named, words.rows)
+    if words.csv is not None:
+        write_atomic(words.csv, as_csv(named, words.rows))
+        print(f"written: {words.csv}", file=sys.stderr)
     markdown = to_markdown(blocks)
     write_atomic(out / "leaderboard.md", markdown)
     write_atomic(out / "leaderboard.html", to_html("Leaderboard", blocks))
@@ -59,23 +71,33 @@ def main(arguments: list[str]) -> None:
     print(f"written: {out / 'leaderboard.md'} and {out / 'leaderboard.html'}", file=sys.stderr)
 
 
-def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
-    """Parse the command line: paths of reports (or run folders), `script.out`, `script.rows`."""
+class Words(NamedTuple):
+    """The words of a command line: paths of reports, and the values of script.*."""
+
+    paths: list[Path]
+    out: Path
+    rows: list[str]
+    csv: Path | None
+
+
+def parse(arguments: list[str]) -> Words:
+    """Parse the command line, in which a run's folder stands for its report."""
     paths: list[Path] = []
     rows: list[str] = []
-    out: Path | None = None
+    files: dict[str, Path] = {}
     for word in arguments:
         key, equals, value = word.partition("=")
-        if key == "script.out" and equals:
+        if key in ("script.out", "script.csv") and equals:
             if not value:
-                raise UserError("script.out must name a folder, got nothing")
-            if out is not None:
-                raise UserError("script.out is given twice")
-            out = Path(value)
+                what = "folder" if key == "script.out" else "file"
+                raise UserError(f"{key} must name a {what}, got nothing")
+            if key in files:
+                raise UserError(f"{key} is given twice")
+            files[key] = Path(value)
         elif key == "script.rows" and equals:
             rows = [name.strip() for name in value.strip("[]").split(",")]
         elif equals and not Path(word).exists() and not word.endswith(".json"):
-            raise UserError(f"unknown key {key!r}{suggest(key, ['script.out', 'script.rows'])}")
+            raise UserError(f"unknown key {key!r}{suggest(key, KEYS)}")
         else:
             path = Path(word)
             path = path / "report.json" if os.path.isdir(path) else path
@@ -83,9 +105,30 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path, list[str]]:
                 paths.append(path)
     if not paths:
         raise UserError("name at least one report: python -m scripts.compare runs/*/report.json")
-    out = out or Path("runs/leaderboard")
+    out, table = files.get("script.out", Path("runs/leaderboard")), files.get("script.csv")
     require_folder("script.out", out)
-    return paths, out, rows
+    if table is not None:
+        require_folder("script.csv: the folder", table.absolute().parent)
+        if table.is_dir():
+            raise UserError("is a folder", key="script.csv", value=str(table), remedy="name a file")
+    return Words(paths, out, rows, table)
+
+
+def as_csv(reports: Sequence[tuple[str, Report]], rows: Sequence[str] = ()) -> str:
+    """Every row of the reports as a line of CSV, behind the names of its run and target; lists and
+    mappings as JSON, what is unknown empty. `rows`: the drafters to write, all if empty."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    columns = [field.name for field in dataclasses.fields(Row)]
+    writer.writerow(["run", "target", *columns])
+    for run, report in reports:
+        for row in report["results"]:
+            if rows and row.drafter not in rows:
+                continue
+            values = [getattr(row, column) for column in columns]
+            cells = [json.dumps(v) if isinstance(v, list | dict) else v for v in values]
+            writer.writerow([run, report["target"].get("name"), *cells])
+    return file.getvalue()
 
 
 def run_names(paths: list[Path]) -> list[str]:

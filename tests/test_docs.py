@@ -180,7 +180,7 @@ def test_a_block_with_an_unknown_key_is_noticed():
 def known(page: str) -> set[str]:
     """Every key that a page may name: of a page of one recipe, of that recipe."""
     recipe = re.fullmatch(r"docs/recipes/(\w+)\.md", page)
-    keys = {key for keys in SCRIPT_KEYS.values() for key in keys} | {"script.out", "script.rows"}
+    keys = {key for keys in SCRIPT_KEYS.values() for key in keys} | {*compare.KEYS}
     for name in [recipe[1]] if recipe else base.names():
         method = type(composed(name).method)
         keys |= {*known_keys({**sections(Config), "method": method})}

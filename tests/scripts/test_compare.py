@@ -1,5 +1,7 @@
 """The leaderboard through its command line."""
 
+import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +14,8 @@ import pytest
 from eval.report.render import to_markdown
 from eval.report.rows import role_of
 from eval.report.schema import as_json
-from eval.row import COUNTING, row_with
-from scripts.compare import leaderboard, parse, run_names
+from eval.row import COUNTING, Row, row_with
+from scripts.compare import leaderboard, main, parse, run_names
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +207,7 @@ def test_unknown_keys_are_refused_with_a_suggestion():
         parse(["a/report.json", "script.ou=x"])
     with pytest.raises(UserError, match="at least one report"):
         parse(["script.out=x"])
-    paths, out, _ = parse(["runs/lr=1/report.json", "runs/lr=1/report.json", "script.out=x"])
+    paths, out, *_ = parse(["runs/lr=1/report.json", "runs/lr=1/report.json", "script.out=x"])
     assert (paths, out) == ([Path("runs/lr=1/report.json")], Path("x"))
 
 
@@ -235,3 +237,28 @@ def test_no_arguments_explain_the_command(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0
     assert "python -m scripts.compare runs/*/report.json" in done.stdout
+
+
+def test_all_rows_are_written_as_csv(tmp_path, capsys):
+    one = a_report(2.5)
+    other = a_report(1.5, drafter="before", alpha_pos=[0.5, 0.25])
+    one["results"] += other["results"]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    paths = [write(folder, "a, b", one), write(folder, "c", other)]
+    words = [f"script.out={tmp_path / 'out'}", f"script.csv={tmp_path / 'rows.csv'}"]
+    main([*paths, *words])
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["target"], row["drafter"]) for row in rows] == [
+        ("a, b", "toy", "after"), ("a, b", "toy", "before"), ("c", "toy", "before"),
+    ]  # fmt: skip
+    assert {*rows[0]} == {"run", "target", *(field.name for field in dataclasses.fields(Row))}
+    assert [float(row["tokens_per_round"]) for row in rows] == [2.5, 1.5, 1.5]
+    assert json.loads(rows[1]["alpha_pos"]) == [0.5, 0.25]
+    assert rows[0]["tree"] == ""
+    main([*paths, *words, "script.rows=after"])
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 2
+    for given, says in (("", "must name a file"), (f"{tmp_path}", "is a folder; name a file")):
+        with pytest.raises(UserError, match=rf"script\.csv.*{says}"):
+            parse([*paths, f"script.csv={given}"])
