@@ -42,6 +42,9 @@ from trainer.errors import UserError
 from trainer.progress import TokenProgress
 
 ReportDrafter = TrainedDrafter | TrainingFree  # of a row of the report
+# alpha of the target as its own drafter at temperature 0, on text that it wrote: below the least it
+# did not; engines that round otherwise than transformers come to less than 1
+LEAST_MATCH, USUAL_MATCH = 0.9, 0.98
 
 
 def baselines(run: Run, drafter: ReportDrafter) -> dict[str, ReportDrafter]:
@@ -162,6 +165,8 @@ def measure(
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
+        if temperature == 0:
+            check_own_text(measured["target"].row)
         for n in free:
             measured[n].row.role = BASELINE
         bench = benches[decoded]
@@ -192,6 +197,23 @@ def measure(
     progress.close()
     out.readings = readings.all()
     return out
+
+
+def check_own_text(target: Row) -> None:
+    """Refuse answers that the target did not write, which a store may hold that somebody else
+    brought. `target`: the row of the target as its own drafter at temperature 0, where it drafts
+    what it wrote, but for tokens that are as likely as another one."""
+    match = target.alpha
+    if match is None or match >= USUAL_MATCH:
+        return
+    said = (
+        f"the target agrees with {match:.1%} of the tokens of its own stored answers at "
+        "temperature 0"
+    )
+    remedy = "delete their store (python -m scripts.cache), so that they are generated again"
+    if match < LEAST_MATCH:
+        raise UserError(f"{said}: another model wrote them; {remedy}")
+    print(f"warning: {said}, usual are over {USUAL_MATCH:.0%}; {remedy}")
 
 
 def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prompt]) -> Bench:

@@ -7,8 +7,12 @@ import torch
 
 import train
 from eval.config import EvalConfig
+from eval.row import row_with
+from phases import measure
 from phases.check import check_drafter
-from tests.helpers.commands import command
+from phases.measure import check_own_text
+from scripts import evaluate
+from tests.helpers.commands import command, only
 from tests.helpers.eagle import build_eagle, eagle_settings
 from trainer.errors import UserError
 
@@ -41,3 +45,32 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused_with_the_drafter(tiny
         check_drafter(drafter, target, EvalConfig(tree=["dynamic:9:2:4"]))
     assert (caught.value.key, caught.value.value) == ("eval.tree", 4)
     assert "at most 3 children under a node" in caught.value.rule
+
+
+@pytest.mark.parametrize(
+    ("alpha", "says"),
+    [(1.0, ""), (0.98, ""), (0.95, "warning: the target agrees with 95.0%"), (None, "")],
+)
+def test_text_that_the_target_hardly_agrees_with_is_warned_of(alpha, says, capsys):
+    check_own_text(row_with(alpha=alpha))
+    out = capsys.readouterr().out
+    assert out.startswith(says)
+    assert bool(out) == bool(says)
+
+
+def test_text_that_another_model_wrote_is_refused(tmp_path, tiny_folder, monkeypatch, capsys):
+    """Such as a store that somebody brought, in which every answer is one token."""
+    words = command(tmp_path, tiny_folder("llama"), "eval.drafter=lookup:3", "eval.K=2")
+    words = only(words, "model.target", "eval", "data.cache_dir")
+    honest = measure.evaluation_traces
+
+    def brought(*given, **options):
+        traces, plan = honest(*given, **options)
+        for trace in traces:
+            trace.response_ids = [7] * len(trace.response_ids)
+        return traces, plan
+
+    monkeypatch.setattr(measure, "evaluation_traces", brought)
+    assert evaluate.main([*words, f"script.out={tmp_path / 'out'}"]) == 2
+    assert "of its own stored answers at temperature 0: another" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "report.json").exists()
