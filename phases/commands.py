@@ -46,7 +46,10 @@ def without_places(facts: Mapping[str, object]) -> dict[str, object]:
 
 
 def _without_places(command: str) -> str:
-    return shown_command(shlex.split(command))
+    try:
+        return shown_command(shlex.split(command))
+    except ValueError:  # of a run.json that was written by hand, without quotes
+        return shown_command(command.split())
 
 
 def trained_further(command: Sequence[str], folder: Path) -> str:

@@ -20,13 +20,13 @@ from drafters.export import hf
 from drafters.export.card import Export
 from engines.vllm_server import PYTHON_VARIABLE
 from eval.config import EvalConfig
-from phases import exits, pipeline
+from phases import exits, pipeline, run
 from recipes.common.config import compose
 from scripts import evaluate
 from target.causal_lm import load_causal_lm
 from tests.helpers.commands import ROOT, command, write_jsonl
 from tests.scripts.test_setup import ROOMS
-from trainer.config import TrainerConfig, to_yaml
+from trainer.config import FORMAT, TrainerConfig, to_yaml
 from trainer.errors import UserError
 from trainer.redaction import MARK, shown_command
 from trainer.tracking import Tracker
@@ -246,6 +246,23 @@ def test_another_secret_finds_the_same_run(hidden, tiny_folder, monkeypatch):
     code, shown = said(train.main, other)
     assert code == 2
     assert "data.chat_template_kwargs differ" in shown
+
+
+def test_a_run_that_was_stored_with_its_secret_is_found_again(tmp_path):
+    """Whoever writes it there by hand."""
+    words = [
+        "recipe=medusa", f"run.dir={tmp_path}", "data.engine=vllm",
+        "data.engine_options={api_key: %s}",
+    ]  # fmt: skip
+    first, second = (
+        pipeline.resolve([word.replace("%s", secret) for word in words])[0]
+        for secret in ("first", "second")
+    )
+    stored = to_yaml(first)
+    assert "first" not in stored
+    (tmp_path / "config.yaml").write_text(stored.replace(MARK, "first"))
+    (tmp_path / "run.json").write_text(f'{{"contents": {{}}, "format": {FORMAT}}}')
+    run.check_folder(second, ["python", "train.py"])
 
 
 def test_a_stored_configuration_asks_for_its_secrets_again(hidden):

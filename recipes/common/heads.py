@@ -232,10 +232,8 @@ class HeadObjective(Objective):
         joint: JointGradients | None,
         unrolled: Iterator[torch.Tensor],
     ) -> LossOutput:
-        """Compute the terms of all depths at their `positions`, `where`; `unrolled` yields the
-        states [B, L, d] one by one. With `joint` the terms share one gradient by the output head,
-        for which the `denominators` must be known. An override may keep the states of all depths,
-        and add terms (docs/add_a_method.md)."""
+        """Compute the terms at the `positions` `where` from each depth's states [B, L, d]. With
+        `joint` they share one gradient by the output head."""
         config, output = self.config, LossOutput({})
         for depth, (states, trained) in enumerate(zip(unrolled, where, strict=True), start=1):
             rows, index = trained.nonzero(as_tuple=True)  # [N] each

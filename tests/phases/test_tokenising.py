@@ -43,7 +43,7 @@ def test_no_text_is_tokenised_by_two_processes(tmp_path, tiny_folder):
     assert code == 0, out + err
     calls = [json.loads((tmp_path / f"calls-{rank}.json").read_text()) for rank in range(2)]
     texts = [Counter(text for call in one for text in call) for one in calls]
-    assert not texts[0].keys() & texts[1].keys()
+    assert texts[0].keys() & texts[1].keys() <= {"a"}  # what each tries its tokenizer on
     for row in rows:
         for text in row.values():
             assert texts[0][text] + texts[1][text] == 1, text
