@@ -119,8 +119,7 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
 
 def rounds_of(batch: Batch, where: list[torch.Tensor]) -> Text:
-    """The texts of a batch with the columns of their rounds: t, where logit index t + depth is
-    among the trained ones of some depth, `where`."""
+    """The texts of a batch with the columns t of rounds: `where` has t + depth for some depth."""
     columns = [F.pad(one, (0, depth + 1))[:, depth:] for depth, one in enumerate(where, start=1)]
     return batch.text(torch.stack(columns).any(0))
 
@@ -212,8 +211,7 @@ class HeadObjective(Objective):
         final: torch.Tensor,
         summary: LogitsSummary | None = None,
     ) -> TargetLogits:
-        """The logits that `head` gives the target's states `final` [B, L, H] at the `positions`
-        `where`; `summary`: of these logits, where it is known."""
+        """The logits of `head` at the positions `where` of the states `final` [B, L, H]."""
         kept = drafter.output_head(1).kept
         if summary is not None and kept is not None and self._kept_head is None:
             self._kept_head = head.rows(kept)
