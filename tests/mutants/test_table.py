@@ -9,8 +9,6 @@ import pytest
 
 from tests.mutants.__main__ import ROOT, main, outcome, read_table
 
-pytestmark = pytest.mark.tools
-
 TABLE = read_table(ROOT)
 
 
@@ -19,6 +17,7 @@ def test_names_are_unique():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.tools
 def test_mutants_fit_the_code_and_their_tests_are_there():
     for mutant in TABLE:
         assert mutant.search != mutant.replacement, mutant.name
@@ -72,6 +71,7 @@ def repository(tmp_path):
     return tmp_path
 
 
+@pytest.mark.tools
 def test_killed_survived_and_errors_are_told_apart(repository, capsys):
     out = repository / "results.json"
     assert main(["--out", str(out)], repository) == 1
@@ -96,12 +96,14 @@ def test_killed_survived_and_errors_are_told_apart(repository, capsys):
     assert "| error | without the mistake: " in capsys.readouterr().out
 
 
+@pytest.mark.tools
 def test_a_mutant_that_hangs_is_killed(repository):
     mutant = read_table(repository)[0]
     (repository / "test_module.py").write_text("import time; time.sleep(1000)")
     assert outcome(repository, mutant, True, 0.5) == ("killed", "timed out after 0.5 s")
 
 
+@pytest.mark.tools
 def test_mutants_are_listed_and_unknown_ones_refused(repository, capsys):
     assert main(["--list"], repository) == 0
     assert capsys.readouterr().out.startswith("killed: module.py, test_module.py::test_first\n")
