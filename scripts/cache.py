@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from data.config import DataConfig
 from eval.report.render import Table, Text, to_markdown
+from phases import exits
 from phases.uses import file_of, uses_of
 from trainer.config import asks_for_help, parse_overrides, suggest
-from trainer.errors import RunFault, UserError
+from trainer.errors import UserError
 from trainer.lock import lock
-from trainer.redaction import hide
 from trainer.terminal import guard_terminal
 
 KEYS = ["data.cache_dir", "script.delete"]
@@ -57,9 +57,8 @@ def main(arguments: list[str]) -> int:
             print(f"deleted: {name}, {_size(delete(cache, name))}")
         else:
             print(listing(cache))
-    except (UserError, RunFault) as error:
-        print(f"error: {hide(str(error), arguments)}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 3
+    except Exception as error:
+        return exits.fail(error, arguments)
     return 0
 
 
