@@ -223,12 +223,14 @@ def test_the_matching_confidence_verifies_as_often_as_the_head():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_the_bank_gives_what_replay_gives_exactly(sampling, target, drafter):
+@pytest.mark.parametrize(("sampling", "prompts"), [(GREEDY, 24), (SAMPLED, 360)])
+def test_the_bank_gives_what_replay_gives_exactly(sampling, prompts, target, drafter):
     """From all places alike, or from those of chains of fixed length, it is off by several
-    percent."""
-    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5] * 4), sampling)
-    bank = rollouts.draw(target, drafter, traces, sampling, K, starts=60)
+    percent. At T=1 both are estimates: their difference has a standard error of one percent with
+    360 prompts, of four with 24, whose outcome depended on the processor's rounding."""
+    traces = traces_of(target, prompts_of([3, 17, 9, 30, 1, 5] * (prompts // 6)), sampling)
+    places = len(traces[0].response_ids) - 1
+    bank = rollouts.draw(target, drafter, traces, sampling, K, starts=places)
     for policy in ("fixed", "product:0.3", "head:0.6"):
         budget = make_budget(policy, K)
         exact = OfflineEvaluator(target, traces, sampling, budget, engine_counters=False)
