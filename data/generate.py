@@ -263,6 +263,7 @@ def generate_traces(
     with_tools = sum(bool(prompt.tools) for prompt in plan.prompts)
     if rank == 0 and with_tools and not reads_tools(target.tokenizer):
         print(f"{label}: {with_tools} prompts have tools, which the chat template does not read")
+    _check_plan(target, plan)
     store = TraceStore.open(folder, plan.identity(target))
     with contextlib.ExitStack() as held:
         if rank == 0 and not store.is_complete(()):
@@ -308,6 +309,20 @@ def longest_prompt(target: Target, plan: GenerationPlan) -> int:
     return min(room, plan.max_prompt_tokens or room)
 
 
+def _check_plan(target: Target, plan: GenerationPlan) -> None:
+    """UserError where no prompt fits, the target has fewer tokens than are kept of it, or its chat
+    template fails on the first prompt: before there is a store."""
+    if longest_prompt(target, plan) < 1:
+        raise UserError(
+            f"max_new_tokens={plan.max_new_tokens} leaves no room for a prompt in the target's "
+            f"context of {target.context}: use fewer new tokens"
+        )
+    rule = f"be at most {target.vocab_size}, the tokens of the target"
+    require(plan.teacher_top_k <= target.vocab_size, "data.teacher_top_k", rule, plan.teacher_top_k)
+    first = next(user_turns(plan.prompts[0]))
+    render(first, target.tokenizer, plan.system_prompt, plan.chat_template_kwargs)
+
+
 def _fill(
     target: Target,
     plan: GenerationPlan,
@@ -319,15 +334,7 @@ def _fill(
     label: str,
     servers: Sequence[str],
 ) -> None:
-    limit = longest_prompt(target, plan)
-    if limit < 1:
-        raise UserError(
-            f"max_new_tokens={plan.max_new_tokens} leaves no room for a prompt in the target's "
-            f"context of {target.context}: use fewer new tokens"
-        )
-    rule = f"be at most {target.vocab_size}, the tokens of the target"
-    require(plan.teacher_top_k <= target.vocab_size, "data.teacher_top_k", rule, plan.teacher_top_k)
-    work = _Work(plan, target, store.load(), limit)
+    work = _Work(plan, target, store.load(), longest_prompt(target, plan))
     items = [
         _Item(prompt, index, sample, list(user_turns(prompt)))
         for index, prompt in enumerate(plan.prompts)

@@ -111,13 +111,14 @@ def staged(run: Path, repo: str) -> Iterator[dict[str, Path]]:
     target = run / TARGET
     heads = sorted((run / "drafter").glob("acceptance_head.*"))  # one that no engine reads
     _refuse_foreign(run, *(run / name for name in REPORTS), folder, target, *heads)
+    report = read_report(run / "report.json")
     with tempfile.TemporaryDirectory() as scratch:
         drafter = Path(scratch) / "drafter"
         _stage(folder, drafter)
         for name in REPORTS:
             copy2(run / name, drafter / name)
-        if '"readings"' in _text(run / "report.json"):
-            write_report(without_readings(read_report(run / "report.json")), drafter)
+        if "readings" in report:
+            write_report(without_readings(report), drafter)
         for path in heads:
             copy2(path, drafter / path.name)
         uploads = {repo: drafter}

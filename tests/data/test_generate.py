@@ -378,7 +378,8 @@ def test_system_prompt_and_template_options_reach_the_prompt(tiny_target, tmp_pa
 
 def test_a_base_target_refuses_conversations(tiny_target, tmp_path):
     with pytest.raises(UserError, match="no chat template but the prompts are conversations"):
-        fill(tiny_target("llama"), tmp_path, plan([conversation("hi")]))
+        fill(tiny_target("llama"), tmp_path / "store", plan([conversation("hi")]))
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("where", ["text", "response"])
@@ -396,11 +397,12 @@ def test_a_token_without_a_row_is_refused_by_the_name_of_its_prompt(tiny_target,
 # stores
 
 
-def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual):
+def test_a_finished_store_is_found_again(tiny_target, tmp_path, usual, monkeypatch):
     wanted = plan(samples_per_prompt=2)
     fill(tiny_target("llama"), tmp_path, wanted)
-    broken = dataclasses.replace(tiny_target("llama"), model=None)  # nothing is generated
-    assert fill(broken, tmp_path, wanted) == usual
+    silent = tiny_target("llama")
+    monkeypatch.setattr(silent.model, "forward", lambda *_, **__: pytest.fail("it generates"))
+    assert fill(silent, tmp_path, wanted) == usual
 
 
 def test_a_store_that_another_command_completes_meanwhile_is_complete_for_all_ranks(

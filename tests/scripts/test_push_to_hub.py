@@ -13,10 +13,10 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import save_file
 
 import scripts.push_to_hub as module
-from eval.report.schema import write_report
-from scripts.push_to_hub import main
+from eval.report.schema import as_json, write_report
+from scripts.push_to_hub import REPORTS, main
 from tests.helpers.commands import pipe
-from tests.helpers.report_rows import report_with_readings
+from tests.helpers.report_rows import report_with_readings, report_with_tree
 from trainer.redaction import MARK
 
 TOKEN = "hf_" + "secretsecretsecretsecret"
@@ -82,8 +82,8 @@ def run(tmp_path):
         (export / name).write_text(f"export {name}")
     weights(export / "model.safetensors")
     (export / ".draftsmith.json").write_text("{}")
-    for name in ("report.md", "report.json", "report.html", "metrics.jsonl"):
-        (run / name).write_text(f"run {name}")
+    write_report(report_with_tree(), run)
+    (run / "metrics.jsonl").write_text("run metrics.jsonl")
     return run
 
 
@@ -299,7 +299,9 @@ def test_report_and_card_lose_the_places_of_files_here(run, hub, monkeypatch):
     for path in (run / "report.html", run / "export" / "transformers" / "README.md"):
         path.write_text(text)
     command = ["train.py run.dir=/scratch/of-me/run", f"{TOKEN}"]
-    (run / "report.json").write_text(json.dumps({"run": {"command": command}}))
+    report = report_with_tree()
+    report["run"]["command"] = command
+    (run / "report.json").write_text(json.dumps(as_json(report)))
     weights(run / "export" / "transformers" / "model.safetensors", format="pt")
     assert main([f"script.run={run}", "script.repo=user/name"], hub) == 0
     there = hub.folder / "user" / "name"
@@ -308,7 +310,7 @@ def test_report_and_card_lose_the_places_of_files_here(run, hub, monkeypatch):
             "<td>~/x</td> `prompts.jsonl` a/b https://host/path </p>"
         )
     content = json.loads((there / "report.json").read_text())
-    assert content == {"run": {"command": ["train.py run.dir=run", MARK]}}
+    assert content["run"]["command"] == ["train.py run.dir=run", MARK]
     assert TOKEN in (run / "report.json").read_text()  # the run itself stays as it is
 
 
@@ -345,11 +347,11 @@ def test_a_dry_run_lists_the_files_and_prints_the_card_without_login_or_network(
     weights = (run / "export" / "transformers" / "model.safetensors").stat().st_size
     listed = {
         "README.md": len("# Card\nmade in run"), "config.json": 18, "model.safetensors": weights,
-        "report.html": 15, "report.json": 15, "report.md": 13,
+        **{name: (run / name).stat().st_size for name in sorted(REPORTS)},
     }  # fmt: skip
     total = sum(listed.values())
-    assert lines[0] == f"user/name, private where it is new: 6 files, {total} bytes"
-    assert [line.split() for line in lines[1:7]] == [[str(n), name] for name, n in listed.items()]
+    assert lines[0] == f"user/name, private where it is new: 6 files, {total:,} bytes"
+    assert [line.split() for line in lines[1:7]] == [[f"{n:,}", name] for name, n in listed.items()]
     assert lines[7:13] == ["", "model card:", "", "# Card", "made in run", ""]
     assert lines[13] == "user/name-target, private where it is new: 1 file, 2 bytes"
     assert lines[-1] == "dry_run=true: nothing was uploaded"
@@ -409,3 +411,14 @@ def test_a_card_that_is_no_text_is_one_line(run, hub, capsys):
     (run / "export" / "transformers" / "README.md").write_bytes(b"\xff\xfe")
     assert main([f"script.run={run}", "script.repo=user/name", "dry_run=true"], hub) == 0
     assert "there is no model card" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "run report.json", '{"schema": 1}', "[" * 5000])
+def test_a_damaged_report_is_one_line_and_uploads_nothing(run, hub, capsys, text):
+    (run / "report.json").write_text(text)
+    assert main([f"script.run={run}", "script.repo=user/name"], hub) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "report.json" in said
+    assert said.count("\n") == 1
+    assert not hub.folder.exists()
