@@ -51,7 +51,8 @@ def rows_of(report, drafter):
 
 def assert_same(now, before, where):
     if isinstance(before, float):
-        assert now == pytest.approx(before, rel=1e-6, abs=1e-9), where
+        # float32: from one processor to another 1.3e-6 of a probability was seen to move
+        assert now == pytest.approx(before, rel=1e-5, abs=1e-9), where
     elif isinstance(before, dict):
         for key, value in before.items():
             assert_same(now[key], value, (*where, key))
