@@ -48,6 +48,7 @@ from target.outputs import TargetOutputs, TargetRequest
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -151,7 +152,7 @@ class Experiment:
         drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", self.target)
         drafter = stage.prepare(Start(drafter, self.train, {}, STEPS, NEW_TOKENS))
 
-        def context(step: int, batch: Batch, drafter: CausalLMDrafter) -> Context:
+        def refreshed(step: int, batch: Batch, drafter: CausalLMDrafter) -> Batch | None:
             def generate(prompts, temperature, max_new_tokens, stream):
                 return sample_drafter(
                     drafter,
@@ -162,14 +163,18 @@ class Experiment:
                     seed * 100003 + stream,
                 )
 
-            return Context(batch, drafter, generate, lambda: None)
+            return objective.refresh(step, Context(batch, drafter, generate, lambda: None))
 
         folder = WORK / f"{name.replace(' ', '-')}-{seed}-{settings.lr:g}"
         text = self.clean if name == "ce clean" else self.train
+        source = Source(
+            Batches(text, mix, ROWS, seed=seed),
+            lambda batch, step: self.outputs(batch, objective.target_request(batch, step)),
+        )
+        source.refreshed = refreshed
         fit(Fit(
-            objective=objective, drafter=drafter, batches=Batches(text, mix, ROWS, seed=seed),
-            evaluate=None, config=settings, folder=folder, seed=seed, context=context,
-            outputs=lambda batch, step: self.outputs(batch, objective.target_request(batch, step)),
+            objective=objective, drafter=drafter, source=source, evaluate=None, config=settings,
+            folder=folder, seed=seed,
             accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
         ))  # fmt: skip
         return drafter.eval()

@@ -28,6 +28,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,7 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -197,9 +199,9 @@ class Experiment:
             save_every=steps, eval_every=every,
         )  # fmt: skip
         folder = self.work / "stages" / f"{slug(cell)}-{seed}"
+        source = Source(batches, partial(self._outputs, stage.objective))
         fit(Fit(
-            objective=stage.objective, drafter=drafter, batches=batches, evaluate=evaluate,
-            outputs=lambda batch, step: self._outputs(stage.objective, batch, step),
+            objective=stage.objective, drafter=drafter, source=source, evaluate=evaluate,
             config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
             tracker=Tracker(settings, folder, folder.name, {}),
         ))  # fmt: skip

@@ -32,6 +32,7 @@ from target.outputs import TargetOutputs
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
 from trainer.losses import LossOutput
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -130,11 +131,12 @@ class Work:
 
         objective.loss = loss
         tracker = Tracker(config, folder, "faults", {})
+        batches = Batches(self.rows, {"target": 1.0}, 4, seed=0)
+        source = Source(batches, lambda batch, step: None)
         fit(Fit(
-            objective=objective, drafter=drafter,
-            batches=Batches(self.rows, {"target": 1.0}, 4, seed=0), evaluate=None,
-            outputs=lambda batch, step: None, config=config, folder=folder / "fit", seed=0,
-            accelerator=make_accelerator(config, cpu=True), tracker=tracker,
+            objective=objective, drafter=drafter, source=source, evaluate=None, config=config,
+            folder=folder / "fit", seed=0, accelerator=make_accelerator(config, cpu=True),
+            tracker=tracker,
         ))  # fmt: skip
         tracker.finish()
         found = losses(folder)

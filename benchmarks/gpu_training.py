@@ -45,7 +45,8 @@ from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from phases.run import Run
-from phases.stage import RunText, StageRun
+from phases.source import RunText
+from phases.stage import StageRun
 from phases.train import build
 from recipes import base
 from recipes.base import Needs, Start
@@ -171,14 +172,14 @@ class Timed:
 class TimedStage(StageRun):
     """A stage that ends after the steps that are timed."""
 
-    def _batches(self) -> tuple[Needs, BatchSource[Batch]]:
-        data, batches = super()._batches()
+    def batches(self) -> tuple[Needs, BatchSource[Batch]]:
+        data, batches = super().batches()
         # without a mix: logits of so few texts might be held in memory
         return dataclasses.replace(data, mix={}), Timed(batches)
 
     def timed(self) -> list[Batch]:
         """The batches of the steps that are timed."""
-        _, batches = super()._batches()
+        _, batches = super().batches()
         return [batches.at(index) for index in range(STEPS, 2 * STEPS)]
 
 

@@ -51,6 +51,7 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -168,11 +169,11 @@ class Experiment:
                 batch.input_ids, batch.position_ids, layers=request.layers, logits=request.logits
             )
 
+        batches = Batches(texts, {"target": 1.0}, rows, seed=seed)
         began = _seconds(device)
         fit(Fit(
-            objective=now.objective, drafter=drafter,
-            batches=Batches(texts, {"target": 1.0}, rows, seed=seed), evaluate=None,
-            outputs=outputs, config=settings, folder=folder, seed=seed,
+            objective=now.objective, drafter=drafter, source=Source(batches, outputs),
+            evaluate=None, config=settings, folder=folder, seed=seed,
             accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
         ))  # fmt: skip
         return drafter.eval(), (_seconds(device) - began) / steps

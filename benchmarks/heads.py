@@ -86,6 +86,7 @@ from target.outputs import LayerId
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -166,10 +167,12 @@ class Experiment:
             drafter.__class__ = ReadingNormed
         (stage,) = recipe.stages()
         folder = self.work / f"{_slug(name)}-{seed}-{rate:g}-{steps}"
+        source = Source(
+            Batches(traces, {"target": 1.0}, self.rows, seed=seed),
+            lambda batch, step: self.store.outputs(batch, self.target.device),
+        )
         fit(Fit(
-            objective=stage.objective, drafter=drafter,
-            batches=Batches(traces, {"target": 1.0}, self.rows, seed=seed), evaluate=None,
-            outputs=lambda batch, step: self.store.outputs(batch, self.target.device),
+            objective=stage.objective, drafter=drafter, source=source, evaluate=None,
             config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
             tracker=Tracker(settings, folder, folder.name, {}),
         ))  # fmt: skip

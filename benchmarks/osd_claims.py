@@ -51,6 +51,7 @@ from target.outputs import TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -158,14 +159,14 @@ class Experiment:
                 return None
             return self.target.outputs(batch.input_ids, batch.position_ids)
 
+        source = Source(Batches(rows, {"target": 1.0}, interval, seed=seed), outputs)
+        source.refreshed = lambda step, batch, drafter: objective.refresh(
+            step, Context(batch, drafter, _no_generation, lambda: None, seed, folder)
+        )
         result = fit(Fit(
-            objective=objective, drafter=drafter,
-            batches=Batches(rows, {"target": 1.0}, interval, seed=seed),
-            evaluate=objective.evaluated(None, []), outputs=outputs, config=settings, folder=folder,
-            seed=seed, accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
-            context=lambda step, batch, drafter: Context(
-                batch, drafter, _no_generation, lambda: None, seed, folder
-            ),
+            objective=objective, drafter=drafter, source=source,
+            evaluate=objective.evaluated(None, []), config=settings, folder=folder, seed=seed,
+            accelerator=self.accelerator, tracker=Tracker(settings, folder, name, {}),
         ))  # fmt: skip
         return drafter.eval(), result.series
 

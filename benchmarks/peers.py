@@ -87,6 +87,7 @@ from target.outputs import LayerId, TargetOutputs
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.shift import supervised
 from trainer.tracking import Tracker
@@ -388,7 +389,7 @@ def train_ours(job: dict[str, Any]) -> None:
         )
 
     fit(Fit(
-        objective=objective, drafter=drafter, batches=batches, evaluate=None, outputs=outputs,
+        objective=objective, drafter=drafter, source=Source(batches, outputs), evaluate=None,
         config=config, folder=out / "fit", seed=job["seed"], tracker=Tracker(config, out, "", {}),
         accelerator=make_accelerator(config, cpu=True),
     ))  # fmt: skip

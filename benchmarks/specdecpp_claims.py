@@ -52,6 +52,7 @@ from target.model import Target
 from target.sampling import Sampling
 from trainer.config import TrainerConfig
 from trainer.loop import Fit, fit
+from trainer.objective import Source
 from trainer.setup import make_accelerator
 from trainer.tracking import Tracker
 
@@ -117,14 +118,16 @@ class Experiment:
         folder = WORK / "heads" / "".join(c if c.isalnum() else "_" for c in name)
         evaluate = stage.objective.evaluated(None, dev)
         assert evaluate is not None
+        batches = Batches(texts, {"target": 1.0}, ROWS, seed=seed)
+        source = Source(batches, lambda batch, step: None)
+        source.refreshed = lambda step, batch, drafter: stage.objective.refresh(
+            step,
+            Context(batch, drafter, lambda *_: [], lambda: kept.outputs(batch.to(device))),
+        )
         fit(Fit(
-            objective=stage.objective, drafter=drafter,
-            batches=Batches(texts, {"target": 1.0}, ROWS, seed=seed), evaluate=evaluate,
-            outputs=lambda batch, step: None, config=settings, folder=folder, seed=seed,
-            accelerator=self.accelerator, tracker=Tracker(settings, folder, folder.name, {}),
-            context=lambda step, batch, drafter: Context(
-                batch, drafter, lambda *_: [], lambda: kept.outputs(batch.to(device))
-            ),
+            objective=stage.objective, drafter=drafter, source=source, evaluate=evaluate,
+            config=settings, folder=folder, seed=seed, accelerator=self.accelerator,
+            tracker=Tracker(settings, folder, folder.name, {}),
         ))  # fmt: skip
         drafter.eval()
         return drafter, evaluate(drafter, steps)

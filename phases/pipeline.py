@@ -12,7 +12,7 @@ from phases import exits, export, generate, received, report, run, train
 from phases.check import check_address, check_depth
 from phases.commands import command_of
 from phases.help import recipe_help
-from phases.stage import RunText
+from phases.source import RunText
 from recipes import base
 from recipes.common.config import Config, compose
 from trainer.errors import UserError, require

@@ -1,36 +1,23 @@
-"""The training of one stage: its batches, its target outputs, and the loop around them."""
+"""The training of one stage: what it reads, and the loop around it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from accelerate.utils import gather_object
-from torch import nn
 
-from data.batches import Batch, Batches, few_lengths, preview
-from data.features import FeaturesStore
-from data.packing import PackedBatches, PackedTraces
-from data.served_states import ServedStates
-from data.shares import TextShares
+from data.batches import Batch
 from data.teacher import Teacher
-from data.trace_rows import lengths
-from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.causal_lm import CausalLMDrafter
 from phases import shared
-from phases.dev import dev_evaluation, sharing, split_dev
+from phases.dev import dev_evaluation, sharing
 from phases.run import Run
+from phases.source import RunText, StageSource, stage_batches
 from phases.states import target_states
 from phases.uses import note_use
-from recipes.base import Context, Needs, Stage, unwrapped
-from target.cache import CachedModel
-from target.decode import Request, decode
-from target.model import Target
-from target.outputs import TargetOutputs
-from target.sampling import Sampling, row_key
+from recipes.base import Needs, Stage
 from target.shared_text import TextGroup, can_share
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig
@@ -38,7 +25,6 @@ from trainer.errors import UserError, require
 from trainer.interrupt import Interrupt, stop_requested
 from trainer.loop import Fit, FitResult, fit
 from trainer.objective import BatchSource
-from trainer.redaction import redacted
 from trainer.tracking import Tracker
 
 
@@ -56,24 +42,6 @@ def settings_of(run: Run, stage: Stage) -> TrainerConfig:
         raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class RunText:
-    """The text that the stages of a run train on. `traces`: all answers; `train`, `dev`: those that
-    are trained on and those held out; `raw`: raw text by stage."""
-
-    traces: Sequence[Trace]
-    train: Sequence[Trace]
-    dev: list[Trace]
-    raw: Mapping[str, PackedBatches]
-
-    @classmethod
-    def split(
-        cls, run: Run, traces: Sequence[Trace], raw: Mapping[str, PackedBatches] | None = None
-    ) -> RunText:
-        """Hold out some conversations of `traces`."""
-        return cls(traces, *split_dev(traces, run.config.run.seed), raw or {})
-
-
 @dataclasses.dataclass
 class StageRun:
     """One training of a stage. `number`: its place among the recipe's stages."""
@@ -86,19 +54,22 @@ class StageRun:
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.run, self.stage)
-        self._announced = -1
         accelerator, parts = self.run.accelerator, self.settings.context_parallel_size
         self.group: TextGroup | None = None
         if parts > 1:
             self.group = TextGroup.here(accelerator.process_index, accelerator.num_processes, parts)
         self.folder = self.run.folder / "stages" / f"{self.number}-{self.stage.name}"
 
+    def batches(self) -> tuple[Needs, BatchSource[Batch]]:
+        """The batches of the stage, behind the text that they come from."""
+        return stage_batches(self.run, self.stage, self.settings, self.text, self.group)
+
     def fit(self) -> FitResult:
         """Train `drafter` in place, or restore a finished stage. SystemExit(75) after a request to
         stop, even one that came in the last step."""
         run, stage, objective = self.run, self.stage, self.stage.objective
         accelerator, target = run.accelerator, run.target
-        data, batches = self._batches()
+        data, batches = self.batches()
         request = objective.target_request(batches.at(0), 0)
         usual = dev_evaluation(run, self.text.dev, self.drafter, chooses=data.text is None)
         evaluate = objective.evaluated(usual, self.text.dev, sharing(run))
@@ -116,17 +87,6 @@ class StageRun:
                 f"{data.mix if data.text is None else dict(data.text.shares)}"
             )
 
-        def outputs(batch: Batch, step: int) -> TargetOutputs | None:
-            found = teacher.outputs(batch, objective.target_request(batch, step))
-            if states is not None:
-                self._announce(states, batches, step + 1)
-            return found
-
-        def context(step: int, batch: Batch, drafter: nn.Module) -> Context:
-            return self._context(
-                batch, unwrapped(drafter), lambda on_device: outputs(on_device, step)
-            )
-
         Interrupt.latest = None  # a request to an earlier training has ended that one
         try:
             with (
@@ -137,12 +97,11 @@ class StageRun:
                 if self.group is not None and states is None and request is not None:
                     self._check_target(self.group)
                 teacher = Teacher(target, self.text.train, data.mix, states, accelerator.device)
+                source = StageSource(run, stage, self.settings, batches, teacher, states)
                 result = fit(Fit(
-                    objective=objective, drafter=self.drafter, batches=batches, evaluate=evaluate,
-                    outputs=outputs, config=self.settings, folder=self.folder,
-                    seed=run.config.run.seed, accelerator=accelerator, tracker=tracker,
-                    context=context, lr_multiplier=stage.lr_multiplier, sync=target.sync,
-                    describe=lambda batch: redacted(preview(batch, target.tokenizer)),
+                    objective=objective, drafter=self.drafter, source=source, evaluate=evaluate,
+                    config=self.settings, folder=self.folder, seed=run.config.run.seed,
+                    accelerator=accelerator, tracker=tracker, lr_multiplier=stage.lr_multiplier,
                 ))  # fmt: skip
         finally:
             tracker.finish()
@@ -165,80 +124,6 @@ class StageRun:
                 "them: docs/devices.md says which models do not"
             )
 
-    def _announce(
-        self,
-        states: FeaturesStore | ServedStates,
-        batches: BatchSource[Batch],
-        step: int,
-    ) -> None:
-        """Ask for the states of that step's batches, once, while the step before is computed."""
-        if step <= self._announced or step >= self.settings.max_steps:
-            return
-        self._announced = step
-        number = self.settings.gradient_accumulation_steps
-        for index in range(step * number, (step + 1) * number):
-            batch = batches.at(index)
-            if batch.loss_mask.any():  # nobody asks for the states of others
-                states.ahead(batch)
-
-    def _batches(self) -> tuple[Needs, BatchSource[Batch]]:
-        """Make the batches of the stage. Returns them behind the text that they come from."""
-        data, settings, accelerator = self.stage.data, self.settings, self.run.accelerator
-        seed, parts = self.run.config.run.seed, settings.context_parallel_size
-        rank, world = accelerator.process_index // parts, accelerator.num_processes // parts
-        if self.stage.row == "control" and not lengths(self.text.train, "fixed_ids").all():
-            data = dataclasses.replace(data, mix={"target": 1.0})
-            if accelerator.is_main_process:
-                print(
-                    "control: cross-entropy on the target's text, since the prompts come without "
-                    "responses"
-                )
-        batches: BatchSource[Batch]
-        if self.stage.name in self.text.raw:
-            batches = self.text.raw[self.stage.name]
-        elif settings.pack_tokens:
-            (source,) = (name for name, share in data.mix.items() if share)
-            batches = PackedTraces(
-                self.text.train, source, settings.pack_tokens, settings.batch_size, seed,
-                data.teacher, rank, world,
-            )  # fmt: skip
-        else:
-            of_rows: list[int] = []
-            if accelerator.device.type == "cuda" or settings.compile is not None:
-                of_rows = few_lengths(
-                    self.text.train, data.mix, self.run.config.data.max_new_tokens
-                )
-            micro_steps = settings.max_steps * settings.gradient_accumulation_steps
-            batches = Batches(
-                self.text.train, data.mix, settings.batch_size, seed=seed, per=data.per,
-                ramp=int(data.ramp_share * micro_steps), teacher=data.teacher,
-                rank=rank, world=world, lengths=of_rows,
-            )  # fmt: skip
-        return data, batches if self.group is None else TextShares(batches, self.group)
-
-    def _context(
-        self,
-        batch: Batch,
-        drafter: TrainedDrafter,
-        outputs: Callable[[Batch], TargetOutputs | None],
-    ) -> Context:
-        """Make the context of `Objective.refresh`."""
-        run, accelerator = self.run, self.run.accelerator
-        seed = run.config.run.seed
-
-        def generate(
-            prompts: list[list[int]], temperature: float, max_new_tokens: int, stream: int
-        ) -> list[list[int]]:
-            return sample_drafter(
-                drafter, prompts, run.target, temperature, max_new_tokens,
-                seed=hash((seed, stream, accelerator.process_index)),
-            )  # fmt: skip
-
-        def of_batch() -> TargetOutputs | None:
-            return outputs(batch.to(accelerator.device))
-
-        return Context(batch, drafter, generate, of_batch, seed, run.folder)
-
     def _restore_from_cache(self) -> Path | None:
         """Restore a stage that another run has trained. Returns its place in the cache, None for a
         stage that runs do not share."""
@@ -249,30 +134,3 @@ class StageRun:
         shared.restore(self.run, place, self.folder)
         note_use(self.run, place)
         return place
-
-
-def sample_drafter(
-    drafter: TrainedDrafter,
-    prompts: list[list[int]],
-    target: Target,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-) -> list[list[int]]:
-    """Sample the drafter's own text: [B] lists of ids with the ending EOS; no top-k or top-p,
-    dropout off."""
-    assert isinstance(drafter, CausalLMDrafter), "only a causal LM writes text by itself"
-    training = drafter.training
-    drafter.eval()
-    requests = [
-        Request(ids, row_key(seed, ids, index), Sampling(temperature), index)
-        for index, ids in enumerate(prompts)
-    ]
-    drawn: dict[int, list[int]] = {}
-    for row in decode(
-        CachedModel(drafter.model), requests, max_new_tokens=max_new_tokens, eos_ids=target.eos_ids,
-        batch_size=len(prompts), vocab_size=target.vocab_size,
-    ):  # fmt: skip
-        drawn[row.request.tag] = row.response_ids
-    drafter.train(training)
-    return [drawn[i] for i in range(len(prompts))]

@@ -28,7 +28,8 @@ from phases.check import (
     settings_of_the_toy,
 )
 from phases.run import Run
-from phases.stage import RunText, StageRun, settings_of
+from phases.source import RunText
+from phases.stage import StageRun, settings_of
 from phases.uses import note_use
 from recipes.base import Recipe, Stage, Start
 from recipes.common.draft_size import SizeSearch, TrialResult

@@ -15,7 +15,7 @@ from drafters.round import Budget
 from drafters.trees.dynamic import DynamicTree
 from eval.engine import SpeculativeDecoder
 from eval.tree_reward import TreeScorer
-from phases import stage
+from phases import source
 from recipes import base
 from recipes.common.online import Server
 from target.graphs import BEFORE_CAPTURE
@@ -73,7 +73,7 @@ class Steps:
         patch.setattr(Fit, "fetch", lambda fit: self.fetched(fit))
         patch.setattr(Fit, "update", lambda fit, *given: self.updated(fit, *given))
         patch.setattr(Server, "answer", self.apart(Server.answer))
-        patch.setattr(stage, "sample_drafter", self.apart(stage.sample_drafter))
+        patch.setattr(source, "sample_drafter", self.apart(source.sample_drafter))
         patch.setattr(PreTrainedTokenizerFast, "get_vocab", lambda own: self.vocabulary(own))
 
     @contextlib.contextmanager

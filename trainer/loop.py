@@ -1,11 +1,8 @@
 """The one training loop: fetch, loss, backward, clip, step, log, evaluate, save.
 
-- `batches.at(index)` is stateless and shards by rank; index = step * accumulation + micro-step.
-- `objective`: see `trainer.objective.TrainingObjective`. Where a `context(step, batch, drafter)` is
-  given, its `refresh` may put another batch in the place of the stored one.
+- `objective` and `source`: see `trainer.objective`. `source.at(index)` is stateless and shards by
+  rank; index = step * accumulation + micro-step.
 - `lr_multiplier(name) -> float` of a parameter, times its learning rate.
-- `outputs(batch, step)`: the outputs of the frozen target, or None. `sync()`: called before ranks
-  wait for each other, as they may have asked the target for different numbers of outputs.
 - `evaluate(drafter, step)`: numbers for JSON; `select` is maximised, None selects the last step.
   The random state is restored afterwards.
 
@@ -34,7 +31,7 @@ from trainer.config import TrainerConfig
 from trainer.device import shows_numbers_at_once, tensor_cores
 from trainer.errors import RunFault
 from trainer.interrupt import Interrupt
-from trainer.objective import B, BatchSource, C, O, TrainingObjective
+from trainer.objective import B, O, Source, TrainingObjective
 from trainer.optimizer import learning_rate, make_optimizer
 from trainer.processes import Sum
 from trainer.progress import Progress, working
@@ -46,23 +43,19 @@ Announced: TypeAlias = tuple[B, dict[str, float]]  # a batch, and its denominato
 
 
 @dataclasses.dataclass(kw_only=True)
-class Fit(Generic[B, O, C]):
+class Fit(Generic[B, O]):
     """One training: its arguments, see the module, and its state while it runs."""
 
-    objective: TrainingObjective[B, O, C]
+    objective: TrainingObjective[B, O]
     drafter: nn.Module
-    batches: BatchSource[B]
+    source: Source[B, O]
     evaluate: Callable[[nn.Module, int], Mapping[str, object]] | None
-    outputs: Callable[[B, int], O]
     config: TrainerConfig
     folder: Path
     seed: int
     accelerator: Accelerator
     tracker: Tracker
-    context: Callable[[int, B, nn.Module], C] | None = None
     lr_multiplier: Callable[[str], float] = lambda name: 1.0
-    describe: Callable[[B], str] | None = None  # printed once, before step 1
-    sync: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         assert self.accelerator.gradient_accumulation_steps == 1, "this loop accumulates by itself"
@@ -91,7 +84,7 @@ class Fit(Generic[B, O, C]):
             set_seed(self.seed, device_specific=True)
         else:
             self.window.sums = self.store.load(found, self.model, self.optimizer, self.objective)
-            self.describe = None
+        self.described = found is not None
 
     @property
     def network(self) -> nn.Module:
@@ -154,7 +147,7 @@ class Fit(Generic[B, O, C]):
         counters = self.counters
         if self.ahead is None:
             batches, sums = self.announce(counters.step)
-            self.sync()
+            self.source.sync()
         else:
             batches, sums = self.ahead
         *counts, num_tokens, skipped, stop = sums.wait()
@@ -167,9 +160,9 @@ class Fit(Generic[B, O, C]):
         self.stop_agreed = bool(stop)  # so that every rank ends after the same step
         if num_tokens == 0:
             return [], {}
-        if self.describe:
-            self.progress.note(self.describe(batches[0][0]))
-            self.describe = None
+        if not self.described and (text := self.source.describe(batches[0][0])):
+            self.progress.note(text)
+        self.described = True
         return batches, dict(zip(self.terms or [], counts, strict=True))
 
     def announce(self, step: int) -> tuple[list[Announced[B]], Sum]:
@@ -180,10 +173,8 @@ class Fit(Generic[B, O, C]):
         objective, drafter = self.objective, self.network
         batches, skipped = list[B](), 0
         for index in range(step * num_micro, (step + 1) * num_micro):
-            raw = self.batches.at(index)
-            batch: B | None = raw
-            if self.context is not None:
-                batch = objective.refresh(step, self.context(step, raw, drafter))
+            raw = self.source.at(index)
+            batch = self.source.refreshed(step, raw, drafter)
             if batch is not None and batch.num_supervised > 0:
                 batches.append(batch)
                 continue
@@ -207,7 +198,7 @@ class Fit(Generic[B, O, C]):
         another rank: a term would be divided by another's count."""
         names = [sorted(one) for one in announced]
         if self.terms is None:
-            self.sync()
+            self.source.sync()
             names = [*gather_object([names[0]]), *names]
             self.terms = names[0]
         first = self.terms or []
@@ -228,8 +219,8 @@ class Fit(Generic[B, O, C]):
             last = i == len(batches)
             with self.placement.micro_step(self.model, last):
                 batch = batch.to(accelerator.device)
-                target_outputs = self.outputs(batch, step)
-                self.sync()
+                target_outputs = self.source.outputs(batch, step)
+                self.source.sync()
                 try:
                     with self.placement.autocast():
                         output = self.objective.loss(
@@ -265,7 +256,7 @@ class Fit(Generic[B, O, C]):
             drafter = self.network
             drafter.eval()
             metrics = self.evaluate(drafter, counters.step)
-            self.sync()
+            self.source.sync()
             metrics = gather_object([metrics])[0]
             self.model.train()
             set_rng_state(random_state)
@@ -277,7 +268,7 @@ class Fit(Generic[B, O, C]):
                 self.store.save_best(counters.step, self.model, metrics)
 
 
-def fit(run: Fit[B, O, C]) -> FitResult:
+def fit(run: Fit[B, O]) -> FitResult:
     """Train `run.drafter` in place; it ends with its best weights by `evaluate`, else its last.
 
     A second call with the same `folder` resumes from the newest checkpoint, or returns at once

@@ -1,14 +1,14 @@
-"""What the loop requires of its caller: an objective and batches.
+"""What the loop requires of its caller: an objective, and a source of batches.
 
-The loop does not look into a batch or into the target's outputs: it hands them from the caller's
-functions to the objective. Their types are parameters here.
+The loop does not look into a batch or into the target's outputs: it hands them from the source to
+the objective. Their types are parameters here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -32,17 +32,36 @@ class TrainingBatch(Protocol):
 
 
 B = TypeVar("B", bound=TrainingBatch)  # the caller's batch
+B_contra = TypeVar("B_contra", bound=TrainingBatch, contravariant=True)
 B_co = TypeVar("B_co", bound=TrainingBatch, covariant=True)
 O = TypeVar("O")  # what the target gives for a batch  # noqa: E741
 O_contra = TypeVar("O_contra", contravariant=True)
-C = TypeVar("C")  # what `refresh` may use
-C_contra = TypeVar("C_contra", contravariant=True)
 
 
 class BatchSource(Protocol[B_co]):
     """The training text as a function of the batch's number: any rank can make any batch again."""
 
     def at(self, index: int) -> B_co: ...
+
+
+class Source(Generic[B, O]):
+    """What a training reads: batches, and `outputs(batch, step)` of the frozen target for them."""
+
+    def __init__(self, batches: BatchSource[B], outputs: Callable[[B, int], O]):
+        self.at, self.outputs = batches.at, outputs
+
+    def refreshed(self, step: int, batch: B, drafter: nn.Module) -> B | None:
+        """The batch to train on in place of the stored one, None to take no step on it; `drafter`
+        is without the wrapper of several processes."""
+        return batch
+
+    def describe(self, batch: B) -> str:
+        """What is printed of the first batch before step 1; "" for nothing."""
+        return ""
+
+    def sync(self) -> None:
+        """Called before ranks wait for each other: they may have asked the target for different
+        numbers of outputs."""
 
 
 class Resumable(Protocol):
@@ -53,7 +72,7 @@ class Resumable(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
+class TrainingObjective(Resumable, Protocol[B_contra, O_contra]):
     """What a stage trains on. `recipes.base.Objective` documents each member and has defaults.
 
     `loss`: `drafter` is the prepared one and may be wrapped, so an objective calls it and does not
@@ -62,22 +81,20 @@ class TrainingObjective(Resumable, Protocol[B, O_contra, C_contra]):
     the same terms. The exception is `losses.tvd_pp`, which divides by a deviation of its own batch,
     known only after the forward pass: recipes refuse it where a step has several batches. Where one
     rank of several has nothing to train on, it runs a batch with an empty mask, whose loss is a 0
-    with a gradient. `computes_batches`: `refresh` runs drafter or target. `state_dict` is equal on
-    all ranks.
+    with a gradient. `computes_batches`: the source runs drafter or target to make them.
+    `state_dict` is equal on all ranks.
     """
 
     @property
     def computes_batches(self) -> bool: ...
 
-    def denominators(self, batch: B, step: int) -> Mapping[str, float]: ...
+    def denominators(self, batch: B_contra, step: int) -> Mapping[str, float]: ...
 
     def loss(
         self,
         drafter: nn.Module,
-        batch: B,
+        batch: B_contra,
         target_outputs: O_contra,
         step: int,
         denominators: Mapping[str, float] | None = None,
     ) -> LossOutput: ...
-
-    def refresh(self, step: int, context: C_contra) -> B | None: ...

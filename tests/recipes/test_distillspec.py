@@ -15,7 +15,7 @@ from data.generate import GenerationPlan, generate_traces
 from data.prompts import Prompt
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from phases.stage import sample_drafter
+from phases.source import sample_drafter
 from recipes import distillspec
 from recipes.base import Context, Needs
 from recipes.distillspec import ALGORITHMS, Config, Recipe

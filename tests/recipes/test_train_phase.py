@@ -18,7 +18,7 @@ from drafters.medusa2 import Medusa2Drafter
 from phases.check import check_stage_context, deeper_than_trained, settings_of_the_toy
 from phases.pipeline import resolve
 from phases.run import Run
-from phases.stage import RunText, sample_drafter
+from phases.source import RunText, sample_drafter
 from phases.train import chosen_stages, prepare, train_stages
 from recipes import base, eagle, eagle3, medusa, medusa2
 from recipes.base import Needs, Stage

@@ -41,6 +41,7 @@ from trainer.device import computes_in_bfloat16
 from trainer.errors import RunFault, UserError
 from trainer.loop import Fit, fit
 from trainer.losses import LossOutput, Term
+from trainer.objective import Source
 from trainer.optimizer import learning_rate, make_optimizer
 from trainer.processes import PATIENCE
 from trainer.replicated import Replicated
@@ -199,19 +200,24 @@ def train(
     if drafter is None:
         torch.manual_seed(0)
         drafter = TinyLM(dropout=given.get("dropout", 0.1))
+    usual = Batches(2, accelerator.process_index, accelerator.num_processes)
+    source = Source(given.get("batches", usual), lambda batch, step: None)
+    for name in ("refreshed", "describe"):
+        if name in given:
+            setattr(source, name, given[name])
     arguments = {
         "objective": objective or Counting(),
         "drafter": drafter,
-        "batches": Batches(2, accelerator.process_index, accelerator.num_processes),
+        "source": source,
         "evaluate": accuracy,
-        "outputs": lambda batch, step: None,
         "config": config,
         "folder": folder,
         "seed": 1,
         "accelerator": accelerator,
         "tracker": Tracker(config, folder, "test", {}, accelerator.is_main_process),
     }
-    arguments |= {key: value for key, value in given.items() if key not in {*names, "dropout"}}
+    others = {*names, "dropout", "batches", "refreshed", "describe"}
+    arguments |= {key: value for key, value in given.items() if key not in others}
     result = fit(Fit(**arguments))
     return result, drafter, rows_of(folder)
 
@@ -371,16 +377,12 @@ def test_a_skipped_step_leaves_the_weights_alone(tmp_path):
 
 
 def test_refresh_replaces_batches_and_may_give_none(tmp_path):
-    class Online(CrossEntropy):
-        def refresh(self, step: int, context: tuple[int, Batch]) -> Batch | None:
-            own_step, batch = context
-            assert own_step == step
-            return None if step == 1 else replace(batch, input_ids=(batch.input_ids * 0))
+    def refreshed(step: int, batch: Batch, drafter: nn.Module) -> Batch | None:
+        return None if step == 1 else replace(batch, input_ids=(batch.input_ids * 0))
 
     result, _, rows = train(
-        tmp_path, Online(), evaluate=None, max_steps=30, lr=0.1,
-        context=lambda step, batch, drafter: (step, batch),
-    )  # fmt: skip
+        tmp_path, CrossEntropy(), evaluate=None, max_steps=30, lr=0.1, refreshed=refreshed
+    )
     assert result.skipped_batches == 1
     assert rows[1]["loss"] is None
     assert losses_of(rows)[-1] < 0.1  # token 0 follows token 0: only refreshed batches say so

@@ -6,29 +6,22 @@ import contextlib
 import io
 import logging
 import sys
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
 import train
 from phases import exits
-from scripts import (
-    compare,
-    config_page,
-    evaluate,
-    export,
-    generate,
-    get_smollm2,
-    import_traces,
-    push_to_hub,
-    request_log,
-)
 from trainer.errors import UserError, excerpt, one_line, printable
 from trainer.progress import Progress
 from trainer.terminal import guard_terminal
 
-COMMANDS = (compare, config_page, evaluate, export, generate, get_smollm2, import_traces,
-            push_to_hub, request_log, train)  # fmt: skip
+MODULES = [import_module(f"scripts.{path.stem}") for path in Path("scripts").glob("*.py")]
+WITH_WORDS = [one for one in MODULES if hasattr(one, "main") and signature(one.main).parameters]
+COMMANDS = [train, *WITH_WORDS]
 STEERS = [*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u200e", "\u200f",
           *map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))), "\udcff"]  # fmt: skip
 TEXT = (
