@@ -133,9 +133,6 @@ class CrossEntropy:
     def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         return {"labels": batch.num_supervised}
 
-    def refresh(self, step: int, context: object) -> Batch | None:
-        raise NotImplementedError
-
     def state_dict(self) -> dict:
         return {}
 
@@ -812,7 +809,10 @@ def test_a_run_killed_at_random_moments_ends_like_a_straight_one(tmp_path):
 
 
 JOINT = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_every": 4, "dropout": 0.0}
-ENDING = {**JOINT, "weight_decay": 0.5, "context": lambda step, batch, drafter: batch}
+ENDING = {
+    **JOINT, "weight_decay": 0.5,
+    "refreshed": lambda step, batch, drafter: batch if step < 2 else None,
+}  # fmt: skip
 # step s reads the sequences 8 s to 8 s + 7, rank 1 every other two of them. Rank 1 has nothing in
 # step 1, nobody has in step 2, rank 0 lacks one of two batches in step 3
 EMPTY = frozenset({10, 11, 14, 15, *range(16, 24), 24, 25})
@@ -876,7 +876,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
 @pytest.mark.slow
 def test_two_processes_take_no_step_where_there_is_nothing_to_train_on(tmp_path):
     """Their batches have text, of which an objective that follows a stream wants none any more."""
-    _, drafter, rows = train(tmp_path / "a", Ending(), batches=Batches(4), **ENDING)
+    _, drafter, rows = train(tmp_path / "a", CrossEntropy(), batches=Batches(4), **ENDING)
     start_two(tmp_path / "b", "ending", 0)
     assert_equal_up_to_summation(rows, rows_of(tmp_path / "b"))
     assert [row["loss"] for row in rows if "loss" in row][2:] == [None] * 6
@@ -995,11 +995,6 @@ class Noting(CrossEntropy):
         return super().loss(drafter, batch, target_outputs, step)
 
 
-class Ending(CrossEntropy):
-    def refresh(self, step: int, context: Batch) -> Batch | None:
-        return context if step < 2 else None
-
-
 class BrokenBatches(Batches):
     def at(self, index: int) -> Batch:
         if index == 6 and self.rank == 1:
@@ -1030,7 +1025,7 @@ def join(folder: Path, mode: str) -> None:
     try:
         batches, objective, settings = kind(2, rank, 2, EMPTY), Noting(mode == "late"), JOINT
         if mode == "ending":
-            batches, objective, settings = Batches(2, rank, 2), Ending(), ENDING
+            batches, objective, settings = Batches(2, rank, 2), CrossEntropy(), ENDING
         result, drafter, _ = train(folder, objective, batches=batches, **settings)
         if rank == 0:
             save_file(drafter.state_dict(), folder / "result.safetensors")
