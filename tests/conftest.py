@@ -3,7 +3,6 @@ leave this machine fails, here and in the processes that tests start."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
@@ -18,7 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 
 import tests.offline.sitecustomize  # noqa: F401
-from tests.helpers.reports import figures_left_empty, no_report
+from tests.helpers.reports import no_report
 from tests.helpers.tiny import save_tiny
 
 
@@ -34,14 +33,6 @@ def pytest_collection_finish(session):
     """Every training collects garbage, which would walk through all the tests there are."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Around the fixtures of all scopes: a module's run is made for the first test that asks."""
-    drawn = item.get_closest_marker("figures")
-    with contextlib.nullcontext() if drawn else figures_left_empty():
-        return (yield)
 
 
 @pytest.fixture(scope="session")

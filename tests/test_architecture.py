@@ -304,7 +304,7 @@ def test_what_few_runs_need_is_imported_by_those_alone():
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    slow = {"peft", "bitsandbytes", "datasets", "matplotlib", "wandb", "deepspeed", "gguf", "vllm"}
+    slow = {"peft", "bitsandbytes", "datasets", "wandb", "deepspeed", "gguf", "vllm"}
     assert not slow & set(done.stdout.split())
 
 

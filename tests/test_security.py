@@ -31,8 +31,6 @@ from trainer.errors import UserError
 from trainer.redaction import MARK, shown_command
 from trainer.tracking import Tracker
 
-pytestmark = pytest.mark.figures  # which hold names, too
-
 SECRETS = {"HF_TOKEN": "hf_secretsecretsecret", "OPENAI_API_KEY": "sk-secretsecret",
            "WANDB_API_KEY": "f" * 40}  # fmt: skip
 SOURCES = [ROOT / "train.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]

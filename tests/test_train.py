@@ -147,7 +147,6 @@ def test_every_architecture_trains_reports_and_exports(
 
 
 @pytest.mark.slow
-@pytest.mark.figures
 @pytest.mark.parametrize("recipe", base.names())
 def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, recipe):
     given = [f"recipe={recipe}", "eval.temperatures=[0, 1]", "method.control=true"]
@@ -166,7 +165,6 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
 
 
 @pytest.mark.slow
-@pytest.mark.figures
 def test_the_same_command_again_reports_and_changes_nothing(
     tmp_path, tiny_folder, capsys, monkeypatch
 ):

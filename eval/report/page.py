@@ -226,9 +226,9 @@ def _main_figures(rows: list[Row]) -> list[Figure]:
     chain = best_chain(rows, best.drafter) if best else None
     if chain and chain.policy == "fixed" and _decided(chain):  # a rule changes alpha_pos
         caption = (
-            f"{label(chain)}: measured acceptance at assumed costs c of a drafter step, "
-            "verification at the cost of one forward. Dashed: beyond the measured K, with the "
-            "acceptance of the last position held."
+            f"{label(chain)}: measured acceptance at assumed costs c of a drafter step, with "
+            "verification at the cost of one forward, and at the costs here. Dashed: beyond the "
+            "measured K, with the acceptance of the last position held."
         )
         found.append(Figure("Modelled speed-up against K", plots.speedup_over_K(chain), caption))
     lines = [(row, row_goodput(row, MIDDLE_COST)) for row in focus_rows(rows)]
@@ -323,9 +323,16 @@ def report_blocks(report: Report) -> list[Block]:
 
 
 def page_blocks(report: Report) -> list[Block]:
-    """The report as an HTML page: plots and answers first, the tables folded."""
+    """The report as an HTML page: results, plots and answers first, the other tables folded."""
     title, text, *rest = report_blocks(report)
-    blocks: list[Block] = [title, *tile_blocks(report), text, *_figures(report)]
+    sections: list[Fold] = []
+    for block in rest:
+        if isinstance(block, Heading) and block.level == 2:
+            sections.append(Fold(block.text, []))
+        else:
+            sections[-1].blocks.append(block)
+    results, *others = sections
+    blocks = [title, *tile_blocks(report), text, *results.blocks, *_figures(report)]
     if readings := report.get("readings"):
         blocks += [
             Heading("A reading of answers"),
@@ -335,11 +342,4 @@ def page_blocks(report: Report) -> list[Block]:
             ),
             ReadingBlock(readings),
         ]
-    blocks.append(Heading("Tables"))
-    folds: list[Fold] = []
-    for block in rest:
-        if isinstance(block, Heading) and block.level == 2:
-            folds.append(Fold(block.text, []))
-        else:
-            folds[-1].blocks.append(block)
-    return [*blocks, *folds]
+    return [*blocks, Heading("Tables"), *others]

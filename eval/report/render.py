@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from eval.report.chart import Plot
 from eval.report.readings import Json
 
 
@@ -46,28 +47,8 @@ class Table:
 
 
 @dataclass
-class LegendKey:
-    """The key of a line in a plot: its name, the variable of its colour in page.css, and its mark.
-
-    Marks are line, dashed, dotted, dot, square and diamond.
-    """
-
-    label: str
-    colour: str
-    mark: str
-
-
-@dataclass
-class Plot:
-    """An SVG with the keys of its lines."""
-
-    svg: str
-    keys: list[LegendKey]
-
-
-@dataclass
 class Figure:
-    """A plot with its caption, only in the HTML; the rows hold its numbers."""
+    """A plot with its caption; the rows hold its numbers."""
 
     title: str
     plot: Plot
@@ -100,6 +81,11 @@ class Tile:
     estimates: list[Estimate]
     notes: list[str]
 
+    def place(self, value: float) -> float:
+        """The place of a value on the axis, in percent."""
+        span = self.high - self.low
+        return 100 * min(1.0, max(0.0, (value - self.low) / span)) if span > 0 else 0.0
+
 
 @dataclass
 class Tiles:
@@ -130,7 +116,7 @@ class ReadingBlock:
     contents: list[Json]
 
 
-Block = Heading | Text | Bullets | Table | Figure | Figures | Tiles | Fold | ReadingBlock
+Block = Heading | Text | Bullets | Table | Figures | Tiles | Fold | ReadingBlock
 
 NONE = "–"
 

@@ -68,15 +68,14 @@ def main_table(rows: Iterable[Row]) -> Table:
     cells = [
         [
             name,
-            draft_shape(row),
-            count(num_nodes(row)),
-            count(row.K or None),
             with_interval(row.tokens_per_round, row.tokens_per_round_ci95),
+            with_interval(row.speedup, row.speedup_ci95),
+            number(row.modelled_speedup),
+            draft_shape(row),
             with_interval(row.alpha, row.alpha_ci95, 3),
             with_interval(row.greedy_match, row.greedy_match_ci95, 3),
             number(row.draft_acceptance_rate, 3),
-            with_interval(row.speedup, row.speedup_ci95),
-            number(row.modelled_speedup),
+            count(num_nodes(row)),
             number(row.mbsu),
             number(_tokens_per_s(row), 1),
             percent(row.identical_to_plain),
@@ -85,8 +84,8 @@ def main_table(rows: Iterable[Row]) -> Table:
         ]
         for name, row in zip(names, rows, strict=True)
     ]
-    headers = ["drafter", "draft", "nodes", "depth", "tokens per round", "alpha, depth 1",
-               "greedy match", "draft acceptance", "speed-up", "modelled", "mbsu", "tokens/s",
+    headers = ["drafter", "tokens per round", "speed-up", "modelled", "draft", "alpha, depth 1",
+               "greedy match", "draft acceptance", "nodes", "mbsu", "tokens/s",
                "identical", "lossless", "role"]  # fmt: skip
     return Table(headers, cells, {i for i, name in enumerate(names) if name == "after"})
 

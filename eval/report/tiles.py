@@ -22,7 +22,6 @@ from eval.report.rows import (
 from eval.row import Json, Row
 
 COMPARED = (BEFORE, CONTROL)
-OTHERS = (UNTRAINED, BASELINE)  # compared where the run has none of those
 COLOURS = {"before": "--before", "control": "--control", "offline": "--spare-1",
            "untrained": "--untrained", "prompt_lookup": "--lookup"}  # fmt: skip
 
@@ -42,7 +41,8 @@ def tile_blocks(report: Report) -> list[Block]:
         chain = best_chain(rows, best.drafter) or best
         own = [best] if best is chain else [chain, best]
         others = [one for one in rows if one.role in COMPARED and not one.tree]
-        others = others or [one for one in rows if one.role in OTHERS]
+        others = others or [one for one in rows if one.role == UNTRAINED]
+        others += [one for one in rows if one.role == BASELINE]
         tokens = _tile("Tokens per round", best, [*others, *own], "tokens_per_round", 1.0)
         tokens.notes = _differences(best, comparisons, "tokens_per_round")
         # a tree has no alpha of its own
@@ -81,7 +81,25 @@ def _speed(row: Row, own: Sequence[Row]) -> Tile:
     tile.high = max(tile.high, 1.1)
     tile.estimates.insert(0, Estimate("plain decoding", 1.0, None, "--control"))
     tile.notes = ["The same target and prompts, one at a time, on this machine."]
+    if row.speedup < 1 and (reason := _slower(row)):
+        tile.notes.append(reason)
     return tile
+
+
+def _slower(row: Row) -> str:
+    """Why a measured speed-up is below 1; "" where the costs are not known."""
+    tokens, modelled = row.tokens_per_round, row.modelled_speedup
+    if tokens is None or not modelled:
+        return ""
+    if modelled >= 1:
+        return (
+            f"Below 1 though the two networks alone would give {number(modelled)}×: the rest is "
+            "overhead of this implementation."
+        )
+    return (
+        f"Below 1: a round takes the time of {number(tokens / modelled)} target forwards here and "
+        f"gives {number(tokens)} tokens."
+    )
 
 
 def _differences(row: Row, comparisons: Sequence[Json], metric: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reports that are written without what a test does not look at: it takes most of a tiny run."""
+"""Runs without what a test does not look at: it takes most of a tiny run."""
 
 from __future__ import annotations
 
@@ -6,28 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
-
-from eval.report import plots
-
-SVG = "<svg></svg>"
-
-
-@contextmanager
-def figures_left_empty() -> Iterator[None]:
-    """What is plotted goes into a figure as ever, with its keys; the figure is not drawn."""
-    made = plots._svg
-
-    def undrawn(*given: Any, **options: Any) -> Any:
-        from matplotlib.figure import Figure  # takes a second to import
-
-        def write(figure: Any, file: Any, **_: Any) -> None:
-            file.write(SVG)
-
-        with mock.patch.object(Figure, "savefig", write):
-            return made(*given, **options)
-
-    with mock.patch.object(plots, "_svg", undrawn):
-        yield
 
 
 @contextmanager

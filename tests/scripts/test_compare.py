@@ -87,7 +87,7 @@ def test_comparable_reports_share_one_sorted_table(tmp_path):
     out = tmp_path / "runs" / "leaderboard"
     assert (out / "leaderboard.md").read_text().strip() == done.stdout.strip()
     page = (out / "leaderboard.html").read_text()
-    assert "2.90 [2.80, 3.00]" in page
+    assert "2.90 <small>[2.80, 3.00]</small>" in page
     assert "&lt;c&gt;: after" in page
 
 

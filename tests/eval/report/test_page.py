@@ -16,11 +16,10 @@ import pytest
 from eval.report.schema import read_report, write_report
 from scripts.compare import main as compare
 from tests.helpers.report_rows import report_with_readings
+from tests.test_frozen import PLACE, RUNS
 
-pytestmark = pytest.mark.figures
 ROOT = Path(__file__).resolve().parents[3]
 WIDTHS = (1300, 390)
-OLD = sorted((ROOT / "tests" / "fixtures" / "first_edition").glob("*/report.json"))
 
 # A window is never narrower than 500 pixels; a frame is as narrow as a phone.
 FRAME = """<!doctype html><body style="margin: 0"><script>
@@ -140,12 +139,10 @@ def test_a_report_fits_and_can_be_read(look, tmp_path, width, dark):
     assert found["folded"] > 8
 
 
-@pytest.mark.parametrize("path", OLD, ids=lambda path: path.parent.name)
-def test_a_report_of_the_first_edition_still_makes_a_page(look, tmp_path, path):
-    assert OLD
-    report = read_report(path)
-    assert "readings" not in report
-    write_report(report, tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stored_report_still_makes_a_page(look, tmp_path, name):
+    write_report(read_report(ROOT / PLACE / name / "report.json"), tmp_path)
     check(look(tmp_path / "report.html", 390, False), 390, False)
 
 
