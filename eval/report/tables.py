@@ -216,9 +216,6 @@ def modelled_cells(row: Row) -> list[str]:
     return [number(modelled.get(str(c))) for c in COST_RATIOS]
 
 
-COST_HEADERS = [f"modelled, c = {c:g}" for c in COST_RATIOS]
-
-
 def main_tables(rows: Sequence[Row]) -> list[Block]:
     """The main tables, one for each temperature and set of prompts, with remarks."""
     blocks: list[Block] = []

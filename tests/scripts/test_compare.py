@@ -94,11 +94,9 @@ def test_comparable_reports_share_one_sorted_table(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"temperature": 1.0}, "temperature"),
         ({"verifier": "typical"}, "verifier"),
-        ({"policy": "confidence:0.4"}, "policy"),
         ({"prompts": {"name": "toy", "hash": "h2"}}, "prompts hash"),
-        ({"measured_by": "offline"}, "measured by"),
+        ({"measured_by": "vllm"}, "measured by"),
         ({"num_prompts": 12}, "number of prompts"),
         ({"fingerprint": "f2"}, "target"),
         ({"fingerprint": None}, "target"),
@@ -122,7 +120,7 @@ def test_a_target_that_was_trained_with_its_drafter_is_another_target():
     assert sorted(tables(text)) == [["b: after"], ["c: after"], ["target", "a: after"]]
     assert "because the rows differ in target." in text
     for name in ("toy", "toy, trained with after of b", "toy, trained with after of c"):
-        assert f"## {name}, prompts toy, temperature 0\n" in text
+        assert f"## {name}, prompts toy\n" in text
 
 
 def test_chains_and_trees_share_a_table_with_what_they_cost():
@@ -138,13 +136,60 @@ def test_chains_and_trees_share_a_table_with_what_they_cost():
     text = to_markdown(leaderboard(reports))
     assert tables(text) == [["target", "tree: after", "long: after", "chain: after"]]
     assert (
-        "| tree: after | eagle, 25 nodes, depth 5 | 25 | 1,234,567 | 3.20 [3.10, 3.30] | – "
-        "| 2.91 | 2.56 | 2.13 | – | – | yes | trained |"
+        "| tree: after | 3.20 [3.10, 3.30] | – | 2.56 | – "
+        "| eagle, 25 nodes, depth 5 | 25 | 1,234,567 | yes | trained |"
     ) in text
-    assert "| long: after | K 8 | 8 | – | 2.40" in text
-    assert "| target | K 4 | 4 | – | 4.80" in text
+    assert "| long: after | 2.40 [2.30, 2.50] | – | – | – | K 8 | 8 | – | yes | trained |" in text
+    assert "| target | 4.80 [4.70, 4.90] | – | – | – | K 4 | 4 | – | yes | target |" in text
     assert "verify different numbers of nodes a round (4, 8, 25)" in text
     assert "tables, because" not in text
+
+
+def of_run(tokens_per_round, command, **changes):
+    report = a_report(tokens_per_round, **changes)
+    report["run"] = {"recipe": "eagle3", "command": f"python train.py recipe=eagle3 {command}"}
+    return report
+
+
+def test_temperatures_are_columns_and_a_drafter_that_was_decoded_too_is_one_row():
+    report = a_report(2.1, measured_by="offline", speedup=1.4)
+    for changes in ({"temperature": 1.0, "alpha": 0.512}, {"policy": "product:0.3"}):
+        report["results"] += a_report(1.7, measured_by="offline", **changes)["results"]
+    report["results"] += a_report(2.1)["results"]  # decoded
+    text = to_markdown(leaderboard([("a", report)]))
+    assert tables(text) == [["a: after", "a: after"]]
+    first, second = (line for line in text.splitlines() if line.startswith("| a: after"))
+    assert first.startswith(
+        "| a: after | 2.10 [2.00, 2.20] | 1.40 | – | – | 1.70 [1.60, 1.80] | – | – | 0.512 | K 4 |"
+    )
+    assert second.startswith("| a: after | 1.70 [1.60, 1.80] | – | – | – | – |")
+    assert "| K 4, product:0.3 |" in second
+
+
+def test_the_seeds_of_a_recipe_are_one_row_with_their_range():
+    reports = [
+        (f"s{seed}", of_run(t, f"run.seed={seed} run.dir=x/{seed} trainer.lr=1e-3 method.steps=3"))
+        for seed, t in ((0, 1.7), (1, 1.9), (2, 1.8))
+    ]
+    for _, report in reports:
+        report["results"] += a_report(1.3, drafter="prompt_lookup")["results"]
+    other = of_run(2.0, "trainer.lr=1e-3 trainer.optimizer=muon method.steps=3", alpha=0.6)
+    text = to_markdown(leaderboard([*reports, ("muon", other)]))
+    assert tables(text) == [
+        ["eagle3 trainer.optimizer=muon: after", "eagle3: after", "prompt_lookup"]
+    ]
+    assert "| eagle3: after | 1.80 [1.70 to 1.90, n = 3] | – |" in text
+    assert "| prompt_lookup | 1.30 [1.20, 1.40] | – |" in text
+    assert "Of several seeds: their mean" in text
+    alone = to_markdown(leaderboard([reports[0], ("muon", other)]))
+    assert "| eagle3: after | 1.70 [1.60, 1.80] | – |" in alone
+    assert "Of several seeds" not in alone
+
+
+def test_runs_of_the_same_words_keep_the_names_of_their_folders():
+    reports = [(name, of_run(2.0, f"run.dir={name} run.seed=4")) for name in ("a", "b")]
+    text = to_markdown(leaderboard([*reports, ("c", of_run(2.2, "run.seed=5"))]))
+    assert tables(text) == [["eagle3: after", "a: after", "b: after"]]
 
 
 def test_what_belongs_to_no_run_has_one_row():
