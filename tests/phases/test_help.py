@@ -10,7 +10,7 @@ import pytest
 import train
 from phases import help as helping
 from recipes import base
-from scripts.config_page import PAGES
+from scripts.maintain.pages import PAGES
 from trainer.keys import Rule, key
 
 
@@ -79,7 +79,7 @@ def test_the_stored_page_is_that_of_the_code_and_every_key_has_a_meaning(path):
     page = PAGES[path]()
     without = [line for line in page.splitlines() if line.endswith("|  |")]
     assert without == [], "put a comment at these fields"
-    assert path.read_text() == page, "stale: run python -m scripts.config_page"
+    assert path.read_text() == page, "stale: run python -m scripts.maintain.pages"
 
 
 @pytest.mark.slow

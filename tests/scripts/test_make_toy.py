@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts.make_toy import CONTEXT, TARGET_STEPS, VOCAB_SIZE
-from scripts.toy_card import CARD
+from scripts.maintain.make_toy import CONTEXT, TARGET_STEPS, VOCAB_SIZE
+from scripts.maintain.toy_card import CARD
 
 TOY = Path(__file__).resolve().parents[2] / "assets" / "toy"
 

@@ -19,7 +19,9 @@ from trainer.errors import UserError, excerpt, one_line, printable
 from trainer.progress import Progress
 from trainer.terminal import guard_terminal
 
-MODULES = [import_module(f"scripts.{path.stem}") for path in Path("scripts").glob("*.py")]
+MODULES = [
+    import_module(".".join(path.with_suffix("").parts)) for path in Path("scripts").rglob("*.py")
+]
 WITH_WORDS = [one for one in MODULES if hasattr(one, "main") and signature(one.main).parameters]
 COMMANDS = [train, *WITH_WORDS]
 STEERS = [*map(chr, (*range(9), *range(11, 32), *range(127, 160))), "\u200e", "\u200f",

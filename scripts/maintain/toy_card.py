@@ -17,7 +17,7 @@ from target.sampling import Sampling, row_key
 CARD = """# The embedded toy
 
 A tiny target and its supervised drafter, so that every recipe runs on a laptop in minutes. Rebuilt
-end to end by `python -m scripts.make_toy --work <scratch> --out assets/toy`.
+end to end by `python -m scripts.maintain.make_toy --work <scratch> --out assets/toy`.
 
 | | target | draft ("before") |
 | --- | ---: | ---: |

@@ -1,6 +1,6 @@
 """Rebuild `assets/toy` end to end: tokenizer, target, supervised drafter, model cards.
 
-    python -m scripts.make_toy --work /tmp/toy --out assets/toy
+    python -m scripts.maintain.make_toy --work /tmp/toy --out assets/toy
 
 If it is stopped, the same command resumes from the last checkpoint in `--work`. The target takes a
 few hours on one CPU core, minutes on a GPU; the drafter minutes. Hidden matrices are trained with
@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from data.toy import DOMAINS, Document, documents, sample
-from scripts.toy_card import write_card
+from scripts.maintain.toy_card import write_card
 
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|mask|>", "<|user|>", "<|assistant|>"]
 VOCAB_SIZE = 2048
