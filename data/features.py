@@ -132,8 +132,8 @@ class FeaturesStore:
         cls, target: Target, traces: Sequence[Trace], plan: FeaturesPlan, folder: Folder
     ) -> FeaturesStore | None:
         """Open a complete store beside `folder` that holds the states of `plan`, which another
-        recipe needed or an earlier version wrote: with the summaries of `plan` where there is such
-        a one, else without. None where there is none."""
+        recipe needed: with the summaries of `plan` where there is such a one, else without. None
+        where there is none."""
         wanted, shards = layout_of(target.fingerprint, target.hidden_size, traces, plan)
         found = None
         for other in folder.beside():

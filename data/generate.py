@@ -107,14 +107,8 @@ class GenerationPlan:
         """Identity of the store that holds these traces of this target."""
         # all that a trace takes over from its prompt, and which prompts are left out
         rows = [[p.hash, p.response, p.domain, p.conversation_id] for p in self.prompts]
-        ends = AnswerFormat(target.tokenizer, target.eos_ids, self.chat_template_kwargs)
-        newer = any(len(list(user_turns(p))) > 1 for p in self.prompts) or (
-            any(p.response for p in self.prompts)
-            and ends.end_ids != [target.tokenizer.eos_token_id]
-        )
         same = (*DRAWN, "seed", "lookahead", *TEACHER, "served")
         return TraceIdentity(
-            schema=2 if newer else 1,
             prompts=self.source,
             prompts_hash=self._hash(rows, self.max_prompt_tokens, self.long_prompts),
             target=target.fingerprint,
@@ -126,15 +120,8 @@ class GenerationPlan:
 
 def traces_folder(plan: GenerationPlan, target: Target, cache_dir: str | Path) -> Path:
     """Folder of the store of these traces, the same for all runs that need them."""
-    identity, folder = plan.identity(target), Path(cache_dir) / "traces"
-    older = folder / _digest(repr(identity))  # as stores were named at first
-    if older.exists():
-        return older
-    return folder / _digest(json.dumps(dataclasses.asdict(identity), sort_keys=True))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    identity = json.dumps(dataclasses.asdict(plan.identity(target)), sort_keys=True)
+    return Path(cache_dir) / "traces" / hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 @dataclass

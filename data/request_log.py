@@ -75,7 +75,7 @@ class LogState(TypedDict):
     num_bad: int
     kinds: dict[str, tuple[int, str]]
     model: str | None
-    last: tuple[int, str]  # length and hash of the last line; earlier versions did not save it
+    last: tuple[int, str]  # length and hash of the last line
 
 
 class RequestLog:
@@ -356,11 +356,10 @@ class RequestLog:
                 "kinds": dict(self.kinds), "model": self.model, "last": self.last}  # fmt: skip
 
     def load_state_dict(self, state: LogState) -> None:
-        """Restore what `state_dict` returned; earlier versions did not save all of it."""
+        """Restore what `state_dict` returned."""
         self.offset, self.lines, self.num_bad = state["offset"], state["lines"], state["num_bad"]
-        self.kinds, self.model = dict(state.get("kinds", {})), state.get("model")
-        length, digest = state.get("last", (0, ""))
-        self.last = length, digest
+        self.kinds, self.model = dict(state["kinds"]), state["model"]
+        self.last = state["last"]
 
 
 def _is_object(line: bytes) -> bool:
