@@ -29,25 +29,23 @@ from trainer.logits import OutputHead
 class NaiveBayes(torch.nn.Module):
     """Multinomial naive Bayes over token counts with add-one smoothing.
 
-    `names`: the classes, the most frequent one first, which also gets every prompt that is
-    classified with less than `min_confidence`. `log_prior`: [M], `log_token`: [M, V], both float.
+    `names`: the classes, the most frequent one first. `log_prior`: [M], `log_token`: [M, V], both
+    float.
     """
 
     log_prior: torch.Tensor
     log_token: torch.Tensor
 
-    def __init__(self, names: Sequence[str], log_prior: torch.Tensor, log_token: torch.Tensor,
-                 min_confidence: float = 0.0):  # fmt: skip
+    def __init__(self, names: Sequence[str], log_prior: torch.Tensor, log_token: torch.Tensor):
         super().__init__()
-        self.names, self.min_confidence = list(names), min_confidence
+        self.names = list(names)
         self.register_buffer("log_prior", log_prior)  # [M]
         self.register_buffer("log_token", log_token)  # [M, V]
 
     @classmethod
     def fit(
-        cls, prompts: Iterable[list[int]], labels: Sequence[str], vocab_size: int,
-        min_confidence: float = 0.0,
-    ) -> NaiveBayes:  # fmt: skip
+        cls, prompts: Iterable[list[int]], labels: Sequence[str], vocab_size: int
+    ) -> NaiveBayes:
         """Fit the classifier to labelled prompts; UserError where there is only one label."""
         frequency = Counter(labels)
         names = sorted(frequency, key=lambda name: (-frequency[name], name))
@@ -63,14 +61,12 @@ class NaiveBayes(torch.nn.Module):
             counts[names.index(label)].index_add_(0, ids, torch.ones(len(ids)))
         prior = torch.tensor([float(frequency[name]) for name in names])
         log_token = (counts / counts.sum(1, keepdim=True)).log()
-        return cls(names, (prior / prior.sum()).log(), log_token, min_confidence)
+        return cls(names, (prior / prior.sum()).log(), log_token)
 
     def route(self, prompt_ids: Sequence[int]) -> int:
         """Index of the class of a prompt."""
         ids = torch.tensor(prompt_ids, device=self.log_token.device)
-        score = (self.log_prior + self.log_token[:, ids].sum(1)).double().softmax(0)
-        best = int(score.argmax())
-        return best if float(score[best]) >= self.min_confidence else 0
+        return int((self.log_prior + self.log_token[:, ids].sum(1)).argmax())
 
 
 class DrafterBank(TrainedDrafter):
@@ -206,8 +202,7 @@ class DrafterBank(TrainedDrafter):
         return DrafterBank([member.fresh() for member in self.members], copy.deepcopy(self.router))
 
     def about(self) -> Mapping[str, object]:
-        router = self.router
-        return {"settings": {"names": router.names, "min_confidence": router.min_confidence}}
+        return {"settings": {"names": self.router.names}}
 
     def save_weights(self, folder: Path) -> None:
         """Write each member to a folder of its own, which loads as a causal LM."""
@@ -233,7 +228,5 @@ class DrafterBank(TrainedDrafter):
                 key=str(Path(folder) / "router.safetensors"),
                 value=shapes,
             )
-        router = NaiveBayes(
-            settings["names"], stored["log_prior"], stored["log_token"], settings["min_confidence"]
-        )
+        router = NaiveBayes(settings["names"], stored["log_prior"], stored["log_token"])
         return cls(members, router).eval()

@@ -59,6 +59,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
     "on_policy_gkd": ("fkl", {"draft": 1.0}),
 }
 DEFAULT_DIVERGENCE, DEFAULT_MIX = "jsd", {"target": 1.0}
+GENERATION_TEMPERATURE = 1.0  # at which the drafter writes its own text
 ENDED_WINDOW = 16  # draft responses over which empty ones are counted
 
 
@@ -81,7 +82,6 @@ class Config(DivergenceConfig):
     draft_ramp_share: float = key(0.1, ge=0, le=1)
     # the drafter's own text is drawn anew every so many batches
     refresh_every: int = key(1, ge=1)
-    gen_temperature: float = key(1.0, gt=0)  # at which the drafter's own text is drawn
     # the target's distribution: computed in training, or stored compressed with the traces
     teacher: str = key("live", one_of=("live", "compressed"))
     # how the compressed teacher's tail counts; bucket: as one token
@@ -98,8 +98,7 @@ class Config(DivergenceConfig):
         self._check_mix()
         self._check_teacher()
         drafts = bool(self.mix.get("draft"))
-        for name in ("refresh_every", "gen_temperature"):
-            require_read(self, name, drafts, "a share of draft in method.data_mix")
+        require_read(self, "refresh_every", drafts, "a share of draft in method.data_mix")
         changes = self.parsed_divergence.name not in ("fkl", "ce_hard")
         remedy = "another method.divergence than fkl, which it begins with, or ce_hard"
         require_read(self, "warm_start_steps", changes, remedy)
@@ -364,9 +363,7 @@ class OnPolicyDistillation(Distillation):
         if self._pool and batch.index % self.config.refresh_every:
             return self._pool[batch.index % len(self._pool)]
         prompts = [batch.prompts[i] for i in wanted]
-        drawn = context.generate(
-            prompts, self.config.gen_temperature, self.max_new_tokens, batch.index
-        )
+        drawn = context.generate(prompts, GENERATION_TEMPERATURE, self.max_new_tokens, batch.index)
         self._ended += [not response or response[0] in self.target.eos_ids for response in drawn]
         self._ended = self._ended[-ENDED_WINDOW:]
         empty, seen = sum(self._ended), len(self._ended)

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data.batches import Batch, collate
+from data.batches import Batch
 from data.packing import RawText, check_separation
 from data.raw_text import Source
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from recipes import base, distillspec
-from recipes.base import Context, Needs, Stage, Start, check_kind
+from recipes.base import Needs, Stage, Start, check_kind
 from recipes.common.config import Config as RunConfig
 from recipes.common.divergence import DivergenceConfig
 from recipes.common.draft_size import PREDICTIONS, SizeSearch, check_search
@@ -67,7 +67,6 @@ class Config(DivergenceConfig):
     ce_share: float = key(0.0, ge=0, lt=1)
     # mean over tokens, or over the means of the sequences
     reduction: str = key("token", one_of=("token", "sequence"))
-    train_prompts: bool = False  # stage align learns the tokens of the prompts too
     # the target's distribution: computed in training, or stored compressed with the traces
     teacher: str = key("live", one_of=("live", "compressed"))
     # how the compressed teacher's tail counts; bucket: as one token
@@ -91,11 +90,6 @@ class Config(DivergenceConfig):
         if self.divergence == "ce_hard" and self.ce_share:
             raise UserError(
                 "method.ce_share mixes cross-entropy with another method.divergence: leave it at 0"
-            )
-        if self.train_prompts and self.divergence != "ce_hard":
-            raise UserError(
-                "method.train_prompts=true needs method.divergence=ce_hard: the target's "
-                "distribution is known only at the tokens that it wrote"
             )
         check_search(self)
         self.alignment()  # for its checks
@@ -126,21 +120,11 @@ def check_shares(key: str, shares: Mapping[str, float]) -> None:
 
 
 class Alignment(distillspec.Distillation):
-    """DistillSpec on the target's text, with a share of cross-entropy on its tokens, or on those of
-    the prompts too."""
+    """DistillSpec on the target's text, with a share of cross-entropy on its tokens."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config.alignment(), target)
-        self.ce_share, self.train_prompts = config.ce_share, config.train_prompts
-
-    def refresh(self, step: int, context: Context) -> Batch | None:
-        batch = context.batch
-        if not self.train_prompts:
-            return batch
-        pairs = zip(batch.prompts, batch.responses, strict=True)
-        whole = [prompt + response for prompt, response in pairs]
-        made = collate([[] for _ in whole], whole, batch.sources, batch.index, batch.lengths)
-        return made.shared(batch.group)
+        self.ce_share = config.ce_share
 
     def denominators(self, batch: Batch, step: int) -> dict[str, float]:
         own = super().denominators(batch, step)

@@ -64,6 +64,7 @@ from trainer.losses import LossOutput, Term
 from trainer.objective import State
 from trainer.shift import supervised
 
+REPLAY_SIZE = 256  # earlier requests that each drafter remembers
 POSITIONS = ("rejected", "published_code", "all")
 
 
@@ -79,11 +80,7 @@ class Config(DivergenceConfig):
     reduction: str = key("token", one_of=("token", "sequence"))
     # share of an update's rows that come from earlier requests
     replay_share: float = key(0.0, ge=0, lt=1)
-    # earlier requests that each drafter remembers for replay
-    replay_size: int = key(256, ge=1)
     bank: bool = False  # one drafter for each domain, chosen by the tokens of the prompt
-    # probability of a domain below which the drafter of the most frequent one answers
-    min_confidence: float = key(0.0, ge=0, le=1)
     log: str | None = None  # file of requests to follow instead of serving the prompts
     # seconds to wait for new lines before the log counts as complete
     log_wait_s: float = key(0.0, ge=0)
@@ -97,11 +94,9 @@ class Config(DivergenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_read(self, "min_confidence", self.bank, "method.bank=true")
         require_read(self, "log_wait_s", self.log is not None, "method.log")
         plain = self.log is None or not self.log.endswith(".gz")
         require(plain, "method.log", "be a file that is not compressed: unpack it", self.log)
-        require_read(self, "replay_size", self.replay_share > 0, "method.replay_share")
         if self.log is not None and self.positions == "published_code":
             raise UserError(
                 "method.positions=published_code needs the rounds of serving, which a log does not "
@@ -173,10 +168,8 @@ class Recipe(base.Recipe):
             return start.drafter
         traces = self._online.stream.traces
         # the prompts of the whole stream, as a labelled set that is known before it begins
-        router = NaiveBayes.fit(
-            (t.prompt_ids for t in traces), column(traces, "domain"),
-            self.target.vocab_size, self.config.min_confidence,
-        )  # fmt: skip
+        prompts, domains = (t.prompt_ids for t in traces), column(traces, "domain")
+        router = NaiveBayes.fit(prompts, domains, self.target.vocab_size)
         bank = DrafterBank.copies_of(check_kind(start.drafter, CausalLMDrafter, "osd"), router)
         self._online.num_members = len(bank.members)
         return bank
@@ -206,7 +199,7 @@ class OnlineObjective(Objective):
         self.step, self.updated = -1, False  # the present step, and whether it has an update
         self.last: list[Served] = []  # this process's rows of the interval
         self.tally, self.clock = Tally(), Clock()
-        self.replay = Replay(self.config.replay_size if self.config.replay_share else 0, 0)
+        self.replay = Replay(REPLAY_SIZE if self.config.replay_share else 0, 0)
         drafter = check_kind(start.drafters["before"], CausalLMDrafter, "osd")
         room = start.max_new_tokens + self.config.K
         check_context(drafter, traces, room)

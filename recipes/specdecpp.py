@@ -5,10 +5,10 @@ every position; its label is the probability min(1, p(Y) / q(Y)) that the target
 Contexts mix both: a share `mix` of the tokens is X's, the rest Y's, and the head is trained at Y's
 by a weighted binary cross-entropy that counts rejections `reject_weight` times. Departures:
 independent blocks (the published code repeats one), which start as the identity, tokens drawn anew
-at every visit of a text (with `static_mix` they stay the same, as in the code), distributions as
-served (`temperature`, `top_k`, `top_p`), and the checkpoint of the lowest binary KL after the
-weighting is inverted. Where the drafter's distribution changes with the depth of a round (EAGLE),
-the first `depths` depths are trained. Without model.drafter a causal LM is distilled first."""
+at every visit of a text (once in the code), distributions as served (`temperature`, `top_k`,
+`top_p`), and the checkpoint of the lowest binary KL after the weighting is inverted. Where the
+drafter's distribution changes with the depth of a round (EAGLE), the first `depths` depths are
+trained. Without model.drafter a causal LM is distilled first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class Config(Section):
     reject_weight: float = key(6.0, gt=0)
     # share of the target's tokens in the contexts, the rest are the drafter's
     mix: float = key(0.15, ge=0, le=1)
-    static_mix: bool = False  # draw the same tokens at every visit of a text
     # temperature of target and drafter, as they will be served
     temperature: float = key(1.0, ge=0)
     # top-k of both, as they will be served; 0: off
@@ -170,7 +169,7 @@ class AcceptanceObjective(Objective):
         """Draw the drafter's tokens along the target's text, their labels, and the mixed contexts.
         `salt`: distinguishes visits of a text, the batch's index unless given."""
         depths = self.config.depths if self.layers else 1
-        visit = 0 if self.config.static_mix else batch.index if salt is None else salt
+        visit = batch.index if salt is None else salt
         keys = [
             row_key(visit, [*prompt, *response], 0)
             for prompt, response in zip(batch.prompts, batch.responses, strict=True)

@@ -32,6 +32,7 @@ from trainer.errors import RunFault, UserError, require
 from trainer.files import whole_folder
 from trainer.logits import OutputHead
 
+ALPHA = 16  # scale of an adapter, divided by its rank; published
 NAME = "default"  # peft's own name of a single adapter
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,17 +40,15 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass
 class LoraSettings:
-    """Hu et al. 2021: W + alpha / rank * B A on every linear layer, dropout before A; B begins at
+    """Hu et al. 2021: W + ALPHA / rank * B A on every linear layer, dropout before A; B begins at
     zero. `lm_head`: also on the output matrix, which is read without dropout."""
 
     rank: int = 32
-    alpha: float = 16.0
     dropout: float = 0.05
     lm_head: bool = False
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "method.lora_rank", "be >= 1", self.rank)
-        require(self.alpha > 0, "method.lora_alpha", "be > 0", self.alpha)
         require(0 <= self.dropout < 1, "method.lora_dropout", "lie in [0, 1)", self.dropout)
 
 
@@ -86,7 +85,7 @@ class AdaptedTarget:
             if isinstance(module, nn.Linear | Conv1D) and (settings.lm_head or module is not head)
         ]
         config = LoraConfig(
-            task_type="CAUSAL_LM", r=settings.rank, lora_alpha=settings.alpha,  # type: ignore[arg-type]
+            task_type="CAUSAL_LM", r=settings.rank, lora_alpha=ALPHA,
             lora_dropout=settings.dropout, target_modules=names,
         )  # fmt: skip
         model = _copied(target.model, target.model, lambda tensor: tensor)

@@ -16,7 +16,7 @@ from trainer.errors import UserError, require
 from trainer.keys import Rule, check_rules, key
 
 # of trainer.*, see `Section.FREE`
-FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb", "wandb_project")
+FREE_SETTINGS = ("resume", "save_every", "log_every", "keep_checkpoints", "wandb")
 
 
 class Section:
@@ -158,8 +158,8 @@ class TrainerConfig(Section):
     # newest checkpoints that stay on disk beside the best one; if the newest is damaged, the run
     # resumes from the one before it
     keep_checkpoints: int = key(2, ge=1)
-    wandb: str = key("off", one_of=("off", "offline", "online"))  # log to Weights & Biases
-    wandb_project: str = "draftsmith"  # project there
+    # log to Weights & Biases, to the project that WANDB_PROJECT names, else to draftsmith
+    wandb: str = key("off", one_of=("off", "offline", "online"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

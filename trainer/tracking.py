@@ -159,7 +159,7 @@ def _start_wandb(
         write_atomic(id_file, secrets.token_hex(4))
     init = functools.partial(
         wandb.init,
-        project=config.wandb_project,
+        project=os.environ.get("WANDB_PROJECT", "draftsmith"),
         name=name,
         config=shown(dict(resolved), folder),
         dir=str(folder),

@@ -176,7 +176,6 @@ def mixed_run(tmp_path_factory, tiny_folder):
         "method.data_mix={target: 0.5, draft: 0.5} method.mix_per=example",
         "method.data_mix={target: 0.5, draft: 0.5} method.draft_ramp_share=1",
         "method.data_mix={target: 0.5, draft: 0.5} method.refresh_every=4",
-        "method.data_mix={target: 0.5, draft: 0.5} method.gen_temperature=0.3",
         "method.warm_start_steps=2",
         "method.algorithm=on_policy_gkd",
     ],
@@ -474,8 +473,9 @@ def test_pitfall_12_the_control_is_plain_cross_entropy_for_as_many_steps(target,
 # text drawn from the drafter
 
 
-def test_draft_text_comes_from_the_drafter_as_it_is_now(target, traces):
-    recipe = make(target, gen_temperature=1e-4, data_mix=DRAFT)
+def test_draft_text_comes_from_the_drafter_as_it_is_now(target, traces, monkeypatch):
+    monkeypatch.setattr("recipes.distillspec.GENERATION_TEMPERATURE", 1e-4)
+    recipe = make(target, data_mix=DRAFT)
     before = drawn(recipe, traces)
     with torch.no_grad():
         for parameter in recipe.drafter.parameters():

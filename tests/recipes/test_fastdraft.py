@@ -208,7 +208,6 @@ def test_token_level_alignment_is_the_divergence(target, traces):
     [
         ({}, {"divergence": "fkl"}),
         ({}, {"reduction": "sequence"}),
-        ({}, {"train_prompts": True}),
         ({}, {"draft_layers": 2}),
         ({}, {"draft_hidden_size": 24}),
         ({}, {"tie_embeddings": True}),
@@ -229,16 +228,6 @@ def test_every_option_of_the_alignment_changes_its_loss(common, change, target, 
         for options in (common, common | change)
     )
     assert abs((plain - changed).item()) > 1e-5
-
-
-def test_prompts_are_trained_from_their_second_token_where_asked(target, traces):
-    recipe, batch = make(target, "align", train_prompts=True), stored(traces)
-    whole = recipe.refresh(0, context_of(batch))
-    lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-    assert whole.num_supervised == sum(length - 1 for length in lengths)
-    assert torch.equal(whole.input_ids, batch.input_ids)
-    batch.lengths = [90]
-    assert recipe.refresh(0, context_of(batch)).input_ids.shape[1] == 90
 
 
 # --- size -------------------------------------------------------------------------------------
@@ -653,7 +642,6 @@ def test_bad_settings_end_in_one_line(word, says, finished, tiny_folder, tmp_pat
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("method.train_prompts=true", "method.divergence=fkl"), "method.train_prompts=true needs"),
         (
             ("method.divergence=fkl", "method.teacher=compressed"),
             "set data.teacher_top_k and data.teacher_samples, got 0 and 0",

@@ -159,16 +159,15 @@ def test_contexts_are_the_targets_text_with_drafted_tokens_where_it_trains(kind,
     assert ends > 0
 
 
-def test_tokens_are_drawn_anew_at_every_visit_unless_told_otherwise(target, traces):
-    for static in (False, True):
-        recipe = recipe_of(target, static_mix=static)
-        first, again, later = (drawn_of(recipe, traces, index) for index in (0, 0, 7))
-        assert torch.equal(first.mixed, again.mixed)
-        assert torch.equal(first.mixed, later.mixed) == static
-        # whatever stands beside a text in its batch
-        alone = drawn_of(recipe, traces[:1])
-        width = alone.mixed.shape[1]
-        assert torch.equal(alone.mixed[0], first.mixed[0, :width])
+def test_tokens_are_drawn_anew_at_every_visit(target, traces):
+    recipe = recipe_of(target)
+    first, again, later = (drawn_of(recipe, traces, index) for index in (0, 0, 7))
+    assert torch.equal(first.mixed, again.mixed)
+    assert not torch.equal(first.mixed, later.mixed)
+    # whatever stands beside a text in its batch
+    alone = drawn_of(recipe, traces[:1])
+    width = alone.mixed.shape[1]
+    assert torch.equal(alone.mixed[0], first.mixed[0, :width])
 
 
 def test_without_mixing_every_position_is_drafted(target, traces):
@@ -213,7 +212,6 @@ def test_the_loss_is_the_weighted_cross_entropy_at_the_drafted_tokens(kind, targ
     [
         {"reject_weight": 1.0},
         {"mix": 0.5},
-        {"static_mix": True},
         {"temperature": 0.5},
         {"top_k": 3},
         {"top_p": 0.5},
@@ -257,7 +255,7 @@ def test_only_the_head_trains_and_a_batch_without_drafts_gives_nothing(target, t
 def test_the_head_learns_what_its_states_tell(target, traces):
     """P7: better than a constant. One text over and over: its states tell the labels apart, those
     of the token before do not belong to them."""
-    recipe = recipe_of(target, static_mix=True, num_layers=1)
+    recipe = recipe_of(target, num_layers=1)
     drawn = drawn_of(recipe, traces)
     optimizer = torch.optim.Adam(recipe.drafter.acceptance.parameters(), 0.02)
     for _ in range(60):
