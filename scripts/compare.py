@@ -10,7 +10,7 @@ has a row for each drafter and columns for each temperature; chains and trees of
 A run is called by its recipe and by what its command has that others of the recipe have not; runs
 that differ in their seed alone are one row, the mean with its range. What was replayed and decoded
 is one row. Rows that were not measured alike stand in separate tables: acceptance on other prompts,
-by another verifier or of another target says nothing about the drafter. The target and
+by a lossy verifier or of another target says nothing about the drafter. The target and
 training-free drafters, which belong to no run, have one row in each table. `script.rows`: only
 drafters of these names. `script.csv`: a file for every row of every report, with all columns of
 docs/rows.md.
@@ -40,7 +40,7 @@ from eval.report.render import (
     to_markdown,
     with_interval,
 )
-from eval.report.rows import BASELINE, PLAIN, TARGET, Report, draft_shape, num_nodes, once
+from eval.report.rows import BASELINE, PLAIN, TARGET, USUAL, Report, draft_shape, num_nodes, once
 from eval.report.schema import read_report
 from eval.report.tables import MIDDLE_COST, count, notes, yes
 from eval.report.web import to_html
@@ -258,7 +258,7 @@ class Line:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.name, draft_shape(self.row), str(num_nodes(self.row))
+        return self.name, draft_shape(self.row), str(num_nodes(self.row)), str(self.row.verifier)
 
     def mean(self, temperature: float, metric: str) -> float:
         """The mean over seeds, 0 where nothing was measured."""
@@ -336,7 +336,7 @@ def measured_how(run: str, row: Row, target: Mapping[str, object]) -> dict[str, 
         "top-k": str(row.top_k),
         "top-p": f"{row.top_p:g}",
         "counting": row.counting,
-        "verifier": str(row.verifier),
+        "verifier": "a lossless one" if row.verifier in USUAL else str(row.verifier),
         "max new tokens": str(row.max_new_tokens),
         "measured by": "vLLM" if row.measured_by == "vllm" else "replay or decoding",
     }

@@ -156,14 +156,16 @@ def test_temperatures_are_columns_and_a_drafter_that_was_decoded_too_is_one_row(
     for changes in ({"temperature": 1.0, "alpha": 0.512}, {"policy": "product:0.3"}):
         report["results"] += a_report(1.7, measured_by="offline", **changes)["results"]
     report["results"] += a_report(2.1)["results"]  # decoded
+    report["results"] += a_report(1.6, temperature=1.0, verifier="multi_round")["results"]
     text = to_markdown(leaderboard([("a", report)]))
-    assert tables(text) == [["a: after", "a: after"]]
-    first, second = (line for line in text.splitlines() if line.startswith("| a: after"))
+    assert tables(text) == [["a: after"] * 3]
+    first, second, third = (line for line in text.splitlines() if line.startswith("| a: after"))
     assert first.startswith(
         "| a: after | 2.10 [2.00, 2.20] | 1.40 | – | – | 1.70 [1.60, 1.80] | – | – | 0.512 | K 4 |"
     )
     assert second.startswith("| a: after | 1.70 [1.60, 1.80] | – | – | – | – |")
     assert "| K 4, product:0.3 |" in second
+    assert "| 1.60 [1.50, 1.70] |" in third
 
 
 def test_the_seeds_of_a_recipe_are_one_row_with_their_range():
