@@ -298,7 +298,8 @@ def longest_prompt(target: Target, plan: GenerationPlan) -> int:
 
 def _check_plan(target: Target, plan: GenerationPlan) -> None:
     """UserError where no prompt fits, the target has fewer tokens than are kept of it, or its chat
-    template fails on the first prompt: before there is a store."""
+    template fails on a word in the form of the first prompt: before there is a store. The prompts
+    themselves are tokenised once, by one process each."""
     if longest_prompt(target, plan) < 1:
         raise UserError(
             f"max_new_tokens={plan.max_new_tokens} leaves no room for a prompt in the target's "
@@ -306,8 +307,10 @@ def _check_plan(target: Target, plan: GenerationPlan) -> None:
         )
     rule = f"be at most {target.vocab_size}, the tokens of the target"
     require(plan.teacher_top_k <= target.vocab_size, "data.teacher_top_k", rule, plan.teacher_top_k)
-    first = next(user_turns(plan.prompts[0]))
-    render(first, target.tokenizer, plan.system_prompt, plan.chat_template_kwargs)
+    first = plan.prompts[0]
+    word: Turn = "a" if first.messages is None else [{"role": "user", "content": "a"}]
+    if first.ids is None:
+        render(word, target.tokenizer, plan.system_prompt, plan.chat_template_kwargs)
 
 
 def _fill(
