@@ -130,7 +130,7 @@ def check_text(target: Target, traces: Sequence[Trace]) -> None:
     for greedy in (True, False):
         rows = np.flatnonzero(is_greedy == greedy)
         sample += chosen(traces, rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
-    evidence = measured(target, [_continuation(trace) for trace in sample])
+    evidence = measured(target, [continuation_of(trace) for trace in sample])
     said = judged(evidence)
     for greedy in (True, False):
         found = [row for row in evidence if row.greedy == greedy]
@@ -151,7 +151,8 @@ def check_text(target: Target, traces: Sequence[Trace]) -> None:
         )
 
 
-def _continuation(trace: Trace) -> Continuation:
+def continuation_of(trace: Trace) -> Continuation:
+    """The answer as the decoding of a target gives it."""
     sampling = Sampling(trace.temperature, trace.top_k, trace.top_p)
     request = Request(trace.prompt_ids, 0, sampling)
     return Continuation(request, trace.response_ids, trace.finish_reason)

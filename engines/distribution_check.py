@@ -130,9 +130,12 @@ def judged(rows: Sequence[Evidence]) -> str | None:
 
 
 @torch.inference_mode()
-def measured(target: Target, rows: Sequence[Continuation]) -> list[Evidence]:
+def measured(
+    target: Target, rows: Sequence[Continuation], tie: float | None = None
+) -> list[Evidence]:
     """The evidence of each row, from forwards of the target over at most CHECKED rows. The
-    distributions of a row are computed in chunks."""
+    distributions of a row are computed in chunks. `tie`: logits of greedy tokens as close as this
+    are equal, by default TIE."""
     found = dict[int, Evidence]()
     texts = [[*row.request.prompt_ids, *row.response_ids] for row in rows]
     for group in by_length(range(len(rows)), lambda i: len(texts[i]), CHECKED):
@@ -147,16 +150,16 @@ def measured(target: Target, rows: Sequence[Continuation]) -> list[Evidence]:
             greedy, total, nats = sampling.temperature == 0, 0.0, torch.zeros(len(TILTS))
             for tokens in ids[place, at : len(texts[i])].split(chunk):
                 own = logits[place, slice(at - 1, at - 1 + len(tokens))].float()
-                part = _greedy(own, tokens) if greedy else _drawn(warp(own, sampling), tokens)
+                part = _greedy(own, tokens, tie) if greedy else _drawn(warp(own, sampling), tokens)
                 total, nats, at = total + part.total, nats + part.nats, at + len(tokens)
             found[i] = Evidence(greedy, len(rows[i].response_ids), total, nats)
     return [found[i] for i in range(len(rows))]
 
 
-def _greedy(logits: torch.Tensor, tokens: torch.Tensor) -> Evidence:
+def _greedy(logits: torch.Tensor, tokens: torch.Tensor, tie: float | None = None) -> Evidence:
     """The evidence of greedy tokens [n] int64, of target logits [n, V] float."""
     behind = logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]
-    count, differing = len(tokens), int((~(behind <= TIE)).sum())
+    count, differing = len(tokens), int((~(behind <= (TIE if tie is None else tie))).sum())
     tilts = torch.tensor(TILTS)
     nats = tilts * differing - count * (1 - PRECISION + PRECISION * tilts.exp()).log()
     return Evidence(True, count, differing, nats)

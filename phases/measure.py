@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from data.imported import continuation_of
 from data.prompts import Prompt
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -19,10 +20,11 @@ from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
 from drafters.trees.calibrated import accuracy_at, accuracy_name
 from drafters.trees.tree import WITHOUT_REPLACEMENT
+from engines.distribution_check import measured as tokens_unlike
 from eval.config import EvalConfig, tree_depth, trees_of
 from eval.costs import cost_of
 from eval.measure import Bench
-from eval.plain import next_token_loss
+from eval.plain import NEAR_TIE, next_token_loss
 from eval.policies.table import budget_for
 from eval.replay import follows_the_text, measure_accuracies
 from eval.report.rows import BASELINE, draft_shape
@@ -37,6 +39,7 @@ from phases.pairs import against, compare, merge
 from phases.readings import ReadingCollector
 from phases.run import Run
 from phases.serve import served_rows
+from target.model import Target
 from target.sampling import Sampling
 from trainer.errors import UserError
 from trainer.progress import TokenProgress
@@ -166,7 +169,7 @@ def measure(
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
         if temperature == 0:
-            check_own_text(measured["target"].row)
+            check_own_text(measured["target"].row, run.target, traces)
         for n in free:
             measured[n].row.role = BASELINE
         bench = benches[decoded]
@@ -199,12 +202,13 @@ def measure(
     return out
 
 
-def check_own_text(target: Row) -> None:
+def check_own_text(row: Row, target: Target, traces: Sequence[Trace]) -> None:
     """Refuse answers that the target did not write, which a store may hold that somebody else
-    brought. `target`: the row of the target as its own drafter at temperature 0, where it drafts
-    what it wrote, but for tokens that are as likely as another one."""
-    match = target.alpha
-    if match is None or match >= USUAL_MATCH:
+    brought. `row`: that of the target as its own drafter at temperature 0, where it drafts what it
+    wrote, but for tokens that are as likely as another one. What transformers wrote in float32 has
+    no others, and is warned of otherwise."""
+    match = row.alpha
+    if match is None or match == 1:
         return
     said = (
         f"the target agrees with {match:.1%} of the tokens of its own stored answers at "
@@ -213,7 +217,16 @@ def check_own_text(target: Row) -> None:
     remedy = "delete their store (python -m scripts.cache), so that they are generated again"
     if match < LEAST_MATCH:
         raise UserError(f"{said}: another model wrote them; {remedy}")
-    print(f"warning: {said}, usual are over {USUAL_MATCH:.0%}; {remedy}")
+    if match < USUAL_MATCH:
+        print(f"warning: {said}, usual are over {USUAL_MATCH:.0%}; {remedy}")
+    elif row.text_by == "hf" and target.model.dtype == torch.float32:
+        answers = [continuation_of(trace) for trace in traces]
+        evidence = tokens_unlike(target, answers, tie=NEAR_TIE)
+        if count := sum(int(one.total) for one in evidence):
+            print(
+                f"warning: {count} tokens of the target's own stored answers at temperature 0 are "
+                f"not its likeliest, by more than rounding explains; {remedy}"
+            )
 
 
 def bench_of(run: Run, drafter: ReportDrafter, frozen: Bench, prompts: list[Prompt]) -> Bench:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from target.loading import (
     weight_files,
 )
 from trainer.errors import UserError
+
+TEMPLATE_S = 20
 
 if not sys.stderr.isatty():
     transformers_logging.disable_progress_bar()
@@ -65,7 +69,9 @@ def load_causal_lm(
             )
         wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
         with accounted(key, name):
-            return load_gguf(Path(name), key, wanted, device)
+            model, tokenizer = load_gguf(Path(name), key, wanted, device)
+        _try_template(key, name, tokenizer)
+        return model, tokenizer
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
     given: Loading = {} if spread is None else spread
     if trust_remote_code:
@@ -80,6 +86,7 @@ def load_causal_lm(
         quantised = check_quantization(key, name, config)
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
         tokenizer("a")  # settings of its own that no text can be read with
+        _try_template(key, name, tokenizer)
         if quantised and given.get("device_map") == "cpu":
             raise UserError(
                 f"model.device_map=fsdp2 shards weights that are not quantised, those of "
@@ -99,6 +106,27 @@ def load_causal_lm(
     if given.get("device_map") != "cpu":
         check_finite(key, name, loaded_tensors(model))
     return model.eval(), tokenizer
+
+
+def _try_template(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """UserError where a word is not rendered in time: a chat template is a program, which its
+    sandbox stops from all but running for ever. One that fails is refused where it is used."""
+    rendering = threading.Thread(target=_render_word, args=(tokenizer,), daemon=True)
+    rendering.start()
+    rendering.join(TEMPLATE_S)
+    if rendering.is_alive():
+        raise UserError(
+            f"its chat template has not rendered one word within {TEMPLATE_S} s",
+            key=key,
+            value=name,
+            remedy="take a checkpoint whose chat_template.jinja you know",
+        )
+
+
+def _render_word(tokenizer: PreTrainedTokenizerBase) -> None:
+    with contextlib.suppress(Exception):
+        word = [{"role": "user", "content": "a"}]
+        tokenizer.apply_chat_template(word, tokenize=False, add_generation_prompt=True)
 
 
 def _refuse_adapter(key: str, name: str, revision: str | None) -> None:

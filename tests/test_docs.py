@@ -7,11 +7,8 @@ The keys in all blocks, run or not, and in the text are known to the configurati
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +32,9 @@ from scripts import (
     push_to_hub,
     request_log,
 )
-from tests.helpers.commands import ROOT
-from tests.helpers.shrunk import shrunk, words_of
+from tests.helpers.commands import ROOT, finish, start
+from tests.helpers.heads import eagle3_word
+from tests.helpers.shrunk import HEAD, shrunk, words_of
 from trainer.config import known_keys, parse_overrides, sections
 
 pytestmark = pytest.mark.tools
@@ -271,30 +269,25 @@ COSTLY = [page for page in NAMES if any(
 
 @pytest.fixture
 def workspace(tmp_path):
-    """The repository without what it has written, and `python` and `accelerate` that shrink."""
+    """The repository without what it has written."""
     for path in ROOT.iterdir():
         if path.name not in ("runs", "wandb", ".git"):
             (tmp_path / path.name).symlink_to(path)
-    for name in ("python", "accelerate"):
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        words = f'-m tests.helpers.shrunk {name} "$@"'
-        program.write_text(f"#!/bin/sh\nexec {sys.executable} {words}\n")
-        program.chmod(0o755)
     return tmp_path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", COSTLY)
 def test_the_blocks_of_a_page_run_one_after_another(page, workspace):
-    environment = {
-        **os.environ, "PATH": f"{workspace / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+    """Without a launcher, which starts the same in one process (tests/test_train.py)."""
     for block in BLOCKS:
-        if block.page == page and block.reason is None:
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block.text], cwd=workspace, env=environment,
-                capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{name_of(block)}\n{done.stdout}\n{done.stderr}"[-4000:]
+        if block.page != page or block.reason is not None:
+            continue
+        for command in map(shrunk, block.commands):
+            entry, begin = words_of(command)
+            assert entry, f"{name_of(block)}: {command}"
+            if f"model.drafter={HEAD}" in command:
+                eagle3_word((workspace / HEAD).parent, workspace / "assets/toy/target")
+            program = ("-m", entry) if command[begin - 2] == "-m" else (entry,)
+            code, out, err = finish(start(*program, *command[begin:], folder=workspace))
+            assert code == 0, f"{name_of(block)}\n{out}\n{err}"[-4000:]

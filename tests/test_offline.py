@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 def test_a_process_of_a_test_and_its_own_are_refused(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
-    code, out, err = finish(start(str(tmp_path / "child.py"), "all"))
+    code, out, err = finish(start(str(tmp_path / "child.py"), "all", fresh=True))
     assert code == 0, err
     line = "tests reach no network (tests/offline): look-up of 'example.com' refused"
     assert out.splitlines() == [line] * 3

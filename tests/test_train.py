@@ -384,7 +384,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(tmp_path, tiny_folder, capsys):
 @pytest.mark.slow
 def test_accelerate_launch_runs_the_main_command(tmp_path, tiny_folder):
     launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py")
-    code, out, err = finish(start(*launch, *command(tmp_path, tiny_folder("qwen3"))))
+    code, out, err = finish(start(*launch, *command(tmp_path, tiny_folder("qwen3")), fresh=True))
     assert code == 0, err
     assert out.strip().endswith(str(tmp_path / "run" / "report.html"))
     check_run_folder(tmp_path / "run")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.traces import Trace, TraceStore
+from tests.helpers.warm import Warm, piped
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
@@ -95,20 +96,25 @@ TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 FOUR = (*TWO[:-1], "4")
 
 
-def start(*words: str, log: Path | None = None, **options: Any) -> subprocess.Popen:
-    """A process of its own in the repository root: `start("train.py", *command(...))`."""
+def start(
+    *words: str, log: Path | None = None, folder: Path = ROOT, fresh: bool = False
+) -> Warm | subprocess.Popen:
+    """A process of its own in `folder`: `start("train.py", *command(...))`. `fresh`: Python's own
+    beginning, and the launchers', seconds longer."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if words[: len(TWO)] == TWO:
         # two processes on CPU, even beside one GPU
         environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    if not fresh:
+        return Warm(words, environment, folder, *([log] if log else piped()))
     output = subprocess.PIPE if log is None else log.open("a")
     return subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, text=True,
-        stdout=output, stderr=subprocess.STDOUT if log else subprocess.PIPE, **options,
+        [sys.executable, *words], cwd=folder, env=environment, text=True,
+        stdout=output, stderr=subprocess.STDOUT if log else subprocess.PIPE,
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+def finish(process: Warm | subprocess.Popen) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=500)
     except subprocess.TimeoutExpired:

@@ -1,15 +1,7 @@
-"""The project's commands with settings under which they end within seconds.
-
-`python -m tests.helpers.shrunk <program> <words>` runs the program in place of this process; the
-tests of the documentation put it in front of `python` and `accelerate`. What a command says about
-sizes is replaced, all else is as it is written.
-"""
+"""The project's commands with settings under which they end within seconds: what a command says
+about sizes is replaced, all else is as it is written."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
 
 from tests.helpers.commands import SETTINGS
 
@@ -50,17 +42,3 @@ def shrunk(command: list[str]) -> list[str]:
         small["eval.temperatures"] = 0
     kept = [word for word in words if word.partition("=")[0] not in small]
     return [*command[:begin], *kept, *(f"{key}={value}" for key, value in small.items())]
-
-
-if __name__ == "__main__":
-    program, *given_words = sys.argv[1:]
-    words = shrunk(given_words)
-    if f"model.drafter={HEAD}" in words:
-        from tests.helpers.heads import eagle3_word
-
-        eagle3_word(Path(HEAD).parent, Path("assets/toy/target"))
-    start = {
-        "python": [sys.executable],
-        "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
-    }[program]
-    os.execv(start[0], [*start, *words])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import train
+from data.traces import Trace
 from eval.config import EvalConfig
 from eval.row import row_with
 from phases import measure
@@ -14,6 +15,7 @@ from phases.measure import check_own_text
 from scripts import evaluate
 from tests.helpers.commands import command, only
 from tests.helpers.eagle import build_eagle, eagle_settings
+from tests.helpers.tiny import VOCAB_SIZE
 from trainer.errors import UserError
 
 
@@ -51,11 +53,27 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused_with_the_drafter(tiny
     ("alpha", "says"),
     [(1.0, ""), (0.98, ""), (0.95, "warning: the target agrees with 95.0%"), (None, "")],
 )
-def test_text_that_the_target_hardly_agrees_with_is_warned_of(alpha, says, capsys):
-    check_own_text(row_with(alpha=alpha))
+def test_text_that_the_target_hardly_agrees_with_is_warned_of(alpha, says, tiny_target, capsys):
+    check_own_text(row_with(alpha=alpha, text_by="vllm"), tiny_target("llama"), [])
     out = capsys.readouterr().out
     assert out.startswith(says)
     assert bool(out) == bool(says)
+
+
+def test_one_token_that_transformers_did_not_write_is_warned_of(tiny_target, capsys):
+    """A near-tie is none: of two equal logits either may come first."""
+    target = tiny_target("llama")
+    prompt, ids = list(range(20, 28)), list[int]()
+    for _ in range(60):
+        logits = target.outputs(torch.tensor([prompt + ids])).logits[0, -1, :VOCAB_SIZE]
+        ids.append(int(logits.argmax()))
+    trace = Trace(prompt, ids, "target", "x", "c", 0, 0, 0.0, 0, 1.0, 0, "length", "m", "t")
+    row = row_with(alpha=0.99, text_by="hf")
+    check_own_text(row, target, [trace])
+    assert not capsys.readouterr().out
+    trace.response_ids[-1] = int(logits.argsort()[-2])
+    check_own_text(row, target, [trace])
+    assert capsys.readouterr().out.startswith("warning: 1 tokens of the target's own stored")
 
 
 def test_text_that_another_model_wrote_is_refused(tmp_path, tiny_folder, monkeypatch, capsys):

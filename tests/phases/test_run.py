@@ -110,7 +110,8 @@ def test_a_run_ends_with_the_launcher_that_does_not_pass_on_a_signal(launcher, s
     """Whatever else started it, such as a shell, may end before it."""
     log = tmp_path / "log"
     module = "tests.phases.test_run"
-    process = start(*launcher, module, *([] if launcher == ACCELERATE else ["launch"]), log=log)
+    own = [] if launcher == ACCELERATE else ["launch"]
+    process = start(*launcher, module, *own, log=log, fresh=True)
     while "ready" not in log.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)

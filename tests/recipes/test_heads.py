@@ -29,7 +29,7 @@ from trainer.config import load_yaml
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError
 from trainer.logits import LogitsSummary, OutputHead
-from trainer.losses import Term
+from trainer.losses import Term, ce_hard
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
@@ -123,11 +123,12 @@ def test_depths_share_the_gradient_of_their_output_head(name, options, target, t
         assert (shared[part] - expected).abs().max() <= 1e-5 * expected.abs().max(), part
 
 
+@pytest.mark.parametrize("measure", ["jsd", "ce_hard"])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces):
+def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, measure, target, traces):
     """Term by term against the plain divergence of `draft_logits` at the positions that a round can
     draft at that depth: its anchor and everything since are the target's own."""
-    recipe = make(name, target, traces, divergence="jsd", feature_weight=0.0)
+    recipe = make(name, target, traces, divergence=measure, feature_weight=0.0)
     batch = batch_of(traces)
     outputs = outputs_of(recipe, batch)
     teacher = target.outputs(batch.input_ids).logits
@@ -139,12 +140,12 @@ def test_the_loss_is_the_divergence_of_what_decoding_drafts(name, target, traces
         for row, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
             for r in range(depth, len(response)):  # index of the drafted token in its response
                 i = len(prompt) + r - 1
-                expected = (
-                    expected
-                    + divergence(
-                        "jsd", logits[row, i : i + 1], teacher[row, i : i + 1, :VOCAB_SIZE]
-                    ).sum()
-                )
+                draft = logits[row, i : i + 1]
+                if measure == "ce_hard":
+                    expected = expected + ce_hard(draft, torch.tensor([response[r]])).sum()
+                else:
+                    theirs = teacher[row, i : i + 1, :VOCAB_SIZE]
+                    expected = expected + divergence(measure, draft, theirs).sum()
                 number += 1
         if recipe.config.reduction == "token":
             assert float(count) == number

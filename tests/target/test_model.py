@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from target import causal_lm
 from target.causal_lm import load_causal_lm
 from target.fingerprint import (
     added_eos,
@@ -167,6 +168,18 @@ def test_a_folder_that_is_no_model_is_one_readable_error(tmp_path, tiny_folder):
         path.unlink()
     with pytest.raises(UserError, match=r"model\.target: cannot load"):
         Target.load(str(folder))
+
+
+def test_a_chat_template_that_does_not_end_is_refused(tmp_path, monkeypatch):
+    """Before the weights are read. This one ends a little later, in its thread."""
+    folder = save_tiny(tmp_path / "endless", "llama", chat_template=True)
+    loops = "{% for a in range(9000) %}{% for b in range(900) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loops)
+    monkeypatch.setattr(causal_lm, "TEMPLATE_S", 0.1)
+    monkeypatch.setattr(causal_lm, "accounted", None)
+    with pytest.raises(UserError, match="has not rendered one word") as caught:
+        Target.load(str(folder))
+    assert caught.value.key == "model.target"
 
 
 def test_the_tokenizer_and_the_generation_config_name_the_eos_together():

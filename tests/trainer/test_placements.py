@@ -72,7 +72,9 @@ def launched_on_two_machines(folder: Path, kind: str, words: list[str]) -> None:
     both = ("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
             "--main_process_port", str(port))  # fmt: skip
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(config), *both)
-    machines = [start(*launch, "--machine_rank", str(i), "train.py", *words) for i in range(2)]
+    machines = [
+        start(*launch, "--machine_rank", str(i), "train.py", *words, fresh=True) for i in range(2)
+    ]
     for code, _, err in map(finish, machines):
         assert code == 0, err[-3000:]
 
