@@ -6,6 +6,7 @@ exported: no engine serves it, and the run says so.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
-from drafters.export import hf, sglang, speculators, vllm
+from drafters.export import gguf, hf, sglang, speculators, vllm
 from drafters.export.card import Export
 from drafters.formats import heads
 from drafters.formats.head import PublishedHead
@@ -81,7 +82,10 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(
             CausalLMDrafter, "A draft model", None, "draft_model",
-            {"transformers": _OF_LANGUAGE_MODELS, "vllm": _OF_LANGUAGE_MODELS},
+            {
+                "transformers": _OF_LANGUAGE_MODELS, "vllm": _OF_LANGUAGE_MODELS,
+                "llamacpp": Writer(gguf.write_causal_lm, gguf.check_causal_lm),
+            },
         ),
         Kind(DrafterBank, "A bank of draft models", DrafterBank.from_pretrained),
         Kind(
@@ -107,6 +111,7 @@ KINDS: dict[str, Kind] = {
                 "vllm": Writer(vllm.write_eagle3, vllm.check_eagle3),
                 "speculators": Writer(speculators.write_eagle3, vllm.check_eagle3),
                 "sglang": Writer(sglang.write_eagle3, sglang.check_eagle3),
+                "llamacpp": Writer(gguf.write_eagle3, gguf.check_eagle3),
             },
             heads.eagle3,
         ),
@@ -125,12 +130,17 @@ def kind_of(drafter: TrainedDrafter) -> Kind:
         ) from error
 
 
-def first_writer(drafter: TrainedDrafter) -> tuple[str, Writer]:
+def first_writer(drafter: TrainedDrafter, of_gguf: bool) -> tuple[str, Writer]:
     """The engine that a run writes this drafter for, and its writer.
 
-    It is the first of the drafter's row, but SGLang for an EAGLE head whose `fc` has a bias.
+    It is the first of the drafter's row, but SGLang for an EAGLE head whose `fc` has a bias, and
+    llama.cpp, where that serves the kind, for a target that has a GGUF file (`of_gguf`).
     """
     writers = kind_of(drafter).writers
+    if of_gguf and "llamacpp" in writers:
+        with contextlib.suppress(UserError):  # it serves fewer heads than others
+            writers["llamacpp"].check(drafter)
+            return "llamacpp", writers["llamacpp"]
     dropped = isinstance(drafter, Eagle1Drafter) and drafter.settings.fc_bias
     engine = "sglang" if dropped else next(iter(writers))
     return engine, writers[engine]

@@ -24,7 +24,7 @@ from trainer.errors import UserError, excerpt, require
 from trainer.keys import Rule, key
 from trainer.specs import choices
 
-ENGINE = Rule("be own, vllm, or the address of a running vLLM server (http://...)")
+ENGINE = Rule("be own, vllm, llamacpp, or the address of a running vLLM server (http://...)")
 
 
 @dataclass
@@ -65,8 +65,8 @@ class EvalConfig(Section):
     policy: str = key("fixed", Rule(choices(POLICIES)))
     # training-free drafters that get rows beside those of the drafter
     baselines: list[str] = key(["lookup:3"], Rule(choices(TRAINING_FREE)))
-    # where the drafter is measured beside the project's own decoding; vllm: in vLLM too;
-    # http://...: on that running vLLM server too
+    # where the drafter is measured beside the project's own decoding; vllm: in vLLM too; llamacpp:
+    # in llama.cpp too, on the target's GGUF file; http://...: on that running vLLM server too
     engine: str = key("own", ENGINE)
     batch_size: int = key(8, ge=1, le=SIDE_BY_SIDE)  # prompts that are decoded side by side
     # prompts decoded one by one for tokens per second, after a warm-up
@@ -83,12 +83,13 @@ class EvalConfig(Section):
         super().__post_init__()
         distinct = len(set(self.temperatures)) == len(self.temperatures)
         require(distinct, "eval.temperatures", "name each temperature once", self.temperatures)
-        rule, drafted = "be null for vLLM, which drafts its own way", self.draft_temperature
+        rule, drafted = "be null for an engine, which drafts its own way", self.draft_temperature
         require(drafted is None or self.engine == "own", "eval.draft_temperature", rule, drafted)
         if is_address(self.engine):
             require_address("eval.engine", self.engine)
         else:
-            require(self.engine in ("own", "vllm"), "eval.engine", ENGINE.words, self.engine)
+            known = self.engine in ("own", "vllm", "llamacpp")
+            require(known, "eval.engine", ENGINE.words, self.engine)
         _check_names(self)
 
     def draft_sampling(self, sampling: Sampling) -> Sampling:

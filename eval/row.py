@@ -122,7 +122,7 @@ class Row(Summary):
     counting: str  # emitted_per_target_forward
     bonus_counted: bool  # true
     lossless: bool  # the output has the target's distribution, greedy output is its own
-    measured_by: str  # offline, decoding, vllm
+    measured_by: str  # offline, decoding, vllm, llamacpp
     K: int | None = None  # drafted tokens of a chain, depth of a tree
     tree: str | None = None  # its description; null for a chain
     tree_children: Literal["top", "sampled"] | None = None  # the likeliest ones, or drawn

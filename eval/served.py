@@ -11,13 +11,15 @@ import numpy as np
 from data.traces import Trace
 from drafters.round import Budget
 from engines.distribution_check import CHECKED, unlike
-from engines.vllm_run import EngineRun, Timing
+from engines.llamacpp_run import LlamaRun, plain_steps
+from engines.vllm_run import EngineCounters, EngineRun, Timing
 from eval.costs import Cost
 from eval.counters import PromptCounters, check_invariants, counters_from_rounds
 from eval.engine import Speculated
 from eval.measure import Bench, DifferingPrompt, Measurement
 from eval.plain import difference
 from eval.rounds import Round
+from eval.row import Row
 from target.decode import Continuation
 from trainer.errors import RunFault
 
@@ -85,7 +87,63 @@ def served_row(
     about = {"engine": served.engine, "draft_sampled": served.drafter.sampled} | engine_costs(
         plain.alone.values(), served.alone.values(), f"{served.engine} in {served.machine}"
     )
-    return engine_row(bench, name, counters, served.tokens, plain.tokens, cost, about)
+    return engine_row(bench, name, counters, served.tokens, plain.tokens, cost, about, "vllm")
+
+
+def llamacpp_row(
+    bench: Bench, name: str, served: LlamaRun, plain: LlamaRun, cost: Cost
+) -> Measurement:
+    """A row of the report, measured by llama.cpp on the traces in their order."""
+    assert served.drafter is not None, "plain decoding is no row of a drafter"
+    counters = [
+        answer_counters(counted, tokens, trace, served.drafter.K)
+        for counted, tokens, trace in zip(served.counters, served.tokens, bench.traces, strict=True)
+    ]
+    timed = bench.timed_prompts()
+    for index in timed:
+        one, theirs, ours = counters[index], plain.timing(index), served.timing(index)
+        one.plain_s, one.plain_tokens = theirs.seconds, theirs.tokens
+        one.speculative_s, one.speculative_tokens = ours.seconds, ours.tokens
+    about = {"engine": served.engine, "draft_sampled": False} | engine_costs(
+        map(plain.timing, timed), map(served.timing, timed), f"{served.engine} in {served.machine}"
+    )
+    measured = engine_row(
+        bench, name, counters, served.tokens, plain.tokens, cost, about, "llamacpp"
+    )
+    forget_rounds(measured.row)
+    return measured
+
+
+def forget_rounds(row: Row) -> None:
+    """Leave null what needs each round, where the engine counted answers."""
+    row.alpha_hat = row.alpha_hat_ci95 = row.tokens_per_round_iid = None
+    row.alpha_pos, row.reach_pos = [], []
+    assert row.by_domain is not None
+    domains = row.by_domain
+    for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
+        place["alpha_hat"] = None
+
+
+def answer_counters(new: EngineCounters, tokens: list[int], trace: Trace, K: int) -> PromptCounters:
+    """Counters of one answer of which the engine counted no rounds one by one.
+
+    Only its last round can have been cut, at EOS or at the limit, and a cut round emits no token of
+    the target's own; or it had no draft, which llama.cpp does not count. Raises RunFault where the
+    counters exceed the answer."""
+    emitted = len(tokens) - 1
+    cut, plain = new.drafts + new.accepted - emitted, plain_steps(new, emitted)
+    if cut > K or plain > 1:
+        raise RunFault(
+            f"the engine counted {new.drafts + new.accepted} tokens for one answer of {emitted}: "
+            "another client uses it, or it did not draft in every round (give it room)"
+        )
+    rounds = new.drafts + plain
+    return PromptCounters(
+        trace.prompt_hash, trace.domain, K, rounds=rounds, truncated_rounds=float(cut > 0),
+        emitted=emitted, submitted=new.drafted, accepted=emitted - rounds + (cut > 0),
+        engine_drafts=new.drafts, engine_drafted=new.drafted, engine_accepted=new.accepted,
+        engine_accepted_per_position=[float(n) for n in new.accepted_per_position],
+    )  # fmt: skip
 
 
 def engine_row(
@@ -96,6 +154,7 @@ def engine_row(
     plain: Sequence[list[int]],
     cost: Cost,
     about: Mapping[str, Any],
+    measured_by: str,
 ) -> Measurement:
     """A row of the report from counters and answers of an engine.
 
@@ -118,7 +177,7 @@ def engine_row(
             one.identical = gap is None
             if gap is not None:
                 differing.append({**gap, "prompt_hash": one.prompt_hash})
-    row = bench.row(name, counters, cost, "vllm", Budget(counters[0].K))
+    row = bench.row(name, counters, cost, measured_by, Budget(counters[0].K))
     # the rule and the times that `bench` knows are of this project's decoding
     row = dataclasses.replace(row, policy="fixed", cost_ratio=None, verify_cost=None)
     row = dataclasses.replace(row, modelled_speedup=None, **about)

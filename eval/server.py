@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import time
 
-from data.traces import Trace
 from engines.completions import ServerError, ask, continuation, served_model
 from engines.vllm_run import EngineCounters, Timing, scrape
 from engines.web import server_root
 from eval.costs import Cost
-from eval.counters import PromptCounters
 from eval.measure import Bench, Measurement
-from eval.served import engine_costs, engine_row
+from eval.served import answer_counters, engine_costs, engine_row, forget_rounds
 from target.decode import Request
 from trainer.errors import RunFault, UserError
 
@@ -50,21 +48,23 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
             vocab_size=bench.target.vocab_size,
         ).response_ids  # fmt: skip
         now = _settled(url, before, len(tokens) - 1)
-        counters.append(_counted(now - before, tokens, trace))
-        timings.append(Timing((now - before).decode_s, (now - before).drafts, len(tokens) - 1))
+        new = now - before
+        if new.answers > 1:
+            raise RunFault(
+                f"the server counted {new.answers} answers and {new.drafts + new.accepted} tokens "
+                f"for one answer of {len(tokens) - 1}: another client uses it; measure on a server "
+                "of your own"
+            )
+        one = answer_counters(new, tokens, trace, len(new.accepted_per_position))
+        one.speculative_s, one.speculative_tokens = new.decode_s, one.emitted
+        counters.append(one)
+        timings.append(Timing(new.decode_s, new.drafts, len(tokens) - 1))
         answers.append(tokens)
         before = now
     plain = [trace.response_ids for trace in bench.traces]
     about = {"engine": engine, "draft_sampled": None} | engine_costs([], timings, engine)
-    measured = engine_row(bench, name, counters, answers, plain, cost, about)
-    # alpha_hat needs each round, which the server does not report
-    row = measured.row
-    row.alpha_hat = row.alpha_hat_ci95 = row.tokens_per_round_iid = None
-    row.alpha_pos, row.reach_pos = [], []
-    assert row.by_domain is not None
-    domains = row.by_domain
-    for place in (domains["mean"], domains["worst"], *domains["domains"].values()):
-        place["alpha_hat"] = None
+    measured = engine_row(bench, name, counters, answers, plain, cost, about, "vllm")
+    forget_rounds(measured.row)
     return measured
 
 
@@ -92,25 +92,3 @@ def _settled(url: str, before: EngineCounters, emitted: int) -> EngineCounters:
                 "--max-model-len), or its counters are not of this model"
             )
         time.sleep(0.02)
-
-
-def _counted(new: EngineCounters, tokens: list[int], trace: Trace) -> PromptCounters:
-    """Counters of one answer.
-
-    Only its last round can have been cut, at EOS or at the limit; a cut round emits no token of the
-    target's own. Raises RunFault where the counters exceed the answer.
-    """
-    emitted, K = len(tokens) - 1, len(new.accepted_per_position)
-    cut = new.drafts + new.accepted - emitted
-    if cut > K or new.answers > 1:
-        raise RunFault(
-            f"the server counted {new.answers} answers and {new.drafts + new.accepted} tokens for "
-            f"one answer of {emitted}: another client uses it; measure on a server of your own"
-        )
-    return PromptCounters(
-        trace.prompt_hash, trace.domain, K, rounds=new.drafts, truncated_rounds=float(cut > 0),
-        emitted=emitted, submitted=new.drafted, accepted=emitted - new.drafts + (cut > 0),
-        engine_drafts=new.drafts, engine_drafted=new.drafted, engine_accepted=new.accepted,
-        engine_accepted_per_position=[float(n) for n in new.accepted_per_position],
-        speculative_s=new.decode_s, speculative_tokens=emitted,
-    )  # fmt: skip

@@ -27,6 +27,7 @@ from drafters.base import TrainedDrafter, acceptance_of
 from drafters.causal_lm import CausalLMDrafter
 from drafters.kinds import kind_of, served_by
 from drafters.round import Shape
+from engines.llamacpp_run import check_wheel
 from engines.states import check_server as check_states_server
 from engines.vllm_server import engine_python
 from eval.config import EvalConfig, tree_depth, trees_of
@@ -35,7 +36,7 @@ from eval.server import check_server
 from phases.help import composed
 from recipes.base import Recipe, Stage, presets
 from recipes.common.config import Config
-from target.gguf import is_gguf
+from target.gguf import is_gguf, target_gguf
 from target.model import Target
 from trainer.checks import is_address, require_folder
 from trainer.errors import UserError, require
@@ -119,11 +120,22 @@ def check_model_pair(config: Config) -> None:
             "a checkpoint that is quantised, or leave it at own"
         )
     served = "vllm" in (config.data.engine, config.data.features_engine)
-    if is_gguf(config.model.target) and (engine != "own" or served):
+    gguf = target_gguf(config.model)
+    if engine == "llamacpp":
+        check_wheel()
+        if gguf is None:
+            raise UserError(
+                "eval.engine=llamacpp runs the target's GGUF file: name it with "
+                "model.target_gguf=<file.gguf>, or as model.target"
+            )
+    if named := config.model.target_gguf:
+        there = is_gguf(named) and os.path.isfile(named)
+        require(there, "model.target_gguf", "be a GGUF file", named)
+    if is_gguf(config.model.target) and (engine not in ("own", "llamacpp") or served):
         raise UserError(
             f"model.target={config.model.target} is dequantised by transformers, and vLLM would "
             "verify with other numbers: save it as a folder first (target.save_pretrained), or "
-            "leave eval.engine at own, data.engine and data.features_engine at hf"
+            "leave eval.engine at own or llamacpp, data.engine and data.features_engine at hf"
         )
     # the toy's drafter serves the toy's target only
     toy = type(config.model)()
@@ -284,16 +296,18 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
     if config.engine == "own":
         return
     kind = kind_of(drafter)
-    if "vllm" not in kind.writers:
+    engine = "llamacpp" if config.engine == "llamacpp" else "vllm"
+    if engine not in kind.writers:
         raise UserError(
-            f"eval.engine={config.engine}: no engine loads a drafter of kind {kind.name!r}; "
-            f"engines serve {served_by()}"
+            f"eval.engine={config.engine}: {'no' if not kind.writers else 'another'} engine loads "
+            f"a drafter of kind {kind.name!r}; engines serve {served_by()}"
         )
     if is_address(config.engine):
         check_server(config.engine, config.K)
     else:
-        kind.writers["vllm"].check(drafter)
-        engine_python()
+        kind.writers[engine].check(drafter)
+        if engine == "vllm":
+            engine_python()
 
 
 def check_room(config: EvalConfig, context: int) -> None:

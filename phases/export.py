@@ -15,6 +15,7 @@ from drafters.kinds import first_writer, kind_of
 from eval.report.rows import Report
 from eval.report.schema import markdown_table
 from phases.run import Run
+from target.gguf import target_gguf
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.files import MARKER, rewrite, whole_folder
@@ -30,20 +31,22 @@ def save_drafter(run: Run, drafter: TrainedDrafter) -> None:
         drafter.save_pretrained(partial)
 
 
-def check_export(drafter: TrainedDrafter, says: bool) -> None:
+def check_export(drafter: TrainedDrafter, says: bool, of_gguf: bool) -> None:
     """Ask, before anything is trained, whether the drafter can be exported. UserError where the
     engine that the run writes it for could not serve it; other engines that could not are printed
     where `says`."""
     kind = kind_of(drafter)
     if not kind.writers:
         return
-    engine, writer = first_writer(drafter)
+    engine, writer = first_writer(drafter, of_gguf)
     try:
         writer.check(drafter)
     except UserError as error:
         rule = f"this run's own export would fail: {error}"
         raise UserError(rule, key="export", value=engine) from error
     for other in kind.writers if says else ():
+        if other == "llamacpp" and not of_gguf:
+            continue
         try:
             kind.writers[other].check(drafter)
         except UserError as error:
@@ -64,7 +67,8 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
             f"{run.folder / 'drafter'}"
         )
         return {}
-    engine, write = first_writer(drafter)
+    gguf = target_gguf(run.config.model)
+    engine, write = first_writer(drafter, gguf is not None)
     out = run.folder / "export" / engine
     try:
         served, target = drafter.servable(out / "target", ours=True)
@@ -73,7 +77,7 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
             print(f"export: the target that this drafter serves on is {target.name}")
             name, out = shown(target.name, run.folder), out / "drafter"
         card = run_card(run, drafter, engine, name, None)
-        write(served, out, Export(card, name, run.config.eval.K, ours=True))
+        write(served, out, Export(card, name, run.config.eval.K, ours=True, gguf=gguf))
     except Exception as error:  # of any writer: the report is written all the same
         print(hide("".join(traceback.format_exception(error)), []), file=sys.stderr)
         return {"engine": engine, "error": f"{type(error).__name__}: {error}"}

@@ -39,6 +39,7 @@ from phases.pairs import against, compare, merge
 from phases.readings import ReadingCollector
 from phases.run import Run
 from phases.serve import served_rows
+from target.gguf import target_gguf
 from target.model import Target
 from target.sampling import Sampling
 from trainer.errors import UserError
@@ -183,7 +184,8 @@ def measure(
         out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
-            out.rows += served_rows(bench, decoded, subject, costs[decoded])
+            gguf = target_gguf(run.config.model)
+            out.rows += served_rows(bench, decoded, subject, costs[decoded], gguf)
         for shape in shapes[temperature]:
             tree, tree_cost = Budget.of(shape), tree_costs[shape]
             best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)

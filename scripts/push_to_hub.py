@@ -42,7 +42,7 @@ from trainer.terminal import guard_terminal
 
 # in a run's folder, first come first served; the last is no engine's but our own
 DRAFTERS = ("export/transformers", "export/vllm/drafter", "export/vllm", "export/sglang",
-            "drafter")  # fmt: skip
+            "export/llamacpp", "drafter")  # fmt: skip
 TARGET = "export/vllm/target"
 REPORTS = ("report.md", "report.json", "report.html")
 TEXTS = ["script.run", "script.repo"]

@@ -21,9 +21,17 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from trainer.sections import ModelConfig
+
 
 def is_gguf(name: str | Path) -> bool:
     return str(name).endswith(".gguf")
+
+
+def target_gguf(model: ModelConfig) -> Path | None:
+    """The GGUF file of the target, where it has one."""
+    named = model.target if is_gguf(model.target) else model.target_gguf
+    return None if named is None else Path(named)
 
 
 def load_gguf(

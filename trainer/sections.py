@@ -57,11 +57,13 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
 @dataclass
 class ModelConfig(Section):
     NAME: ClassVar[str] = "model"
-    HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code",)
+    HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code", "target_gguf")
     NAMES: ClassVar[tuple[str, ...]] = ("target", "drafter")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
     target: str = "assets/toy/target"  # folder or Hub id of the model that is to be served faster
     target_revision: str | None = None  # commit, branch or tag of the target on the Hub
+    # GGUF file of the target, for llama.cpp, where model.target is its folder
+    target_gguf: str | None = None
     # folder or Hub id of the drafter that training starts from; null: the recipe builds a fresh one
     drafter: str | None = None
     drafter_revision: str | None = None  # commit, branch or tag of the drafter on the Hub

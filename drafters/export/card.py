@@ -37,13 +37,15 @@ class Export:
 
     `card`: becomes README.md; `target`: the name by which engines load the target; `num_tokens`:
     tokens to draft per round unless the server sets another number; `ours`: see
-    `trainer.files.whole_folder`.
+    `trainer.files.whole_folder`; `gguf`: the target's own GGUF file, whose tokenizer a drafter in
+    that format gets.
     """
 
     card: str
     target: str
     num_tokens: int
     ours: bool = False
+    gguf: Path | None = None
 
 
 def model_card(
@@ -91,11 +93,12 @@ def model_card(
         for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
         if run.get(key)
     )
-    serving = [_serve_sglang] if engine == "sglang" else [_serve_vllm]
-    if not head:
+    serving = [{"sglang": _serve_sglang, "llamacpp": _serve_llamacpp}.get(engine, _serve_vllm)]
+    if not head and engine != "llamacpp":
         serving.insert(0, _serve_transformers)
     commands = "\n".join(serve(target, revision, method, num_assistant_tokens) for serve in serving)
-    loaders = "\nTransformers has no loader for such heads.\n" if head else ""
+    no_loader = head and engine != "llamacpp"
+    loaders = "\nTransformers has no loader for such heads.\n" if no_loader else ""
     return f"""---
 {front.to_yaml()}
 ---
@@ -194,6 +197,18 @@ python -m sglang.launch_server --model-path {_word(target)}{_option(revision)} \
     --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
     --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens {num_tokens + 1}
+```
+"""
+
+
+def _serve_llamacpp(target: str, revision: str | None, method: str, num_tokens: int) -> str:
+    """The command for llama.cpp, which drafts the likeliest tokens at any temperature."""
+    kind = "draft-simple" if method == "draft_model" else f"draft-{method}"
+    return f"""llama.cpp, with the target's own GGUF file as TARGET:
+
+```bash
+llama-server -m TARGET -md DRAFTER/drafter.gguf --spec-type {kind} \\
+    --spec-draft-n-max {num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0
 ```
 """
 

@@ -25,7 +25,8 @@ ROLES = {
 }  # fmt: skip
 REFERENCES = (PLAIN, UNTRAINED, BASELINE, TARGET)
 USUAL = ("token", "multi_round", "none")  # verifiers
-GREEDY_DRAFTS = ", greedy drafts"  # behind the name of a row of vLLM as it drafts by itself
+GREEDY_DRAFTS = ", greedy drafts"  # behind the name of a row of an engine as it drafts by itself
+ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # by what measured a row
 
 
 class Report(TypedDict):

@@ -21,6 +21,7 @@ from eval.report.render import (
     with_interval,
 )
 from eval.report.rows import (
+    ENGINES,
     PLAIN,
     REFERENCES,
     USUAL,
@@ -55,7 +56,7 @@ FACTS = {
 def _names(rows: Sequence[Row]) -> list[str]:
     """Drafter names, with "decoded" or "vLLM" where the same was measured on traces too."""
     twins = Counter(map(key, rows))
-    how = {"decoding": ", decoded", "vllm": ", vLLM"}
+    how = {"decoding": ", decoded"} | {name: f", {words}" for name, words in ENGINES.items()}
     return [
         row.drafter + (how.get(row.measured_by, "") if twins[key(row)] > 1 else "") for row in rows
     ]
@@ -97,7 +98,7 @@ def notes(rows: Iterable[Row], labels: Sequence[str] | None = None) -> list[str]
     rows = list(rows)
     shown, labels = {id(row) for row in once(rows)}, labels or _note_names(rows)
     for name, row in zip(labels, rows, strict=True):
-        if id(row) not in shown and row.measured_by != "vllm":
+        if id(row) not in shown and row.measured_by not in ENGINES:
             continue
         share = row.identical_to_plain
         if share is not None and row.num_compared:

@@ -413,7 +413,7 @@ def test_numbers_of_the_run_are_of_its_own_target(run, tokenizer, tmp_path):
         ({"script.drafter": "nowhere"}, "no drafter in 'nowhere'"),
         (
             {"script.engine": "sglang"},
-            "script.engine must be one of transformers, vllm, got 'sglang'",
+            "script.engine must be one of transformers, vllm, llamacpp, got 'sglang'",
         ),
         ({"script.ingine": "vllm"}, "unknown key 'script.ingine'; did you mean 'script.engine'?"),
         ({"eval.K": "0"}, "eval.K must be a whole number >= 1, got 0"),

@@ -24,6 +24,7 @@ from phases.export import check_export
 from scripts.export import main
 from target.model import Target
 from tests.helpers.eagle import build_eagle
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
 from trainer.errors import RunFault, UserError
 
@@ -272,21 +273,23 @@ def test_what_an_export_would_refuse_is_known_before_the_first_step(tiny_target,
     if engine == "own":
         drafter = build_eagle(target, Eagle3Settings([0, "final_norm"], WIDTH))
         with pytest.raises(UserError) as caught:
-            check_export(drafter, True)
+            check_export(drafter, True, False)
         assert (caught.value.key, caught.value.value) == ("export", "vllm")
         assert "numbered layers" in caught.value.rule
         return
     for layers, warned in (([0, 1, 3], True), ([0, 1, 2], False)):
-        check_export(build_eagle(target, Eagle3Settings(layers, WIDTH)), True)
+        check_export(build_eagle(target, Eagle3Settings(layers, WIDTH)), True, False)
         said = capsys.readouterr().out
         assert ("sglang" in said and "last layer" in said) == warned
-    check_export(build_eagle(target, Eagle3Settings([0, 1, 3], WIDTH)), False)
+    check_export(build_eagle(target, Eagle3Settings([0, 1, 3], WIDTH)), False, False)
     assert not capsys.readouterr().out  # another process says it
 
 
-def test_every_writer_has_the_rule_of_what_it_writes(tiny_target, tmp_path):
+def test_every_writer_has_the_rule_of_what_it_writes(tiny_target, tiny_folder, tmp_path):
     """Each refuses by its check alone: what passes is written."""
     target = tiny_target("llama", layers=4)
+    file = tmp_path / "target.gguf"
+    write_gguf(file, target.model, tiny_folder("llama", layers=4))
     for kind in ("medusa", "eagle", "eagle_biased", "eagle3", "eagle3_variants"):
         drafter = made(kind, target)
         for engine, writer in kind_of(drafter).writers.items():
@@ -294,7 +297,9 @@ def test_every_writer_has_the_rule_of_what_it_writes(tiny_target, tmp_path):
                 writer.check(drafter)
             except UserError:
                 continue
-            assert exported(engine, drafter, tmp_path / kind / engine).exists()
+            assert writer(
+                drafter, tmp_path / kind / engine, Export("", "org/target", 3, gguf=file)
+            ).exists()
 
 
 # --- spoilt exports -----------------------------------------------------------------------------

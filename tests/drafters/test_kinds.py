@@ -61,7 +61,7 @@ def test_every_row_names_its_class_and_what_engines_call_it():
 def test_messages_name_what_is_served_and_by_whom():
     served = dict(part.split(": ") for part in served_by().split("; "))
     assert served["medusa"] == "vllm"
-    assert served["eagle3"] == "vllm, speculators, sglang"
+    assert served["eagle3"] == "vllm, speculators, sglang, llamacpp"
     assert not {"hydra", "bank"} & served.keys()
 
 

@@ -435,9 +435,13 @@ def test_an_engine_that_samples_another_law_is_marked(measured):
     sharp.sampling = Sampling(0.01)
     for shift, lossless in ((0, True), (1, False)):
         answers = [[(token + shift) % 100 for token in tokens] for tokens in told.tokens]
-        found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row
+        found = engine_row(
+            sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED, "vllm"
+        ).row
         assert found.lossless == lossless
         assert ("does not sample the target's distribution" in (found.note or "")) != lossless
     answers[0] = told.tokens[0]  # one answer that is right says nothing of the others
-    found = engine_row(sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED).row
+    found = engine_row(
+        sharp, "draft", ours.counters, answers, told.tokens, cost, UNTIMED, "vllm"
+    ).row
     assert not found.lossless

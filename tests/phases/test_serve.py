@@ -44,7 +44,7 @@ def test_no_row_says_that_vllm_draws_drafts_from_medusas_heads(
         timed_prompts=list,
     )  # fmt: skip
     with pytest.raises(Asked) as found:
-        serve.served_rows(bench, "after", made(kind, target), Cost(0.1, 1.0, 0.1, 0.1))
+        serve.served_rows(bench, "after", made(kind, target), Cost(0.1, 1.0, 0.1, 0.1), None)
     assert found.value.args[0] == names
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import textwrap
 from pathlib import Path
@@ -19,6 +18,7 @@ from scripts import get_smollm2
 from target.gguf import quantization, read
 from target.model import Target
 from tests.helpers.commands import ROOT
+from tests.helpers.gguf_files import write_gguf
 from trainer.errors import RunFault, UserError
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
@@ -36,66 +36,10 @@ def model():
     return LlamaForCausalLM(config).eval()
 
 
-def write(
-    path: Path, model: LlamaForCausalLM, quantised: bool, leave_out: tuple[str, ...] = (),
-    more: dict[str, numpy.ndarray] | None = None,
-):  # fmt: skip
-    """A GGUF file as llama.cpp's converter writes one, with the toy's tokenizer. Returns the
-    weights as its reader has to give them back, by their names here."""
-    writer = gguf.GGUFWriter(path, "llama")
-    config = model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    if "tokenizer" not in leave_out:
-        tokenizer = json.loads((TOY / "tokenizer.json").read_text())["model"]
-        tokens = sorted(AutoTokenizer.from_pretrained(TOY).get_vocab().items(), key=lambda i: i[1])
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([token for token, _ in tokens])
-        writer.add_token_types([1] * len(tokens))
-        writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
-        if "eos" not in leave_out:
-            writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
-    expected = {}
-    for name, weight in model.state_dict().items():
-        values = weight.numpy()
-        new = names.get_name(name, try_suffixes=(".weight",))
-        if new in leave_out:
-            continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = HEADS if "q_proj" in name else KV_HEADS
-            shape = (heads, 2, len(values) // heads // 2, WIDTH)
-            values = values.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
-        kind = gguf.GGMLQuantizationType.F32
-        if quantised and values.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q4_1
-        stored = gguf.quants.quantize(numpy.ascontiguousarray(values), kind)
-        writer.add_tensor(new, stored, raw_dtype=kind)
-        again = gguf.quants.dequantize(stored, kind)
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            shape = (heads, len(values) // heads // 2, 2, WIDTH)
-            again = again.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
-        expected[name] = torch.from_numpy(again.copy())
-    for name, values in (more or {}).items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return expected
-
-
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_gguf_file_is_the_model_it_holds(tmp_path, model, quantised):
     file = tmp_path / "tiny.gguf"
-    expected = write(file, model, quantised)
+    expected = write_gguf(file, model, TOY, quantised)
     target = Target.load(str(file))
     assert target.fingerprint["quantization"] == quantization(read(file, "model.target"))
     assert ("Q4_1" in target.fingerprint["quantization"]) == quantised
@@ -126,7 +70,7 @@ def test_the_fingerprint_is_of_the_files_bytes(tmp_path, model):
 
 
 def write_and_load(path: Path, model: LlamaForCausalLM) -> Target:
-    write(path, model, quantised=True)
+    write_gguf(path, model, TOY, quantised=True)
     return Target.load(str(path))
 
 
@@ -140,9 +84,9 @@ def test_what_cannot_be_a_target_is_refused_in_one_line(tmp_path, model):
     assert "nowhere.gguf: there is no such file or folder" in says("nowhere.gguf")
     (tmp_path / "text.gguf").write_text("no model")
     assert "is damaged, or no GGUF file" in says("text.gguf")
-    write(tmp_path / "no_eos.gguf", model, False, leave_out=("eos",))
+    write_gguf(tmp_path / "no_eos.gguf", model, TOY, False, leave_out=("eos",))
     assert "names no token that ends an answer" in says("no_eos.gguf")
-    write(tmp_path / "no_tokenizer.gguf", model, False, leave_out=("tokenizer",))
+    write_gguf(tmp_path / "no_tokenizer.gguf", model, TOY, False, leave_out=("tokenizer",))
     assert "holds no tokenizer" in says("no_tokenizer.gguf")
     writer = gguf.GGUFWriter(tmp_path / "unknown.gguf", "no_such_architecture")
     writer.add_token_list(["a", "b"])
@@ -175,7 +119,7 @@ def test_a_file_that_is_not_the_whole_model_is_refused(tmp_path, model, leave_ou
     embedding."""
     file = tmp_path / "tiny.gguf"
     more = {name: values.astype(numpy.float32) for name, values in more.items()}
-    write(file, model, False, leave_out, more)
+    write_gguf(file, model, TOY, False, leave_out, more)
     with pytest.raises(UserError) as caught:
         Target.load(str(file))
     assert (caught.value.key, caught.value.value) == ("model.target", str(file))
@@ -184,7 +128,7 @@ def test_a_file_that_is_not_the_whole_model_is_refused(tmp_path, model, leave_ou
 
 
 def test_rotary_factors_of_one_change_nothing(tmp_path, model):
-    write(tmp_path / "tiny.gguf", model, False, more={"rope_freqs.weight": ONES})
+    write_gguf(tmp_path / "tiny.gguf", model, TOY, False, more={"rope_freqs.weight": ONES})
     assert Target.load(str(tmp_path / "tiny.gguf")).num_layers == LAYERS
 
 
@@ -214,7 +158,7 @@ def test_another_file_under_the_packages_name_is_refused(tmp_path, monkeypatch, 
 
 def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, capsys):
     file, out = tmp_path / "tiny.gguf", tmp_path / "out"
-    write(file, model, quantised=True)
+    write_gguf(file, model, TOY, quantised=True)
     monkeypatch.setattr(get_smollm2, "download", lambda folder: file)
     assert get_smollm2.main([str(out)]) == 0
     said = capsys.readouterr().out
@@ -232,7 +176,7 @@ def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, c
 def test_the_original_says_what_quantising_costs(tmp_path, model, monkeypatch, capsys):
     quantised, original = tmp_path / "smollm2", tmp_path / "original"
     file = tmp_path / "tiny.gguf"
-    write(file, model, quantised=True)
+    write_gguf(file, model, TOY, quantised=True)
     monkeypatch.setattr(get_smollm2, "FOLDER", quantised)
     monkeypatch.setattr(get_smollm2, "download", lambda folder: file)
     assert get_smollm2.main([str(quantised)]) == 0

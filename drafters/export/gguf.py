@@ -1,0 +1,269 @@
+"""GGUF files for llama.cpp (run with build b11549): EAGLE-3 heads and draft models.
+
+Tensors have llama.cpp's names; the rows of Llama's query and key matrices are in its own order of
+rotary pairs. The tokenizer's keys are those of the target's own GGUF file, so that both agree and
+no pre-tokenizer has to be recognised. What llama.cpp would pass over without a word, or end of, is
+refused here:
+
+- it reads the inputs of three layers, so the captures are shifted by one; the input of the layer
+  after the last one is empty in its `llama` and `qwen3` graphs;
+- an EAGLE-3 file has no place for the norms of EAGLE-3.1 or a scaled embedding;
+- other architectures of the target have no hook for captured layers: it ends by an assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import (
+    MODEL_ARCH,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    get_tensor_name_map,
+)
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from drafters.causal_lm import CausalLMDrafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.export.card import Export
+from drafters.export.heads import captured_layers, eagle3_tensors, own_embedding, reduced
+from drafters.export.hf import check as check_ids
+from drafters.export.hf import pad_vocabulary
+from target.gguf import read
+from trainer.errors import RunFault, UserError
+from trainer.files import whole_folder
+
+FILE = "drafter.gguf"
+HOOKED = ("llama", "qwen3")  # targets whose captured layers were seen to arrive
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+Fields = dict[str, Any]  # key -> value, of Python's types
+
+
+def check_eagle3(drafter: Eagle3Drafter) -> None:
+    """Raise UserError for an EAGLE-3 head that llama.cpp cannot serve."""
+    settings, target = drafter.settings, drafter.shared.target
+    layers, kind = captured_layers(drafter), target.model.config.get_text_config().model_type
+    for refused, why in (
+        (kind not in HOOKED, f"reads no layers of a target of type {kind}, only of {HOOKED}"),
+        (len(layers) != 3, f"reads three layers, this head {len(layers)}"),
+        (
+            layers[-1] == target.num_layers - 1,
+            f"reads an empty state for the output of the last layer ({layers[-1]})",
+        ),
+        (settings.fc_norm, "has no fc_norm"),
+        (settings.norm_output, "has no norm_output"),
+        (own_embedding(drafter) is not None, "gives heads the unscaled table of embeddings"),
+        (_rope(drafter.config) is None, "gets only plain rotary embeddings from here"),
+    ):
+        if refused:
+            raise UserError(
+                f"llama.cpp {why}: train another head, or use another engine", key="script.engine",
+                value="llamacpp",
+            )  # fmt: skip
+
+
+def check_causal_lm(drafter: CausalLMDrafter) -> None:
+    """Raise UserError for a draft model that is not written as GGUF."""
+    check_ids(drafter)
+    config = drafter.model.config.get_text_config()
+    kind = config.model_type
+    if kind not in ARCHITECTURES or _rope(config) is None:
+        raise UserError(
+            f"a draft model of type {kind} is not written, only {', '.join(ARCHITECTURES)} with "
+            "plain rotary embeddings: run convert_hf_to_gguf.py of llama.cpp on its export for "
+            "transformers", key="script.engine", value="llamacpp",
+        )  # fmt: skip
+
+
+def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
+    """Write an EAGLE-3 head."""
+    config, settings = drafter.config, drafter.settings
+    fields = _layer_fields(config, blocks=1) | {
+        "target_layers": [layer + 1 for layer in captured_layers(drafter)],
+        "target_hidden_size": settings.target_width,
+        "norm_before_residual": settings.norm_before_residual,
+        "norm_before_fc": False,
+        "vocab_size": drafter.fingerprint["vocab_size"],
+    }
+    named = {
+        "fc.weight": "fc.weight",
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+        "l.input_layernorm.weight": "blk.0.attn_norm.weight",
+        "l.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "l.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+        "l.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+        "l.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+        "l.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "l.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+        "l.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+        "l.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+        "l.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+    }
+    tensors = eagle3_tensors(drafter, "l")
+    found = {new: tensors[old].detach().cpu() for old, new in named.items()}
+    _pair_rows(found, config)
+    if reduced(drafter):
+        assert drafter.kept is not None
+        found["d2t"] = drafter.kept.cpu()  # the target's ids themselves
+    return _write(folder, "eagle3", fields, found, drafter.tokenizer, asked)
+
+
+def write_causal_lm(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a draft model, padded to the target's vocabulary as the other exports are."""
+    width = drafter.fingerprint["vocab_size"]
+    model: Any = pad_vocabulary(drafter.model, drafter.tokenizer, width, drafter.vocab_size)
+    config = model.config.get_text_config()
+    fields = _layer_fields(config, config.num_hidden_layers) | {"vocab_size": width}
+    names = get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    found = {}
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if new is None:
+            raise RunFault(f"llama.cpp has no name for the tensor {name!r}: nothing was written")
+        found[new] = tensor.detach().cpu()
+    if config.model_type == "llama":
+        _pair_rows(found, config)
+    return _write(folder, config.model_type, fields, found, drafter.tokenizer, asked)
+
+
+def _rope(config: PreTrainedConfig) -> float | None:
+    """The base of plain rotary embeddings; None for others."""
+    rope = dict(config.rope_parameters or {})
+    plain = rope.get("rope_type", "default") == "default"
+    return float(rope["rope_theta"]) if plain and "rope_theta" in rope else None
+
+
+def _layer_fields(config: PreTrainedConfig, blocks: int) -> Fields:
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "block_count": blocks,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": width,
+        "rope.freq_base": _rope(config),
+    }
+
+
+def _pair_rows(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> None:
+    """Put the rows of query and key matrices into llama.cpp's order: the two halves that are
+    rotated together next to each other."""
+    for part, heads in (
+        ("attn_q", config.num_attention_heads),
+        ("attn_k", config.num_key_value_heads),
+    ):
+        for name, tensor in tensors.items():
+            if f".{part}." in name:
+                halves = tensor.unflatten(0, (heads, 2, -1))
+                tensors[name] = halves.transpose(1, 2).flatten(0, 2)
+
+
+@torch.no_grad()
+def _write(
+    folder: str | Path,
+    architecture: str,
+    fields: Fields,
+    tensors: Mapping[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Export,
+) -> Path:
+    """Write one file, complete or not at all, after it was read back and compared."""
+    own = read(target_file(asked), "model.target_gguf")
+    tokens = own.fields["tokenizer.ggml.tokens"].contents()
+    check_tokens(tokens, tokenizer, asked)
+    with whole_folder(folder, asked.ours) as partial:
+        writer = GGUFWriter(partial / FILE, architecture)
+        for key, value in fields.items():
+            _add(writer, f"{architecture}.{key}", value)
+        for key, field in own.fields.items():
+            if key.startswith("tokenizer."):
+                kind, *inner = field.types
+                writer.add_key_value(key, field.contents(), kind, inner[-1] if inner else None)
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, _stored(tensor))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (partial / "README.md").write_text(asked.card, encoding="utf-8")
+        _reread(partial / FILE, architecture, fields, tensors, tokens)
+    return Path(folder)
+
+
+def target_file(asked: Export) -> Path:
+    """The target's own GGUF file; UserError without one."""
+    if asked.gguf is None:
+        raise UserError(
+            "llama.cpp needs the target's own GGUF file, whose tokenizer the drafter's file gets: "
+            "name it with model.target_gguf=<file.gguf>, or export for vllm and run llama.cpp's "
+            "convert_hf_to_gguf.py <that folder> --target-model-dir <the target's folder>",
+            key="script.engine", value="llamacpp",
+        )  # fmt: skip
+    return asked.gguf
+
+
+def check_tokens(tokens: list[str], tokenizer: PreTrainedTokenizerBase, asked: Export) -> None:
+    """Raise UserError where the tokens of the GGUF file are not the drafter's."""
+    for token, number in tokenizer.get_vocab().items():
+        if number >= len(tokens) or tokens[number] != token:
+            theirs = tokens[number] if number < len(tokens) else None
+            raise UserError(
+                f"its token {number} is {theirs!r}, the target's {token!r}: it is of another model",
+                key="model.target_gguf", value=str(asked.gguf),
+            )  # fmt: skip
+
+
+def _add(writer: GGUFWriter, key: str, value: object) -> None:
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+    if isinstance(value, list):
+        writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.INT32)
+    else:
+        writer.add_key_value(key, value, kinds[type(value)])
+
+
+def _stored(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as it is stored: float32, but float16 as it is; ids in 64 bits."""
+    if tensor.dtype in (torch.int64, torch.float16) and tensor.ndim != 1:
+        return tensor.contiguous().numpy()
+    return tensor.contiguous().numpy() if tensor.dtype == torch.int64 else tensor.float().numpy()
+
+
+def _reread(
+    file: Path,
+    architecture: str,
+    fields: Fields,
+    tensors: Mapping[str, torch.Tensor],
+    tokens: list[str],
+) -> None:
+    """Compare a file with what it was written from, value by value; RunFault where they differ."""
+    found = GGUFReader(file)
+    expected = {f"{architecture}.{key}": value for key, value in fields.items()}
+    expected |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
+    for key, value in expected.items():
+        field = found.get_field(key)
+        got = None if field is None else field.contents()
+        same = np.float32(value) == got if isinstance(value, float) else value == got
+        if not same:
+            raise RunFault(f"{file}: key {key!r} differs on reading it back")
+    written = {tensor.name: tensor for tensor in found.tensors}
+    if written.keys() != tensors.keys():
+        raise RunFault(f"{file}: other tensors on reading it back: {sorted(written)}")
+    for name, tensor in tensors.items():
+        stored = _stored(tensor)
+        if not np.array_equal(written[name].data.reshape(stored.shape), stored):
+            raise RunFault(f"{file}: tensor {name!r} differs on reading it back")

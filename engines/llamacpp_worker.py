@@ -1,0 +1,136 @@
+"""Runs llama.cpp on prompts with one drafter, or with none, and writes what it said and counted:
+
+    python llamacpp_worker.py <asked.json> <answered.json>
+
+llama.cpp ends its process where an assertion of it fails, so it has one of its own. Its server
+listens on this machine while it works; prompts go one by one, and its counters are read after each.
+This file imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import re
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any, TypedDict
+
+COUNTER = re.compile(r'(?m)^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\S+)')
+KINDS = {
+    "draft_model": "DRAFT_SIMPLE",
+    "eagle3": "DRAFT_EAGLE3",
+    "ngram-mod": "NGRAM_MOD",
+    "ngram-simple": "NGRAM_SIMPLE",
+}
+
+
+class Asked(TypedDict):
+    """A job. `kinds`: drafters by llama.cpp's names, none for plain decoding, the first that has a
+    draft drafts; `prompts`: token ids; `answers`: their seeds and numbers of tokens; `draws`: the
+    keys of sampling."""
+
+    target: str
+    drafter: str | None
+    kinds: list[str]
+    K: int
+    context: int
+    threads: int
+    prompts: list[list[int]]
+    max_new_tokens: int
+    draws: dict[str, object]
+    seed: int
+
+
+class Answer(TypedDict):
+    """What came for one prompt: tokens, the ending one included; seconds from the first token to
+    the last; what the counters have counted for it, and by position in a draft."""
+
+    tokens: list[int]
+    seconds: float
+    drafts: int
+    drafted: int
+    accepted: int
+    accepted_per_position: list[int]
+
+
+def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
+    """llama.cpp's settings: one prompt at a time, nothing kept from one to the next, the cache in
+    float32, and drafts of K tokens however unlikely they are."""
+    llama: Any = importlib.import_module("xllamacpp")
+
+    exact = llama.ggml_type.GGML_TYPE_F32
+    found = llama.CommonParams()
+    found.model.path = asked["target"]
+    found.n_ctx, found.n_parallel, found.n_gpu_layers = asked["context"], 1, 0
+    found.warmup, found.fit_params, found.endpoint_metrics = False, False, True
+    found.cpuparams.n_threads = found.cpuparams_batch.n_threads = asked["threads"]
+    found.cache_type_k = found.cache_type_v = exact
+    if asked["kinds"]:
+        kinds, draft = llama.common_speculative_type, found.speculative.draft
+        found.speculative.types = [
+            getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[kind]}") for kind in asked["kinds"]
+        ]
+        if asked["drafter"] is not None:
+            draft.mparams.path = asked["drafter"]
+        draft.n_max, draft.n_min, draft.p_min = asked["K"], 0, 0.0
+        draft.cache_type_k = draft.cache_type_v = exact
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = asked["threads"]
+    return found
+
+
+def post(address: str, content: object) -> dict[str, Any]:
+    request = urllib.request.Request(
+        address, json.dumps(content).encode(), {"Content-Type": "application/json"}
+    )
+    return json.loads(OPENER.open(request).read())
+
+
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+
+
+def counters(address: str) -> dict[str, list[int]]:
+    """Since the start of the server: drafts, draft_tokens, accepted_tokens, and by position."""
+    found: dict[str, list[int]] = {}
+    for name, position, value in COUNTER.findall(OPENER.open(f"{address}/metrics").read().decode()):
+        values = found.setdefault(name, [])
+        assert int(position or 0) == len(values), f"{name}: positions in another order"
+        values.append(int(float(value)))
+    return found
+
+
+def answer(address: str, asked: Asked, index: int) -> Answer:
+    before = counters(address)
+    said = post(f"{address}/completion", {
+        "prompt": asked["prompts"][index], "n_predict": asked["max_new_tokens"],
+        "seed": asked["seed"] + index, "cache_prompt": False, "return_tokens": True,
+        **asked["draws"],
+    })  # fmt: skip
+    now = counters(address)
+    positions = now.get("accepted_tokens_per_pos", [])
+    earlier = before.get("accepted_tokens_per_pos", []) or [0] * len(positions)
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (now[name][0] - before[name][0] for name in names)
+    return {
+        "tokens": said["tokens"], "seconds": said["timings"]["predicted_ms"] / 1000,
+        "drafts": drafts, "drafted": drafted, "accepted": accepted,
+        "accepted_per_position": [a - b for a, b in zip(positions, earlier, strict=True)],
+    }  # fmt: skip
+
+
+def main(asked_file: str, answered_file: str) -> None:
+    llama: Any = importlib.import_module("xllamacpp")
+
+    asked: Asked = json.loads(Path(asked_file).read_text())
+    server = llama.Server(parameters(asked))
+    address = server.listening_address
+    answer(address, asked, 0)  # pages of the files are read at the first forward
+    answers = [answer(address, asked, index) for index in range(len(asked["prompts"]))]
+    version = importlib.metadata.version("xllamacpp")
+    Path(answered_file).write_text(json.dumps({"version": version, "answers": answers}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

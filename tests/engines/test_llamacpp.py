@@ -1,0 +1,267 @@
+"""llama.cpp against this project: the same answers, and its counters by one rule.
+
+Ours are vLLM's: K tokens are drafted in every round, and counted past the end of the answer. In
+llama.cpp a round emits one token more than it accepts: it drafts no further than the limit less
+one, it stops verifying at an EOS, and a step without room for a draft is counted as none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from gguf import GGUFReader
+
+import train
+from data.traces import Trace
+from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.export.card import Export
+from drafters.export.gguf import FILE
+from drafters.kinds import KINDS, kind_of
+from drafters.load import load_drafter
+from drafters.round import Budget
+from engines import llamacpp_run
+from engines.llamacpp_run import WHEEL, Drafting, plain_steps, serve
+from engines.vllm_run import EngineCounters
+from eval.engine import SpeculativeDecoder
+from eval.served import answer_counters
+from scripts import evaluate, export
+from target.cache import CachedModel
+from target.decode import Request
+from target.model import Target
+from target.sampling import Sampling
+from tests.helpers.commands import ROOT, command, read_jsonl
+from tests.helpers.gguf_files import write_gguf
+from trainer.errors import RunFault, UserError
+
+FROZEN = ROOT / "tests" / "fixtures" / "frozen"
+TOY = ROOT / "assets" / "toy"
+K, NEW = 4, 60
+GREEDY = Sampling(0.0)
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """(target, its GGUF file in float32)."""
+    target = Target.load(str(FROZEN / "target"), dtype="float32")
+    file = tmp_path_factory.mktemp("frozen") / "target.gguf"
+    write_gguf(file, target.model, FROZEN / "target")
+    return target, file
+
+
+def exported(drafter, file, folder):
+    kind = kind_of(drafter)
+    kind.writers["llamacpp"](drafter, folder, Export("card", "x", K, gguf=file))
+    return Drafting((kind.method,), folder / FILE, K)
+
+
+def prompts_of(target, count):
+    text = [row["prompt"] for row in read_jsonl(FROZEN / "train.jsonl")][:count]
+    return [target.tokenizer(one)["input_ids"] for one in text]
+
+
+def drafters_of(target):
+    """A head of the whole vocabulary, one of a reduced vocabulary, and a draft model."""
+    reduced = load_drafter(str(FROZEN / "eagle3" / "drafter"), target)
+    whole = Eagle3Drafter.build(target, reduced.settings)
+    state = reduced.state_dict()
+    rows = whole.lm_head.weight.detach().clone()
+    rows[reduced.kept] = state["lm_head.weight"]
+    whole.load_state_dict({**state, "lm_head.weight": rows}, strict=False)
+    model = load_drafter(str(FROZEN / "distillspec" / "drafter"), target)
+    return {"whole": whole, "reduced": reduced, "draft model": model}
+
+
+def by_rule(rounds, limit):
+    """llama.cpp's counters from our rounds."""
+    left, drafts, drafted, reached = limit - 1, 0, 0, [0] * K
+    for one in rounds:
+        room = min(K, left - 1)
+        left -= one.emitted
+        if room:
+            drafts, drafted = drafts + 1, drafted + room
+            reached = [n + (i < one.emitted - 1) for i, n in enumerate(reached)]
+    return EngineCounters(drafts, drafted, sum(reached), reached)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole", "reduced", "draft model"])
+def test_answers_are_identical_and_counters_ours(name, frozen, tmp_path):
+    pytest.importorskip("xllamacpp")
+    target, file = frozen
+    drafter = drafters_of(target)[name].eval()
+    prompts = prompts_of(target, 8)
+    jobs = {"plain": None, name: exported(drafter, file, tmp_path / "drafter")}
+    found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
+    assert found[name].tokens == found["plain"].tokens
+    decoder = SpeculativeDecoder(
+        CachedModel(target.model), drafter, sampling=GREEDY, budget=Budget(K),
+        eos_ids=target.eos_ids, max_new_tokens=NEW, batch_size=4, vocab_size=target.vocab_size,
+    )  # fmt: skip
+    requests = [Request(prompt, i, GREEDY) for i, prompt in enumerate(prompts)]
+    ours = {one.request.key: one for one in decoder.run(requests)}
+    accepted = 0
+    for i in range(len(prompts)):
+        assert ours[i].response_ids == found[name].tokens[i]
+        assert found[name].counters[i] == by_rule(ours[i].rounds, NEW)
+        accepted += found[name].counters[i].accepted
+        rounds = answer_counters(found[name].counters[i], ours[i].response_ids, trace(), K).rounds
+        assert rounds == len(ours[i].rounds)
+        assert found[name].timing(i).rounds == rounds
+    assert accepted > 10
+
+
+def trace():
+    return Trace([5], [6], "target", "x", "c", 0, 0, 0.0, 0, 1.0, 0, "length", "m", "t")
+
+
+def test_counters_that_exceed_the_answer_are_a_fault():
+    counted = EngineCounters(3, 12, 5, [3, 2, 0, 0])
+    assert plain_steps(counted, 8) == 0
+    assert answer_counters(counted, [0] * 9, trace(), K).truncated_rounds == 0
+    assert answer_counters(counted, [0] * 10, trace(), K).rounds == 4  # one step had no draft
+    assert answer_counters(counted, [0] * 8, trace(), K).truncated_rounds == 1
+    for tokens in (4, 12):  # more than a draft too many; two steps without one
+        with pytest.raises(RunFault, match="the engine counted 8 tokens for one answer"):
+            answer_counters(counted, [0] * tokens, trace(), K)
+
+
+def test_the_file_of_a_head_holds_llama_cpps_names(frozen, tmp_path):
+    """Captured layers are counted by their inputs; a reduced vocabulary has the ids themselves."""
+    target, file = frozen
+    drafter = drafters_of(target)["reduced"]
+    exported(drafter, file, tmp_path / "drafter")
+    read = GGUFReader(tmp_path / "drafter" / FILE)
+    field = {name: one.contents() for name, one in read.fields.items()}
+    assert field["general.architecture"] == "eagle3"
+    assert field["eagle3.target_layers"] == [1, 2, 3]
+    assert field["eagle3.block_count"] == 1
+    tokens = GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    assert field["tokenizer.ggml.tokens"] == tokens
+    (ids,) = [tensor for tensor in read.tensors if tensor.name == "d2t"]
+    assert ids.data.tolist() == drafter.kept.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"captures": [0, 1, 3]}, "reads an empty state for the output of the last layer (3)"),
+        ({"captures": [0, 1]}, "reads three layers, this head 2"),
+        ({"fc_norm": True}, "has no fc_norm"),
+        ({"norm_output": True}, "has no norm_output"),
+    ],
+)
+def test_a_head_that_llama_cpp_would_misread_is_refused(change, says, frozen):
+    target, _ = frozen
+    settings = Eagle3Settings(**{"captures": [0, 1, 2], "target_width": 32, **change})
+    drafter = Eagle3Drafter.build(target, settings, layer_from_target=False)
+    with pytest.raises(UserError) as caught:
+        KINDS["eagle3"].writers["llamacpp"].check(drafter)
+    assert says in str(caught.value)
+
+
+def test_a_target_without_a_hook_is_refused(tiny_folder):
+    target = Target.load(str(tiny_folder("phi3", layers=4)))
+    settings = Eagle3Settings(captures=[0, 1, 2], target_width=target.hidden_size)
+    drafter = Eagle3Drafter.build(target, settings, layer_from_target=False)
+    with pytest.raises(UserError, match="reads no layers of a target of type phi3"):
+        KINDS["eagle3"].writers["llamacpp"].check(drafter)
+
+
+def test_the_file_of_another_target_is_refused(frozen, tmp_path):
+    target, _ = frozen
+    toy = Target.load(str(TOY / "target"))
+    write_gguf(tmp_path / "toy.gguf", toy.model, TOY / "target")
+    with pytest.raises(UserError, match="it is of another model") as caught:
+        exported(drafters_of(target)["whole"], tmp_path / "toy.gguf", tmp_path / "out")
+    assert caught.value.key == "model.target_gguf"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_file_is_one_line(frozen, tmp_path):
+    target, file = frozen
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(UserError, match="is damaged, or no GGUF file"):
+        exported(drafters_of(target)["whole"], cut, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("eval.engine=llamacpp", "name it with model.target_gguf=<file.gguf>"),
+        ("model.target_gguf=none.gguf", "model.target_gguf must be a GGUF file, got 'none.gguf'"),
+    ],
+)
+def test_a_missing_file_is_said_before_a_model_is_loaded(word, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("phases.check.check_wheel", lambda: None)
+    assert train.main(command(tmp_path, tmp_path / "no target", word)) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_missing_wheel_is_said_with_its_name(monkeypatch):
+    monkeypatch.setattr(llamacpp_run.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps xllamacpp=="):
+        llamacpp_run.check_wheel()
+    assert WHEEL in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.slow
+def test_an_end_of_llama_cpp_is_a_fault_with_its_last_lines(frozen, tmp_path):
+    pytest.importorskip("xllamacpp")
+    target, _ = frozen
+    (tmp_path / "no.gguf").write_text("no model")
+    with pytest.raises(RunFault, match=r"llama\.cpp ended with code"):
+        serve(
+            tmp_path / "no.gguf", {"plain": None}, prompts_of(target, 1),
+            max_new_tokens=4, sampling=GREEDY, seed=0,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
+    """The command that exports, and a report with the engine's row beside ours."""
+    pytest.importorskip("xllamacpp")
+    _, file = frozen
+    shutil.copytree(FROZEN / "cache", tmp_path / "cache")
+    place = FROZEN / "eagle3" / "drafter"
+    words = [
+        f"eval.drafter={place}", f"model.target={FROZEN / 'target'}",
+        f"data.cache_dir={tmp_path / 'cache'}", f"eval.prompts={FROZEN / 'eval.jsonl'}",
+        "eval.num_prompts=4", "eval.K=2", "eval.max_new_tokens=11", "eval.bootstrap_draws=20",
+        "eval.timing_prompts=2", f"model.target_gguf={file}", "eval.engine=llamacpp",
+        f"script.out={tmp_path / 'out'}",
+    ]  # fmt: skip
+    assert evaluate.main(words) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    rows = {row["temperature"]: row for row in results if row["measured_by"] == "llamacpp"}
+    assert sorted(rows) == [0, 1]
+    (same,) = [
+        row for row in results
+        if row["measured_by"] == "decoding" and row["temperature"] == 0 and row["tree"] is None
+    ]  # fmt: skip
+    assert rows[0]["tokens_per_round"] == same["tokens_per_round"]
+    assert rows[0]["identical_to_plain"] == 1
+    assert rows[0]["lossless"]
+    assert rows[0]["speedup"] > 0
+    assert rows[1]["drafter"].endswith("greedy drafts")
+    assert "llama.cpp" in (tmp_path / "out" / "report.html").read_text()
+    out = tmp_path / "for-llamacpp"
+    given = [f"script.drafter={place}", "script.engine=llamacpp", f"script.out={out}",
+             f"model.target={FROZEN / 'target'}"]  # fmt: skip
+    assert export.main(given) == 2
+    assert "convert_hf_to_gguf.py" in capsys.readouterr().err
+    assert export.main([*given, f"model.target_gguf={file}"]) == 0
+    assert "llama-server -m TARGET -md DRAFTER/drafter.gguf" in (out / "README.md").read_text()
+    assert {path.name for path in out.iterdir() if path.name[0] != "."} == {"README.md", FILE}
+
+
+@pytest.mark.slow
+def test_a_run_on_a_gguf_file_writes_for_llama_cpp(tmp_path):
+    toy = Target.load(str(TOY / "target"))
+    write_gguf(tmp_path / "toy.gguf", toy.model, TOY / "target")
+    words = command(tmp_path, tmp_path / "toy.gguf", "recipe=eagle3", "eval.timing_prompts=0")
+    assert train.main([word for word in words if not word.startswith("method.")]) == 0
+    assert (tmp_path / "run" / "export" / "llamacpp" / FILE).exists()
