@@ -52,7 +52,8 @@ SCRIPT_KEYS = {
 }
 # what else a block may start; keys of ours stand in none of them
 OTHERS = (
-    "bash", "export", "head", ".venv/bin/pip", "$DRAFTSMITH_VLLM_PYTHON", "python3", "source",
+    "bash", "export", "head", ".venv/bin/pip", "$DRAFTSMITH_VLLM_PYTHON", "llama-server", "python3",
+    "source",
     "sglang.launch_server", "srun", "vllm",
 )  # fmt: skip
 
