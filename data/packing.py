@@ -35,13 +35,11 @@ if TYPE_CHECKING:
 class RawText:
     """Raw text that a stage trains on.
 
-    `shares`: of each source, any positive numbers; `context`: tokens per row; `separate`: whether
-    documents of one row are hidden from each other (False: plain packing).
+    `shares`: of each source, any positive numbers; `context`: tokens per row.
     """
 
     shares: Mapping[str, float]
     context: int
-    separate: bool = True
 
     def load(
         self, target: Target, num_tokens: int, cache_dir: str | Path, **ranks
@@ -73,10 +71,11 @@ def _fractions(shares: Mapping[str, float]) -> dict[str, Fraction]:
 
 @dataclass
 class PackedBatches:
-    """`batches.at(index)` of rows [batch_size, context] without padding.
+    """`batches.at(index)` of rows [batch_size, context] without padding, whose documents do not see
+    each other.
 
-    Every token is trained on, the EOS that ends a document too, but for the first of a row and
-    (documents kept apart) the first of a document, which has nothing before it.
+    Every token is trained on, the EOS that ends a document too, but for the first of a row or of a
+    document, which has nothing before it.
     """
 
     files: Sequence[TokenFile]
@@ -103,13 +102,7 @@ class PackedBatches:
         ids, positions, documents = (
             torch.from_numpy(np.stack([row[part] for row in rows])) for part in range(3)
         )
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        mask[:, 0] = False
-        if self.text.separate:
-            mask &= positions > 0
-        else:
-            positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
-            documents = torch.zeros_like(documents)
+        mask = positions > 0  # positions begin anew with each row and document
         sources = [self.files[self._place(first + i)[0]].source for i in range(self.batch_size)]
         texts: list[list[int]] = ids.tolist()
         return Batch(

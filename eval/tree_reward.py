@@ -26,7 +26,6 @@ from target.sampling import KeyedRandom, Sampling
 from trainer.logits import chunk_rows
 
 AGGREGATIONS = ("lse", "lse_mean", "max", "mean", "node_sum")
-ACCEPTANCES = ("greedy", "branch")
 CHUNK_TOKENS = 1 << 12  # nodes over all prefixes that are scored at once
 
 
@@ -104,19 +103,12 @@ class ScoredTrees:
         depth, node = (self.tree.depths * whole).max(-1)
         return depth, node
 
-    def accepted(self, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [P, D] of an accepted path, 0 after its end, and its length [P].
-
-        "greedy": the target's first choices as far as the tree has them; "branch": the whole branch
-        with the largest expected length.
-        """
+    def accepted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [P, D] of the target's first choices as far as the tree has them, 0 after the end
+        of this path, and its length [P]."""
         tree = self.tree
         rows = torch.arange(len(self.log_p), device=self.log_p.device)
-        if rule == "greedy":
-            lengths, last = self._depth_of(self.best)
-        else:
-            last = self.expected_lengths.masked_fill(~self.leaves, -torch.inf).argmax(-1)
-            lengths = tree.depths[rows, last]
+        lengths, last = self._depth_of(self.best)
         on_path = tree.ancestors[rows, last] & (lengths > 0).unsqueeze(-1)
         tokens = tree.tokens.new_zeros(len(rows), int(tree.depths.max()))
         where = on_path.nonzero(as_tuple=True)
@@ -125,21 +117,13 @@ class ScoredTrees:
 
 
 class TreeScorer:
-    """Drafts and scores trees of `shape`.
+    """Drafts and scores trees of `shape`, by the target's distribution at temperature 1.
 
-    `temperature`: the target's, 0: its first choice has probability 1; `chunk_tokens`: nodes that
-    are scored at once, which bounds the memory and changes nothing else.
+    `chunk_tokens`: nodes that are scored at once, which bounds the memory and changes nothing else.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        shape: Shape,
-        temperature: float = 1.0,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ):
-        self.target, self.shape = target, shape
-        self.temperature, self.chunk_tokens = temperature, chunk_tokens
+    def __init__(self, target: Target, shape: Shape, chunk_tokens: int = CHUNK_TOKENS):
+        self.target, self.shape, self.chunk_tokens = target, shape, chunk_tokens
         self.text = TextBranches(CachedModel(target.model))
 
     @cached_property
@@ -227,11 +211,7 @@ class TreeScorer:
             rows = torch.arange(len(part), device=part.device).unsqueeze(1)
             logits = self.target.head.logits(part).float()
             best.append(logits.argmax(-1)[rows, up] == wanted)
-            if self.temperature == 0:
-                log_p.append(torch.where(best[-1], 0.0, -torch.inf))
-            else:
-                logits = logits / self.temperature
-                log_p.append(logits[rows, up, wanted] - logits.logsumexp(-1)[rows, up])
+            log_p.append(logits[rows, up, wanted] - logits.logsumexp(-1)[rows, up])
         return torch.cat(log_p), torch.cat(best)
 
 

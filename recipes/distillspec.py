@@ -15,11 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +45,6 @@ from trainer.errors import RunFault, UserError
 from trainer.keys import key
 from trainer.logits import OutputHead, chunk_rows
 from trainer.losses import CompressedTeacher, LossOutput, Term, position_weights, reduce
-from trainer.objective import State
 
 # divergence and data mix of the algorithms the paper compares (Zhou et al. 2023, Table 1)
 ALGORITHMS: dict[str, tuple[str, dict[str, float]]] = {
@@ -80,8 +76,6 @@ class Config(DivergenceConfig):
     warm_start_steps: int = key(0, ge=0)
     # share of the steps over which the drafter's own text rises to its share
     draft_ramp_share: float = key(0.1, ge=0, le=1)
-    # the drafter's own text is drawn anew every so many batches
-    refresh_every: int = key(1, ge=1)
     # the target's distribution: computed in training, or stored compressed with the traces
     teacher: str = key("live", one_of=("live", "compressed"))
     # how the compressed teacher's tail counts; bucket: as one token
@@ -97,8 +91,6 @@ class Config(DivergenceConfig):
         super().__post_init__()
         self._check_mix()
         self._check_teacher()
-        drafts = bool(self.mix.get("draft"))
-        require_read(self, "refresh_every", drafts, "a share of draft in method.data_mix")
         changes = self.parsed_divergence.name not in ("fkl", "ce_hard")
         remedy = "another method.divergence than fkl, which it begins with, or ce_hard"
         require_read(self, "warm_start_steps", changes, remedy)
@@ -340,7 +332,6 @@ class OnPolicyDistillation(Distillation):
     def begin(self, max_new_tokens: int) -> None:
         """Get ready for the first step. `max_new_tokens`: longest sampled response."""
         self.max_new_tokens = max_new_tokens
-        self._pool: list[Batch] = []  # draft text, re-used between refreshes
         self._ended: list[bool] = []  # whether the latest draft responses were empty
 
     def score(self, scored: Scored, step: int) -> LossOutput:
@@ -353,15 +344,12 @@ class OnPolicyDistillation(Distillation):
         return output
 
     def refresh(self, step: int, context: Context) -> Batch | None:
-        """Give the draft rows of the batch responses that the current drafter samples. Between
-        refreshes a batch of the last `refresh_every` ones is used again. RunFault if the drafter
-        ends most of its responses at once."""
+        """Give the draft rows of the batch responses that the current drafter samples. RunFault if
+        the drafter ends most of its responses at once."""
         batch = context.batch
         wanted = [i for i, source in enumerate(batch.sources) if source == "draft"]
         if not wanted:
             return batch
-        if self._pool and batch.index % self.config.refresh_every:
-            return self._pool[batch.index % len(self._pool)]
         prompts = [batch.prompts[i] for i in wanted]
         drawn = context.generate(prompts, GENERATION_TEMPERATURE, self.max_new_tokens, batch.index)
         self._ended += [not response or response[0] in self.target.eos_ids for response in drawn]
@@ -375,16 +363,4 @@ class OnPolicyDistillation(Distillation):
         responses = list(batch.responses)
         for i, response in zip(wanted, drawn, strict=True):
             responses[i] = response
-        fresh = collate(batch.prompts, responses, batch.sources, batch.index, batch.lengths)
-        self._pool = [*self._pool, fresh][-self.config.refresh_every :]
-        return fresh
-
-    def state_dict(self) -> State:
-        """Return the pools of draft text, one for each process, where they outlive a step."""
-        pool = self._pool if self.config.refresh_every > 1 else []
-        mine = [[b.prompts, b.responses, b.sources, b.index, list(b.lengths)] for b in pool]
-        return {"pools": gather_object([mine])}
-
-    def load_state_dict(self, state: State) -> None:
-        pools: Any = state["pools"]  # what state_dict returned
-        self._pool = [collate(*row) for row in pools[PartialState().process_index]]
+        return collate(batch.prompts, responses, batch.sources, batch.index, batch.lengths)

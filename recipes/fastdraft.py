@@ -27,7 +27,7 @@ from recipes import base, distillspec
 from recipes.base import Needs, Stage, Start, check_kind
 from recipes.common.config import Config as RunConfig
 from recipes.common.divergence import DivergenceConfig
-from recipes.common.draft_size import PREDICTIONS, SizeSearch, check_search
+from recipes.common.draft_size import PREDICTIONS, WARMUP_SHARE, SizeSearch, check_search
 from target.model import Target
 from trainer.divergence import CE_HARD
 from trainer.errors import UserError, require
@@ -53,13 +53,10 @@ class Config(DivergenceConfig):
     # raw text of stage continue; published: two parts code to one part text
     continue_corpus: dict[str, float] = key({"toy:code": 2.0, "toy:prose": 1.0})
     context: int = key(128, ge=2)  # tokens of a row of raw text
-    separate_documents: bool = True  # documents in one row do not see each other
     pretrain_steps: int = key(2000, ge=1)  # steps of stage pretrain
     pretrain_lr: float = key(1e-3, gt=0)  # rate of stage pretrain
     continue_steps: int = key(1000, ge=1)  # steps of stage continue
     continue_lr: float = key(5e-4, gt=0)  # rate of stage continue
-    # share of the steps of stages pretrain and continue over which the learning rate rises
-    warmup_share: float = key(0.02, ge=0, lt=1)
     # weight decay of these two stages; align has trainer.weight_decay
     weight_decay: float = key(0.1, ge=0)
     divergence: str = "ce_hard"  # loss of stage align
@@ -183,15 +180,14 @@ class Recipe(base.Recipe):
         ]
 
     def _text(self, shares: dict[str, float]) -> Needs:
-        text = RawText(shares, self.config.context, self.config.separate_documents)
-        return Needs({}, text=text)
+        return Needs({}, text=RawText(shares, self.config.context))
 
     def _overrides(self, steps: int, lr: float) -> dict[str, object]:
         return {
             "max_steps": steps,
             "lr": lr,
             "lr_schedule": "cosine",
-            "lr_warmup_steps": round(self.config.warmup_share * steps),
+            "lr_warmup_steps": round(WARMUP_SHARE * steps),
             "weight_decay": self.config.weight_decay,
         }
 
@@ -229,8 +225,8 @@ class Recipe(base.Recipe):
 
     def _checked(self, drafter: CausalLMDrafter) -> CausalLMDrafter:
         """Refuse a drafter that cannot separate the documents that share a row."""
-        if self.config.separate_documents and set(self.config.stages) != {"align"}:
-            check_separation(drafter.model, "set method.separate_documents=false")
+        if set(self.config.stages) != {"align"}:
+            check_separation(drafter.model, "leave pretrain and continue out of method.stages")
         return drafter
 
     @staticmethod

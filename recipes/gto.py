@@ -41,7 +41,7 @@ from drafters.eagle3 import Eagle3Drafter
 from drafters.load import load_drafter
 from drafters.round import Shape
 from drafters.trees.table import SHAPES, parse_shape
-from eval.tree_reward import ACCEPTANCES, AGGREGATIONS, ScoredTrees, TreeScorer
+from eval.tree_reward import AGGREGATIONS, ScoredTrees, TreeScorer
 from recipes import base
 from recipes.base import (
     Evaluate,
@@ -75,8 +75,8 @@ from trainer.losses import LossOutput, Term
 from trainer.specs import choices
 
 # settings that drafter.json records
-RECORDED = ("tree", "num_groups", "group_size", "aggregation", "eta", "reward_temperature",
-            "debias", "standardize", "acceptance", "epsilon", "omega", "token_weight")  # fmt: skip
+RECORDED = ("tree", "num_groups", "group_size", "aggregation", "eta", "debias", "standardize",
+            "epsilon", "omega", "token_weight")  # fmt: skip
 STD_FLOOR = 1e-6  # added to the spread of a group that is divided by; not stated in the paper
 # kinds of heads whose trees can be trained; each has the name of the recipe that trains it
 BASES = ("eagle3", "eagle")
@@ -103,11 +103,8 @@ class Config(Section):
     # tokens themselves; lse, the smooth maximum as published; lse_mean, max or mean
     aggregation: str = key("node_sum", one_of=AGGREGATIONS)
     eta: float = key(1.0, gt=0)  # sharpness of lse and lse_mean
-    reward_temperature: float = key(1.0, ge=0)  # temperature of the target that scores the trees
     debias: bool = True  # subtract the reference's reward
     standardize: bool = True  # divide by the spread within the group; else rewards as they are
-    # path that is rewarded: the accepted one, or the best branch
-    acceptance: str = key("greedy", one_of=ACCEPTANCES)
     epsilon: float = key(0.2, gt=0, lt=1)  # clip of the ratio of probabilities
     omega: float = key(0.5, gt=0)  # weight of the tree loss beside the token loss
     token_weight: float = key(1.0, ge=0)  # weight of the token loss; 0 trains on trees alone
@@ -243,7 +240,7 @@ class TreeObjective(Objective):
     def __init__(self, config: Config, target: Target, tokens: HeadObjective):
         self.config, self.target, self.tokens = config, target, tokens
         self.shape = config.shape()
-        self.tree_scorer = TreeScorer(target, self.shape, config.reward_temperature)
+        self.tree_scorer = TreeScorer(target, self.shape)
         self._warned = False
 
     def compare_with(self, reference: TrainedDrafter) -> None:
@@ -351,7 +348,7 @@ class TreeObjective(Objective):
             rewards.append(own if known is None else gain(own, scored[0].tree.names, *known))
             node_sum.append(scored[0].node_sum())
             pruned.append((scored[0].greedy_depth() < self.shape.depth).float())
-            paths.add(row, lengths, *scored[0].accepted(config.acceptance))
+            paths.add(row, lengths, *scored[0].accepted())
         log = {"node_sum": torch.cat(node_sum), "greedy_pruned": torch.cat(pruned)}
         return paths, torch.cat(rewards), log
 

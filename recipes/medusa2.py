@@ -57,7 +57,6 @@ class Config(medusa.Config):
     # rate of the heads over trainer.lr, that of the adapter
     heads_lr_multiplier: float = key(4.0, gt=0)
     lora_rank: int = key(32, ge=1)  # rank of the target's adapter
-    lora_dropout: float = key(0.05, ge=0, lt=1)  # dropout of the adapter
     lora_lm_head: bool = False  # put an adapter on the target's output matrix too
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class Config(medusa.Config):
 
     def lora(self) -> LoraSettings:
         """The shape of the target's adapter."""
-        return LoraSettings(self.lora_rank, self.lora_dropout, lm_head=self.lora_lm_head)
+        return LoraSettings(self.lora_rank, self.lora_lm_head)
 
 
 class Recipe(medusa.Recipe):

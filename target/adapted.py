@@ -33,6 +33,7 @@ from trainer.files import whole_folder
 from trainer.logits import OutputHead
 
 ALPHA = 16  # scale of an adapter, divided by its rank; published
+DROPOUT = 0.05  # before A, in training
 NAME = "default"  # peft's own name of a single adapter
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,16 +41,14 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass
 class LoraSettings:
-    """Hu et al. 2021: W + ALPHA / rank * B A on every linear layer, dropout before A; B begins at
+    """Hu et al. 2021: W + ALPHA / rank * B A on every linear layer, DROPOUT before A; B begins at
     zero. `lm_head`: also on the output matrix, which is read without dropout."""
 
     rank: int = 32
-    dropout: float = 0.05
     lm_head: bool = False
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "method.lora_rank", "be >= 1", self.rank)
-        require(0 <= self.dropout < 1, "method.lora_dropout", "lie in [0, 1)", self.dropout)
 
 
 def check_lora(target: Target, settings: LoraSettings) -> None:
@@ -86,7 +85,7 @@ class AdaptedTarget:
         ]
         config = LoraConfig(
             task_type="CAUSAL_LM", r=settings.rank, lora_alpha=ALPHA,
-            lora_dropout=settings.dropout, target_modules=names,
+            lora_dropout=DROPOUT, target_modules=names,
         )  # fmt: skip
         model = _copied(target.model, target.model, lambda tensor: tensor)
         with warnings.catch_warnings():  # of how peft asks transformers, and of GPT-2's layout

@@ -19,18 +19,13 @@ MAX_KILLS = 16
 TIMINGS = ("tokens_per_s", "t_draft", "t_verify", "t_other")
 OPTIONS = {
     "default": (),
-    "on_policy": ("method.data_mix={draft: 1}", "method.refresh_every=3"),
+    "on_policy": ("method.data_mix={draft: 1}",),
     "per_example": (
         "method.data_mix={target: 0.5, draft: 0.5}",
         "method.mix_per=example",
-        "method.refresh_every=4",
         "data.temperature=[0, 1]",
     ),
-    "accumulated": (
-        "method.data_mix={draft: 1}",
-        "trainer.gradient_accumulation_steps=3",
-        "method.refresh_every=2",
-    ),
+    "accumulated": ("method.data_mix={draft: 1}", "trainer.gradient_accumulation_steps=3"),
 }
 
 

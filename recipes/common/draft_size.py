@@ -25,6 +25,7 @@ from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
 FOUND = "size_search.json"
+WARMUP_SHARE = 0.02  # of the steps on raw text, over which the learning rate rises
 
 
 class ShapeRow(TypedDict):
@@ -55,7 +56,6 @@ class SearchConfig(Protocol):
     search_layers: list[int]
     search_steps: int
     search_by: str
-    warmup_share: float
     draft_layers: int | None
     draft_hidden_size: int | None
     tie_embeddings: bool | None
@@ -101,7 +101,7 @@ class SizeSearch:
     def overrides(self) -> dict[str, object]:
         """The settings of trainer.* that a trial has its own values for."""
         steps = self.config.search_steps
-        warmup = round(self.config.warmup_share * steps)
+        warmup = round(WARMUP_SHARE * steps)
         return {"max_steps": steps, "lr_warmup_steps": warmup, "eval_every": steps}
 
     def is_done(self, folder: Path) -> bool:

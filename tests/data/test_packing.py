@@ -32,10 +32,10 @@ def made(tiny_target, tmp_path_factory):
         for name, rows in texts.items()
     }
 
-    def make(separate=True, context=CONTEXT, batch_size=4, seed=0, **shares):
+    def make(context=CONTEXT, batch_size=4, seed=0, **shares):
         rank, world = shares.pop("rank", 0), shares.pop("world", 1)
         named = {paths[name]: share for name, share in (shares or {"prose": 1}).items()}
-        text = RawText(named, context, separate)
+        text = RawText(named, context)
         files = text.load(tiny_target("llama"), 10**6, folder)
         return PackedBatches(files, text, batch_size, seed, rank, world)
 
@@ -58,15 +58,6 @@ def test_eos_is_trained_and_the_first_token_of_a_document_is_not(made):
         assert batch.num_supervised == int(expected.sum())
         assert (batch.position_ids[follows_eos] == 0).all()
         assert batch.document_ids.diff(dim=1)[follows_eos[:, 1:]].eq(1).all()
-
-
-def test_plain_packing_trains_across_documents(made):
-    separate, plain = made().at(0), made(separate=False).at(0)
-    assert torch.equal(separate.input_ids, plain.input_ids)
-    assert plain.loss_mask[:, 1:].all()
-    assert not plain.loss_mask[:, 0].any()
-    assert torch.equal(plain.position_ids[0], torch.arange(CONTEXT))
-    assert separate.num_supervised < plain.num_supervised
 
 
 def test_a_batch_follows_from_its_index_alone(made):

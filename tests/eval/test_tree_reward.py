@@ -81,12 +81,12 @@ class Perfect(Steps):
 def test_every_node_has_the_targets_probability_of_its_token(name, tiny_target):
     """Against a plain forward pass of the prefix and the path, nothing else in sight."""
     target = tiny_target(name)
-    text, found = scored(target, head(target), temperature=0.8)
+    text, found = scored(target, head(target))
     for row, length in enumerate(LENGTHS):
         for node in range(TREE.num_nodes):
             *above, token = path_of(found.tree, row, node)
             logits = next_logits(target, text[:length] + above)
-            wanted = (logits / 0.8).log_softmax(-1)[token]
+            wanted = logits.log_softmax(-1)[token]
             torch.testing.assert_close(found.log_p[row, node], wanted, rtol=1e-4, atol=1e-4)
             assert bool(found.best[row, node]) == (int(logits.argmax()) == token)
 
@@ -120,13 +120,11 @@ def test_trees_are_those_of_decoding(shape, version, kept, kernel, tiny_target):
 
 
 @pytest.mark.parametrize("shape", [DynamicTree(4, 4, 1), BUSHY])
-def test_a_perfect_drafter_is_worth_the_depth(shape, tiny_target):
-    """At temperature 0 on any text: the first node competes with the token behind the prefix."""
+def test_all_that_a_perfect_drafter_drafts_is_accepted(shape, tiny_target):
+    """On any text: the first node competes with the token behind the prefix."""
     target = tiny_target("llama")
-    _, found = scored(target, Perfect(target), shape=shape, temperature=0.0)
-    for aggregation in ("node_sum", "max"):
-        assert found.reward(aggregation).tolist() == [shape.depth] * len(LENGTHS)
-    tokens, lengths = found.accepted("greedy")
+    _, found = scored(target, Perfect(target), shape=shape)
+    tokens, lengths = found.accepted()
     assert lengths.tolist() == [shape.depth] * len(LENGTHS)
     text = prompts_of([22], seed=4)[0][:15]
     for token in tokens[3].tolist():
@@ -162,7 +160,7 @@ def test_the_greedy_path_is_the_verifiers(drafter, tiny_target):
     target = tiny_target("llama")
     one = head(target) if drafter == "head" else Perfect(target)
     text, found = scored(target, one)
-    tokens, lengths = found.accepted("greedy")
+    tokens, lengths = found.accepted()
     for row, length in enumerate(LENGTHS):
         paths = [[], *(path_of(found.tree, row, node) for node in range(TREE.num_nodes))]
         logits = torch.stack([next_logits(target, text[:length] + path) for path in paths])
@@ -181,13 +179,11 @@ def test_the_greedy_path_is_the_verifiers(drafter, tiny_target):
         assert int(lengths.max()) > 1
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_chunks_of_prefixes_change_nothing(temperature, tiny_target):
+def test_chunks_of_prefixes_change_nothing(tiny_target):
     target = tiny_target("llama")
     drafter = head(target)
     whole, *others = (
-        scored(target, drafter, temperature=temperature, chunk_tokens=tokens)[1]
-        for tokens in (1 << 12, 1, 20)
+        scored(target, drafter, chunk_tokens=tokens)[1] for tokens in (1 << 12, 1, 20)
     )
     for other in others:
         assert torch.equal(other.tree.tokens, whole.tree.tokens)
@@ -293,7 +289,7 @@ def test_impossible_and_tiny_paths_are_numbers():
         found = ScoredTrees(tree, torch.full((1, 3), log_p), torch.zeros(1, 3, dtype=torch.bool))
         for name in AGGREGATIONS:
             assert bool(found.reward(name).isfinite().all())
-        assert found.accepted("greedy")[1].tolist() == [0]
+        assert found.accepted()[1].tolist() == [0]
     assert found.reached[0, 2].item() == pytest.approx(2.718281828**-36, rel=1e-4)
 
 
@@ -312,11 +308,8 @@ def test_the_drafters_own_greedy_path_may_be_pruned(tiny_target):
     assert len(set(depths)) > 1
 
 
-def test_the_promising_branch_is_whole():
-    found = by_hand((0.5, 0.25, 0.1, 0.2))
-    tokens, lengths = found.accepted("branch")
-    assert (tokens.tolist(), lengths.tolist()) == ([[5, 8]], [2])
-    tokens, lengths = found.accepted("greedy")  # of the nodes only the first is a first choice
+def test_the_accepted_path_ends_with_the_first_choices():
+    tokens, lengths = by_hand((0.5, 0.25, 0.1, 0.2)).accepted()  # only the first node is one
     assert (tokens.tolist(), lengths.tolist()) == ([[5, 0]], [1])
 
 

@@ -29,7 +29,6 @@ WORDS = [
     ("method.divergence=kl", ["method.divergence must be one of fkl[", "fkl"]),
     ("method.divergence=jsd:1.3", "='jsd:1.3': beta must lie in [0, 1], got 1.3"),
     ("method.algorithm=seq_kd", ["must be one of seqkd, supervised_kd", "did you mean 'seqkd'?"]),
-    ("method.refresh_every=2", ["method.refresh_every=2 changes nothing", "method.data_mix"]),
     ("method.data_mix={target: 0.5}", ["method.data_mix", "sum to 1", "{'target': 0.5}"]),
     ("method.data_mix={target: 1.5, draft: -0.5}", ["method.data_mix", ">= 0", "-0.5"]),
     ("method.data_mix={human: 1}", ["fixed, target, draft", "'human'"]),

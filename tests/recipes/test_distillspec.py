@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from accelerate import PartialState
 
 import train
 from data.batches import Batches, collate
@@ -175,7 +174,6 @@ def mixed_run(tmp_path_factory, tiny_folder):
         "method.data_mix={fixed: 0.5, draft: 0.5}",
         "method.data_mix={target: 0.5, draft: 0.5} method.mix_per=example",
         "method.data_mix={target: 0.5, draft: 0.5} method.draft_ramp_share=1",
-        "method.data_mix={target: 0.5, draft: 0.5} method.refresh_every=4",
         "method.warm_start_steps=2",
         "method.algorithm=on_policy_gkd",
     ],
@@ -502,6 +500,13 @@ def test_draft_rows_alone_get_new_responses(target, traces):
     assert fresh.num_supervised == sum(map(len, fresh.responses))
 
 
+def test_draft_text_is_drawn_for_every_batch_and_padded_like_it(target, traces):
+    recipe = make(target)
+    for index in range(3):
+        batch = drawn(recipe, traces, index, lengths=[90])
+        assert (batch.index, batch.input_ids.shape) == (index, (8, 90))
+
+
 def test_stored_text_is_left_alone(target, traces):
     recipe, batch = make(target), batch_of(traces)
     assert recipe.refresh(0, context_of(recipe, batch)) is batch
@@ -553,44 +558,3 @@ def test_padding_of_the_drafters_head_is_never_sampled(target, traces):
         wide.lm_head.weight[100:] = 10 * wide.lm_head.weight[:28]
     batch = drawn(with_model(target, wide), traces)
     assert max(token for response in batch.responses for token in response) < 100
-
-
-# text that is used more than once
-
-
-def test_draft_text_is_drawn_anew_every_so_many_batches(target, traces):
-    recipe = make(target, refresh_every=3, data_mix=DRAFT)
-    found = [drawn(recipe, traces, index) for index in range(7)]
-    assert [batch.index for batch in found] == [0, 0, 0, 3, 0, 3, 6]
-
-
-def test_the_pool_is_part_of_the_state(target, traces):
-    recipe = make(target, refresh_every=3, data_mix=DRAFT)
-    for index in (0, 3):
-        assert drawn(recipe, traces, index, lengths=[90]).input_ids.shape == (8, 90)
-    state = recipe.state_dict()
-    other = make(target, refresh_every=3, data_mix=DRAFT)
-    other.load_state_dict(state)
-    for index in (4, 5):
-        one, two = drawn(recipe, traces, index), drawn(other, traces, index)
-        assert (one.prompts, one.responses, one.index) == (two.prompts, two.responses, two.index)
-        assert one.input_ids.equal(two.input_ids)  # as long as the batch that was asked for
-    assert make(target).state_dict() == {"pools": [[]]}
-
-
-def test_every_process_goes_on_with_its_own_pool(target, traces, monkeypatch):
-    pools = [[[[[5, 6]], [[number]], ["draft"], 0]] for number in (7, 8)]
-    monkeypatch.setattr(distillspec, "gather_object", lambda _: pools)
-    state = make(target, refresh_every=4, data_mix=DRAFT).state_dict()
-    for rank, number in enumerate((7, 8)):
-        monkeypatch.setattr(PartialState(), "process_index", rank)
-        again = make(target, refresh_every=4, data_mix=DRAFT)
-        again.load_state_dict(state)
-        assert [batch.responses for batch in again.objective._pool] == [[[number]]]
-
-
-def test_a_stage_begins_without_a_pool(target, traces):
-    recipe = make(target, refresh_every=3, data_mix=DRAFT)
-    drawn(recipe, traces, 0)
-    recipe.begin(8)
-    assert drawn(recipe, traces, 1).index == 1

@@ -96,8 +96,8 @@ def loss_of(recipe, batch, step=0):
     return sum(weight * total / count for total, count, weight in terms)
 
 
-def packed(target, raw, folder, separate=True, context=32):
-    text = RawText({raw: 1.0}, context, separate)
+def packed(target, raw, folder, context=32):
+    text = RawText({raw: 1.0}, context)
     return PackedBatches(text.load(target, 10**6, folder), text, 4, 0).at(0)
 
 
@@ -125,14 +125,6 @@ def test_packed_documents_train_like_documents_of_their_own(name, tiny_target, r
     assert loss_of(recipe, batch).item() == pytest.approx(total / count, rel=1e-5)
 
 
-def test_plain_packing_is_another_loss(target, raw, tmp_path):
-    losses = {
-        loss_of(make(target, "pretrain"), packed(target, raw, tmp_path, separate)).item()
-        for separate in (True, False)
-    }
-    assert max(losses) - min(losses) > 1e-4
-
-
 def test_raw_text_needs_no_word_of_the_target(target, raw, tmp_path):
     batch = packed(target, raw, tmp_path)
     for stage in ("pretrain", "continue"):
@@ -158,7 +150,7 @@ def test_a_network_that_does_not_keep_documents_apart_is_refused(target):
         return plain(input_ids, **options)
 
     drafter.model.base_model.forward = forward
-    with pytest.raises(UserError, match=r"see each other: set method\.separate_documents=false"):
+    with pytest.raises(UserError, match=r"see each other: leave .* out of method\.stages"):
         Recipe(Config(draft_hidden_size=16), target, drafter)
     with pytest.raises(UserError, match="see each other: remedy"):
         check_separation(drafter.model, "remedy")
@@ -361,9 +353,8 @@ def test_the_rate_of_every_stage_is_warmed_up_anew(target):
         assert learning_rate(steps, settings) == pytest.approx(0.1 * lr)
         assert settings.weight_decay == 0.1
     assert align_.overrides == {}
-    assert TrainerConfig(**Recipe(Config(weight_decay=0.3), target).stages()[0].overrides)
-    plain = Recipe(Config(warmup_share=0, weight_decay=0.3), target).stages()[0].overrides
-    assert (plain["lr_warmup_steps"], plain["weight_decay"]) == (0, 0.3)
+    decayed = Recipe(Config(weight_decay=0.3), target).stages()[0].overrides
+    assert TrainerConfig(**decayed).weight_decay == 0.3
 
 
 def test_the_vetted_setting_trains_on_several_temperatures():
@@ -395,7 +386,7 @@ def words_of(folder, target, *given):
         "trainer.eval_every=2", "data.max_new_tokens=16", "data.temperature=[0, 1]",
         "eval.temperatures=[0.6]",
     )  # fmt: skip
-    own = [*own_words("fastdraft", folder), "method.warmup_share=0.3"]
+    own = own_words("fastdraft", folder)
     own = [word for word in own if not word.startswith("data.temperature")]
     steps = {"method.pretrain_steps": STEPS, "method.continue_steps": STEPS}
     own = [word for word in own if word.partition("=")[0] not in steps]
@@ -451,14 +442,13 @@ def test_every_stage_is_measured_on_its_own(finished):
     assert reached["align"]["best_step"] in (0, 2, 4)
 
 
-def test_the_optimiser_of_a_stage_is_fresh_and_its_rate_warmed_up(finished):
+def test_the_optimiser_of_a_stage_is_fresh_and_its_rate_begins_anew(finished):
     losses = losses_of(finished / "run")
     assert list(losses) == ["pretrain", "continue", "align"]
     for stage, lr in (("pretrain", 3e-3), ("continue", 1.5e-3)):
         rates = [rate for _, _, rate in losses[stage]]
         assert len(rates) == STEPS
-        assert rates[0] == pytest.approx(lr / 2)  # the first of two steps of warm-up
-        assert max(rates) == pytest.approx(lr)
+        assert rates[0] == max(rates) == pytest.approx(lr)  # so few steps have no warm-up
         assert rates[-1] < 0.5 * lr
     for number, stage in enumerate(losses):
         folder = finished / "run" / "stages" / f"{number}-{stage}" / "checkpoints"
@@ -551,8 +541,8 @@ def test_a_pretrained_drafter_is_continued_and_aligned(finished, tiny_folder, tm
 def test_options_of_the_raw_text_change_what_is_learnt(finished, tiny_folder, tmp_path):
     first = [loss for _, loss, _ in losses_of(finished / "run")["pretrain"]]
     for number, word in enumerate(
-        ("method.separate_documents=false", "method.context=24",
-         f"method.corpus={{{finished / 'code.jsonl'}: 1}}", "method.pretrain_lr=0.01")
+        ("method.context=24", f"method.corpus={{{finished / 'code.jsonl'}: 1}}",
+         "method.pretrain_lr=0.01")
     ):  # fmt: skip
         run = tmp_path / str(number)
         given = (word, f"run.dir={run}", "run.stage=pretrain")
@@ -617,7 +607,6 @@ def test_a_search_picks_the_shape_that_is_trained(finished, tiny_folder, tmp_pat
         ("method.context=257", "ContextError: method.context must be at most the target's context"),
         ("method.pretrain_steps=0", "method.pretrain_steps must be >= 1, got 0"),
         ("method.continue_lr=0", "method.continue_lr must be > 0, got 0.0"),
-        ("method.warmup_share=1", "method.warmup_share must lie in [0, 1), got 1.0"),
         ("method.weight_decay=-1", "method.weight_decay must be >= 0"),
         ("method.ce_share=0.5", "method.ce_share mixes cross-entropy with another"),
         ("method.teacher=compressed", "serves another method.divergence than ce_hard"),

@@ -194,7 +194,7 @@ def law_along(drafter, target, ids, path):
         {},
         {"size": KEPT_SIZE},
         {"base": "eagle"},
-        {"acceptance": "branch", "epsilon": 1e-3},
+        {"epsilon": 1e-3},
     ],
 )
 def test_the_tree_loss_is_the_clipped_ratio_along_the_paths(options, target, batch):
@@ -321,13 +321,10 @@ def known_terms():
         *(({}, {"aggregation": name}) for name in AGGREGATIONS if name != "node_sum"),
         ({"aggregation": "lse"}, {"eta": 3.0}),
         ({"aggregation": "lse_mean"}, {"eta": 3.0}),
-        ({}, {"reward_temperature": 0.5}),
-        ({}, {"reward_temperature": 0.0}),
         ({}, {"debias": False}),
         ({}, {"standardize": False}),
         ({"standardize": False}, {"debias": False}),
         ({"debias": False}, {"standardize": False}),
-        ({}, {"acceptance": "branch"}),
         ({}, {"epsilon": 0.01}),
         ({}, {"omega": 0.25}),
         ({}, {"num_groups": 1}),
@@ -341,7 +338,7 @@ def test_every_option_changes_the_tree_loss(common, change, target, batch, known
     for given in (common, common | change):
         key = json.dumps(given)
         if key not in known_terms:
-            recipe = tuned(target, **{"reward_temperature": 2.0} | given)
+            recipe = tuned(target, **given)
             known_terms[key] = tree_term(recipe, batch).item()
         values.append(known_terms[key])
     assert abs(values[0] - values[1]) > 1e-5
@@ -728,14 +725,12 @@ def test_a_target_for_which_no_base_can_be_made_wants_a_trained_head(target):
         ("method.num_groups=0", "method.num_groups must be >= 1"),
         ("method.group_size=1", "method.group_size must be >= 2, got 1: standardised"),
         ("method.aggregation=sum", "method.aggregation must be one of lse, lse_mean, max, mean"),
-        ("method.acceptance=best", "method.acceptance must be one of greedy, branch"),
         ("method.eta=0", "method.eta must be > 0"),
         ("method.eta=2", "method.eta=2.0 changes nothing here: leave it out, or set method.aggre"),
         ("method.omega=0", "method.omega must be > 0"),
         ("method.token_weight=-1", "method.token_weight must be >= 0"),
         ("method.epsilon=0", "method.epsilon must lie in (0, 1), got 0.0"),
         ("method.epsilon=1", "method.epsilon must lie in (0, 1), got 1.0"),
-        ("method.reward_temperature=-1", "method.reward_temperature must be >= 0"),
         ("method.tree=dynamic:2:3:3", "method.tree must hold at least as many nodes as its depth"),
         ("method.tree=dynamic:9", "method.tree must be dynamic:<num_nodes>:<depth>[:<top_k>]"),
         ("method.tree=calibrated:9", "method.tree must be one of eagle["),

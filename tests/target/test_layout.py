@@ -190,7 +190,7 @@ def test_what_reads_a_blocked_matrix_gets_it_as_it_was(
     expected = usual.model.model.layers[-1]
     assert drafter.layer.mlp.up_proj.weight.equal(expected.mlp.up_proj.weight)
 
-    adapted = AdaptedTarget(target, LoraSettings(dropout=0.0))
+    adapted = AdaptedTarget(target, LoraSettings())
     for parts in adapted.modules().values():
         torch.nn.init.normal_(parts["B"].weight, std=0.1)
     ids = torch.tensor([[5, 6, 7, 8]])

@@ -121,6 +121,7 @@ def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
         assert weights[name].float().sub(tensor.float()).abs().max() < 1e-3
 
 
+UNDROPPED = ("--module", "tests.helpers.undropped")  # dropout differs from process to process
 ROWS = "trainer.pack_tokens=280"
 SHARED = "model.device_map=fsdp2"
 
@@ -137,9 +138,10 @@ SHARED = "model.device_map=fsdp2"
                            "method.stages=[pretrain,align]", "trainer.lr_warmup_steps=0"])],
 )  # fmt: skip
 def test_two_processes_that_share_texts_lose_what_one_does(
-    recipe, kind, own, tmp_path, tiny_folder
+    recipe, kind, own, tmp_path, tiny_folder, monkeypatch
 ):
     """In rows longer than a block, so that both have positions to train."""
+    monkeypatch.setattr("target.adapted.DROPOUT", 0.0)
     found, shared = [], "trainer.context_parallel_size=2"
     recipe, _, arch = recipe.partition("-")
     target = tiny_folder(arch or "llama")
@@ -152,11 +154,11 @@ def test_two_processes_that_share_texts_lose_what_one_does(
             words = command(tmp_path, target, f"recipe={recipe}", *GIVEN, *given)
         if recipe == "medusa2":
             words = [word for word in words if not word.startswith("method.")]
-            words += ["method.lora_dropout=0", "method.lora_rank=2"]
+            words.append("method.lora_rank=2")
         if name == "alone":
             assert train.main(words) == 0
         else:
-            launched(tmp_path, name, words)
+            launched(tmp_path, name, words, *UNDROPPED)
         tokens = [row["num_tokens"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
         found.append((losses(run), tokens))
     assert found[0][1] == found[1][1]
@@ -180,19 +182,20 @@ def test_two_machines_lose_what_one_process_does(tmp_path, tiny_folder):
 
 
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_medusa2_trains_inside_of_the_target(tmp_path, tiny_folder, kind):
+def test_medusa2_trains_inside_of_the_target(tmp_path, tiny_folder, kind, monkeypatch):
     """Its adapter is shared out too, and read between steps for what the target has become."""
+    monkeypatch.setattr("target.adapted.DROPOUT", 0.0)
     found = []
     for name, rows in (("alone", 4), (kind, 2)):
         run = tmp_path / name
         given = ("recipe=medusa2", *GIVEN, f"trainer.batch_size={rows}", f"run.dir={run}")
         words = command(tmp_path, tiny_folder("llama"), *given)
         words = [word for word in words if not word.startswith("method.")]
-        words += ["method.lora_dropout=0", "method.lora_rank=2"]
+        words.append("method.lora_rank=2")
         if name == "alone":
             assert train.main(words) == 0
         else:
-            launched(tmp_path, name, words)
+            launched(tmp_path, name, words, *UNDROPPED)
         found.append(losses(run))
     assert len(found[0]) == 8  # of heads, and of both
     for one, other in zip(*found, strict=True):
