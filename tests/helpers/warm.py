@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 FORK = multiprocessing.get_context("fork")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([f"{__package__}.warm_imports"])
@@ -86,6 +88,8 @@ def _run(
     os.chdir(folder)
     for number, path in zip((1, 2), (*outputs, *outputs), strict=False):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if threads := env.get("OMP_NUM_THREADS"):  # was read where torch was imported
+        torch.set_num_threads(int(threads))
     multiprocessing.set_start_method(None, force=True)
     try:
         _as_main(*words)

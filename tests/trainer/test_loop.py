@@ -12,8 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from copy import deepcopy
@@ -35,6 +33,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from phases.exits import end
 from tests.helpers import commands
 from tests.helpers.commands import TWO, finish
+from tests.helpers.warm import Warm, piped
 from trainer import tracking
 from trainer.config import TrainerConfig
 from trainer.device import computes_in_bfloat16
@@ -780,18 +779,10 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path, number):
 # In processes of their own
 
 
-def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
+def start(folder: Path, *words: str, **environment: str) -> Warm:
     threads = str(torch.get_num_threads())  # sums over other threads differ in their last bits
-    paths = os.pathsep.join([str(REPOSITORY), os.environ["PYTHONPATH"]])
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads}
-    variables = {**os.environ, **own, **environment}
-    return subprocess.Popen(
-        [sys.executable, __file__, str(folder), *words],
-        env=variables,
-        cwd=REPOSITORY,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {**os.environ, "OMP_NUM_THREADS": threads, **environment}
+    return Warm([__file__, str(folder), *words], variables, REPOSITORY, *piped())
 
 
 @pytest.mark.slow
