@@ -19,12 +19,13 @@ import torch
 
 from data.traces import Trace
 from drafters.base import TrainedDrafter, acceptance_of
-from drafters.round import Budget
+from drafters.round import Budget, StopRule
 from drafters.text import Text
 from drafters.training_free.base import TrainingFree
 from eval.calibration import Calibration, calibration
 from eval.counters import NUM_RANGES, PromptCounters, range_of
 from eval.draft_vocabulary import DraftVocabulary, Outside, VocabularyCost
+from eval.scored import Found, Scored, score
 from eval.stops import SignalsByDepth, lengths_by_start
 from eval.texts import Texts
 from eval.walk import replay
@@ -32,7 +33,7 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
 from trainer.errors import UserError
-from trainer.logits import chunk_rows, places
+from trainer.logits import chunk_rows
 from trainer.shift import response_mask
 
 
@@ -123,42 +124,17 @@ class OfflineEvaluator:
         lost = VocabularyCost()
         for index in range(len(self.texts.groups)) if groups is None else groups:
             group = self.texts.groups[index]
-            lengths = np.array([len(t.response_ids) for t in group])
-            width = int(lengths.max())
-            accept = np.zeros((len(group), width, self.K))
-            drafted = np.full((len(group), width), self.K)
-            overlap = greedy = real = outside = None
-            if isinstance(drafter, TrainingFree):
-                self._by_start(drafter, group, accept, drafted)
-            else:
-                drafter.routed([trace.prompt_ids for trace in group])
-                signals = None if rule is None else SignalsByDepth(rule.uses_head)
-                overlaps, greedy, sure, outside = self._parallel(
-                    drafter, draft_sampling, signals, index, group, accept
-                )
-                if rule is not None and signals is not None:
-                    drafted[:] = lengths_by_start(rule, *signals.by_start(width, self.K))
-                overlap = overlaps[0]
-                begins = np.array([len(trace.prompt_ids) for trace in group])[:, None]
-                begins = begins + np.arange(width)  # tokens before a round
-                drafted = drafted * drafter.fits(begins, self.K)
-                inside = np.arange(width) < lengths[:, None]
-                # a head's first draft of an answer is its second token: the first is the prefill's
-                real = inside & (np.arange(width) >= (1 if drafter.target_layers else 0))
-                real &= drafter.fits(begins, self.K)
-                confidence.append(sure[real])
-                agreement.append(overlap[real])
-                for j, common in enumerate(overlaps):
-                    visited = (
-                        inside & (np.arange(width) >= j + 1) if drafter.target_layers else real
-                    )
-                    visited &= drafter.fits(begins - j, self.K)
-                    depth_sums[:, j] += common[visited].sum(), visited.sum()
+            accept, drafted, known = self._starts(drafter, draft_sampling, rule, index)
+            lengths = np.array([len(trace.response_ids) for trace in group])
             sums = replay(accept, drafted, lengths, self.K)
-            if outside is not None and real is not None:
-                lost.add(outside, real, accept, drafted, lengths, sums)
+            if known is not None:
+                confidence.append(known.confidence[known.real])
+                agreement.append(known.overlaps[0][known.real])
+                depth_sums += known.depth_sums
+                if known.outside is not None:
+                    lost.add(known.outside, known.real, accept, drafted, lengths, sums)
             starts, emitted = sums.pop("visits"), sums.pop("emitted_from")
-            ranges = np.array([range_of(t) for t in range(width)])
+            ranges = np.array([range_of(t) for t in range(accept.shape[1])])
             for row, trace in enumerate(group):
                 visits.append(starts[row, : lengths[row]])
                 one = self._counters(trace, {name: values[row] for name, values in sums.items()})
@@ -169,16 +145,53 @@ class OfflineEvaluator:
                 if rule is not None:
                     # what a stop rule drafts after a rejection is not in the trace
                     one.submitted = one.engine_drafted = 0.0
-                if overlap is not None and greedy is not None and real is not None:
-                    n = float(real[row].sum())
-                    one.overlap_sum, one.overlap_count = float(overlap[row, real[row]].sum()), n
-                    one.greedy_sum, one.greedy_count = float(greedy[row, real[row]].sum()), n
+                if known is not None:
+                    known.count(row, one)
                 counters.append(one)
             on_tokens(int(lengths.sum()))
         by_depth = [float(a / n) if n else None for a, n in depth_sums.T] if confidence else []
         return OfflineResult(
             counters, calibration(confidence, agreement), by_depth, visits, lost.found()
         )
+
+    def _starts(
+        self,
+        drafter: TrainedDrafter | TrainingFree,
+        draft_sampling: Sampling,
+        rule: StopRule | None,
+        index: int,
+    ) -> tuple[np.ndarray, np.ndarray, _Known | None]:
+        """Of a round that starts at each response token of a batch: the probability of each draft
+        to be accepted [B, N, K], how many are drafted [B, N], and what a drafter with probabilities
+        says beside."""
+        group = self.texts.groups[index]
+        lengths = np.array([len(trace.response_ids) for trace in group])
+        width = int(lengths.max())
+        accept = np.zeros((len(group), width, self.K))
+        drafted = np.full((len(group), width), self.K)
+        if isinstance(drafter, TrainingFree):
+            self._by_start(drafter, group, accept, drafted)
+            return accept, drafted, None
+        drafter.routed([trace.prompt_ids for trace in group])
+        signals = None if rule is None else SignalsByDepth(rule.uses_head)
+        overlaps, greedy, sure, outside = self._parallel(
+            drafter, draft_sampling, signals, index, group, accept
+        )
+        if rule is not None and signals is not None:
+            drafted[:] = lengths_by_start(rule, *signals.by_start(width, self.K))
+        begins = np.array([len(trace.prompt_ids) for trace in group])[:, None]
+        begins = begins + np.arange(width)  # tokens before a round
+        drafted = drafted * drafter.fits(begins, self.K)
+        inside = np.arange(width) < lengths[:, None]
+        # a head's first draft of an answer is its second token: the first is the prefill's
+        real = inside & (np.arange(width) >= (1 if drafter.target_layers else 0))
+        real &= drafter.fits(begins, self.K)
+        sums = np.zeros((2, self.K))
+        for j, common in enumerate(overlaps):
+            later = inside & (np.arange(width) >= j + 1)
+            visited = (later if drafter.target_layers else real) & drafter.fits(begins - j, self.K)
+            sums[:, j] = common[visited].sum(), visited.sum()
+        return accept, drafted, _Known(overlaps, greedy, sure, real, sums, outside)
 
     def _counters(self, trace: Trace, sums: Mapping[str, np.ndarray]) -> PromptCounters:
         """The counters of a trace from what its replay has summed up."""
@@ -245,11 +258,11 @@ class OfflineEvaluator:
                 p = warp(self.head.logits(final[:, span]), self.sampling)
                 if outside is not None:
                     outside.add_mass(span, p)
-            scored: _Scored | None = None
+            scored: Scored | None = None
             for j, states in enumerate(drafts):
                 if scored is None or states is not drafts[j - 1]:  # else as at the depth before
                     logits = drafter.own_logits(states[batch, where[:, span]], j + 1).float()
-                    scored = _scored(logits, kept, tokens[:, span], p, draft_sampling)
+                    scored = score(logits, kept, tokens[:, span], p, draft_sampling)
                 found.add(j, span, scored)
         width = accept.shape[1]
         positions = np.arange(width)
@@ -257,11 +270,11 @@ class OfflineEvaluator:
         for j, states in enumerate(drafts):
             accept[:, :, j] = weights[j][:, positions + j]
             if signals is not None:
-                score = None
+                judged = None
                 if signals.uses_head:  # the state at a token, not before it
                     at = (where + 1).clamp(max=ids.shape[1] - 1)
-                    score = acceptance_of(drafter).probability(states[batch, at])
-                signals.add((found.confidence[j], found.own[j]), score)
+                    judged = acceptance_of(drafter).probability(states[batch, at])
+                signals.add((found.confidence[j], found.own[j]), judged)
         overlaps = [one[:, :width].cpu().numpy() for one in found.overlap]
         greedy = found.match[:, :width].double().cpu().numpy()
         return overlaps, greedy, found.confidence[0, :, :width].double().cpu().numpy(), outside
@@ -306,69 +319,22 @@ def columns_of(group: Sequence[Trace], ids: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """What a drafter's distributions at some positions give, [B, n] each."""
+class _Known:
+    """What the distributions of a drafter give at the response tokens of a batch."""
 
-    weight: torch.Tensor  # float64, probability that the trace's token is accepted
-    overlap: torch.Tensor  # float64, sum_v min(p_v, q_v)
-    confidence: torch.Tensor  # of the likeliest token
-    own: torch.Tensor  # probability of the trace's token
-    match: torch.Tensor  # bool, the likeliest token is the target's
+    overlaps: list[np.ndarray]  # by depth, [B, N] each
+    greedy: np.ndarray  # [B, N], whether the two likeliest tokens agree
+    confidence: np.ndarray  # [B, N], of the likeliest token
+    real: np.ndarray  # [B, N] bool, where a first token is drafted
+    depth_sums: np.ndarray  # [2, K], overlap and positions at each depth
+    outside: Outside | None  # of a reduced draft vocabulary
 
-
-class Found:
-    """`_Scored` of all positions [B, N+K] at each depth; `match` of the first one."""
-
-    def __init__(self, shape: torch.Size, depths: int, device: torch.device):
-        self.weight, self.overlap = torch.zeros(
-            2, depths, *shape, dtype=torch.double, device=device
-        )
-        self.confidence, self.own = torch.zeros(2, depths, *shape, device=device)
-        self.match = torch.zeros(shape, dtype=torch.bool, device=device)
-
-    def add(self, j: int, span: slice, scored: _Scored) -> None:
-        for name in ("weight", "overlap", "confidence", "own"):
-            getattr(self, name)[j, :, span] = getattr(scored, name)
-        if j == 0:
-            self.match[:, span] = scored.match
-
-
-def _scored(
-    logits: torch.Tensor,
-    kept: torch.Tensor | None,
-    tokens: torch.Tensor,
-    p: torch.Tensor | None,
-    sampling: Sampling,
-) -> _Scored:
-    """Acceptance of the trace's tokens [B, n] under draft logits [B, n, W] of the ids `kept` [W],
-    None: of all.
-
-    `p`: the target's distributions [B, n, V], None at T=0, where they are the traces' own tokens.
-    """
-    best, place, known = logits.argmax(-1), tokens, None
-    if kept is not None:
-        best, (place, known) = kept[best], places(kept, tokens)
-
-    def of_token(q: torch.Tensor) -> torch.Tensor:
-        own = q.gather(-1, place.unsqueeze(-1))[..., 0]
-        return own if known is None else own * known
-
-    match = best == (tokens if p is None else p.argmax(-1))
-    if sampling.temperature == 0:
-        plain = logits.softmax(-1)
-        q = None if p is None else warp(logits, sampling)
-    else:
-        plain = q = warp(logits, sampling)
-    if p is None:
-        weight = match if q is None else of_token(q)
-        common = weight
-    else:
-        assert q is not None
-        p_drawn = p.gather(-1, tokens.unsqueeze(-1))[..., 0].double()
-        # 0/0 only where the row holds no text of the target (padding)
-        weight = (of_token(q).double() / p_drawn).clamp(max=1.0).nan_to_num(0.0)
-        common = torch.minimum(p[..., : q.shape[-1]] if kept is None else p[..., kept], q).sum(-1)
-    return _Scored(weight.double(), common.double(), plain.amax(-1), of_token(plain), match)
+    def count(self, row: int, one: PromptCounters) -> None:
+        """Add what is of one trace to its counters."""
+        real = self.real[row]
+        n = float(real.sum())
+        one.overlap_sum, one.overlap_count = float(self.overlaps[0][row, real].sum()), n
+        one.greedy_sum, one.greedy_count = float(self.greedy[row, real].sum()), n
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import shutil
 
 import pytest
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 import train
 from data.traces import Trace
@@ -141,6 +141,18 @@ def test_the_file_of_a_head_holds_llama_cpps_names(frozen, tmp_path):
     assert field["tokenizer.ggml.tokens"] == tokens
     (ids,) = [tensor for tensor in read.tensors if tensor.name == "d2t"]
     assert ids.data.tolist() == drafter.kept.tolist()
+
+
+def test_a_file_that_differs_on_reading_it_back_is_not_kept(frozen, tmp_path, monkeypatch):
+    target, file = frozen
+    drafter = drafters_of(target)["whole"]
+    monkeypatch.setattr(
+        GGUFWriter, "add_tensor",
+        lambda self, name, values, add=GGUFWriter.add_tensor: add(self, name, values + 1),
+    )  # fmt: skip
+    with pytest.raises(RunFault, match=r"tensor 'fc\.weight' differs on reading it back"):
+        exported(drafter, file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from drafters.training_free.lookup import PromptLookup
 from drafters.trees.tree import TokenTree
 from eval.counters import check_invariants, counters_from_rounds
 from eval.engine import SpeculativeDecoder
-from eval.offline import OfflineEvaluator, _scored
+from eval.offline import OfflineEvaluator
 from eval.policies.table import make_budget
+from eval.scored import score
 from eval.walk import replay
 from target.cache import CachedModel
 from target.decode import Request, decode
@@ -584,8 +585,8 @@ def test_what_a_reduced_vocabulary_lacks_has_probability_0(sampling, drawn):
     whole[..., kept] = logits
     tokens = torch.randint(16, shape, generator=random)
     p = torch.randn(*shape, 16, generator=random).softmax(-1) if drawn else None
-    found = _scored(logits, kept, tokens, p, sampling)
-    wanted = _scored(whole, None, tokens, p, sampling)
+    found = score(logits, kept, tokens, p, sampling)
+    wanted = score(whole, None, tokens, p, sampling)
     for name, value in vars(wanted).items():
         torch.testing.assert_close(getattr(found, name), value, rtol=1e-6, atol=1e-7)
     assert (found.own > 0).any()
