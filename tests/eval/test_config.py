@@ -59,7 +59,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ({"draft_temperature": 0.0}, r"eval\.draft_temperature must be > 0, got 0"),
         (
             {"draft_temperature": 0.5, "engine": "vllm"},
-            r"eval\.draft_temperature must be null for vLLM",
+            r"eval\.draft_temperature must be null for an engine",
         ),
         ({"baselines": ["lookup:0"]}, r"eval\.baselines='lookup:0': max_ngram must be >= 1, got 0"),
         ({"baselines": ["look"]}, r"eval\.baselines must be one of lookup\[:<max_ngram>\], got"),
