@@ -66,12 +66,15 @@ def test_one_token_that_transformers_did_not_write_is_warned_of(tiny_target, cap
     prompt, ids = list(range(20, 28)), list[int]()
     for _ in range(60):
         logits = target.outputs(torch.tensor([prompt + ids])).logits[0, -1, :VOCAB_SIZE]
-        ids.append(int(logits.argmax()))
+        (best, second), tokens = (part.tolist() for part in logits.topk(2))
+        ids.append(tokens[0])
+        if 1e-3 < best - second < 0.1:  # a difference that a server may make, transformers not
+            break
     trace = Trace(prompt, ids, "target", "x", "c", 0, 0, 0.0, 0, 1.0, 0, "length", "m", "t")
     row = row_with(alpha=0.99, text_by="hf")
     check_own_text(row, target, [trace])
     assert "warning" not in capsys.readouterr().out
-    trace.response_ids[-1] = int(logits.argsort()[-2])
+    trace.response_ids[-1] = tokens[1]
     check_own_text(row, target, [trace])
     assert "warning: 1 tokens of the target's own stored" in capsys.readouterr().out
 
