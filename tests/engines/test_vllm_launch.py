@@ -91,6 +91,14 @@ def ended(pid: int) -> bool:
     return False
 
 
+def watch(server) -> None:
+    """For a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        server.alive()
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def proxy(monkeypatch):
     """One that the environment names and that answers nobody."""
@@ -125,11 +133,8 @@ def test_a_server_that_ends_is_known_to_have_ended(target, starts):
         os.kill(one["pid"], signal.SIGKILL)
         assert ended(one["pid"])
         assert ended(one["guard"])  # its guard, perhaps but for a thread of it
-        until = time.monotonic() + 60
         with pytest.raises(RunFault, match="vLLM's server ended"):
-            while time.monotonic() < until:
-                server.alive()
-                time.sleep(0.05)
+            watch(server)
 
 
 def test_of_a_long_log_the_first_error_is_shown(target, starts, tmp_path, monkeypatch):
