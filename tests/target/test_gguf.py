@@ -168,8 +168,16 @@ def test_the_folder_gives_the_logits_of_the_file(tmp_path, model, monkeypatch, c
     ids = torch.arange(20).unsqueeze(0)
     assert torch.equal(ours.model(ids).logits, original.model(ids).logits)
     assert ours.eos_ids == original.eos_ids
+    kept = tmp_path / "out.gguf"
+    assert kept.read_bytes() == file.read_bytes()
+    assert f"model.target_gguf={kept}" in said
     assert get_smollm2.main([str(out)]) == 0  # once is enough
-    assert "is there already" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "is there already" in said
+    assert "model.target_gguf" not in said
+    kept.unlink()  # of a version that did not keep it
+    assert get_smollm2.main([str(out)]) == 0
+    assert kept.read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow
