@@ -32,7 +32,8 @@ import torch
 
 from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter

@@ -38,7 +38,8 @@ import torch
 from benchmarks.verdict import verdict
 from data.batches import Batch, Batches
 from data.cached_logits import CachedLogits
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.packing import PackedBatches
 from data.prompts import Prompt, load_prompts
 from data.traces import Trace

@@ -23,7 +23,8 @@ from data import corpus
 from data.batches import Batch, Batches
 from data.features import write_features
 from data.features_layout import FeaturesPlan
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.traces import Trace, TraceStore
 from recipes.distillspec import Config, Recipe

@@ -29,7 +29,8 @@ import torch
 from data.batches import Batch, collate
 from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, bytes_per_token, shards_of
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.traces import Trace
 from target.model import Target

@@ -67,7 +67,8 @@ from benchmarks.verdict import verdict
 from data.batches import Batches
 from data.features import write_features
 from data.features_layout import FeaturesPlan, features_folder
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import Prompt, load_prompts
 from data.traces import Trace
 from drafters.base import TrainedDrafter

@@ -28,7 +28,8 @@ import torch
 
 from benchmarks import chat_model, fastdraft_chat, osd_claims
 from benchmarks.osd_claims import BLOCK, RECOVER, block_interval, blocks, mean, recovery
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
 from phases.run import provenance

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from data.batches import Batches
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.packing import PackedTraces
 from data.prompts import load_prompts
 from data.traces import Trace

@@ -70,7 +70,8 @@ from safetensors.torch import load_file, save_file
 from data.batches import Batch, collate
 from data.features import FeaturesStore, write_features
 from data.features_layout import FeaturesPlan, features_folder
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import Prompt, load_prompts
 from data.traces import Trace, TraceStore
 from drafters.base import TrainedDrafter

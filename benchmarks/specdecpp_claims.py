@@ -35,7 +35,8 @@ import torch
 
 from data.batches import Batches
 from data.cached_logits import CachedLogits
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.base import TrainedDrafter

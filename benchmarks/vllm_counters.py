@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.base import TrainedDrafter

@@ -52,7 +52,8 @@ from data.features_layout import (
 from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.served_states import ServedStates
-from data.traces import REMEDY, Trace, differences, only_grown_eos
+from data.trace_identity import differences, only_grown_eos
+from data.traces import REMEDY, Trace
 from target.model import Target, check_layers
 from target.outputs import LayerId, TargetOutputs
 from target.padding import by_length

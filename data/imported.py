@@ -16,8 +16,9 @@ import numpy as np
 from data.prompts import Prompt, Rendered, shown_hash
 from data.request_log import FOREIGN, LoggedRequest, RequestLog
 from data.tables import shorten
+from data.trace_identity import ImportedIdentity
 from data.trace_rows import Traces, chosen, column
-from data.traces import ImportedIdentity, Trace, TraceStore
+from data.traces import Trace, TraceStore
 from engines.distribution_check import judged, measured
 from target.decode import Continuation, Request
 from target.model import Target

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from data.answers import AnswerFormat, Cut
 from data.config import DataConfig
-from data.generate import GenerationPlan
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from data.traces import Trace
 from eval.serving_defaults import unmeasured_defaults, unmeasured_words

@@ -16,7 +16,8 @@ import numpy as np
 from data.bad_rows import DROP, NONE
 from data.budget import estimate_bytes
 from data.config import DataConfig
-from data.generate import GenerationPlan, generate_traces, traces_folder
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.imported import open_imported, prompts_of
 from data.packing import PackedBatches
 from data.prompts import (
@@ -27,8 +28,9 @@ from data.prompts import (
     user_turns,
 )
 from data.split import HeldOut, count_left_out, drop_held_out, held_out_turns, split_by_hash
+from data.trace_identity import differences, only_grown_eos
 from data.trace_rows import Traces
-from data.traces import Trace, TraceStore, differences, only_grown_eos
+from data.traces import Trace, TraceStore
 from drafters.base import TrainedDrafter, weights_hash
 from drafters.causal_lm import CausalLMDrafter
 from eval.config import tree_depth

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import peers
-from data.traces import Trace, TraceIdentity, TraceStore
+from data.trace_identity import TraceIdentity
+from data.traces import Trace, TraceStore
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.text import Text
 from target.model import Target

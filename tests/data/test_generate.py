@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from data.config import DataConfig
-from data.generate import NOT_PUT_BACK, GenerationPlan, _Item, _Work, generate_traces, traces_folder
+from data.generate import NOT_PUT_BACK, _Item, _Work, generate_traces
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import Prompt, load_prompts, user_turns
 from data.traces import TraceStore
 from scripts import generate

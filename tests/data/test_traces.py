@@ -19,8 +19,9 @@ import pytest
 
 from data import traces as traces_module
 from data.budget import check_budget, estimate_bytes
+from data.trace_identity import TraceIdentity
 from data.trace_rows import trace_key
-from data.traces import Trace, TraceIdentity, TraceStore
+from data.traces import Trace, TraceStore
 from trainer.errors import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]

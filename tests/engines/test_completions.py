@@ -9,7 +9,7 @@ import types
 import pytest
 
 import train
-from data.generate import GenerationPlan, traces_folder
+from data.generation_plan import GenerationPlan, traces_folder
 from data.prompts import Prompt
 from engines import completions as module
 from engines.completions import complete, continuation

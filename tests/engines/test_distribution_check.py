@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from data.generate import GenerationPlan
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from engines import completions
 from engines import distribution_check as check

@@ -19,7 +19,8 @@ import torch
 import train
 from data.batches import collate
 from data.config import DataConfig
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.served_states import ServedStates
 from engines import states as module

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from data.batches import Batches
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from drafters.causal_lm import CausalLMDrafter
 from eval.config import EvalConfig

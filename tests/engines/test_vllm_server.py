@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import load_prompts
 from data.request_log import RequestLog
 from drafters.causal_lm import CausalLMDrafter

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter
 from engines import vllm_run, vllm_worker

@@ -9,7 +9,8 @@ import threading
 import time
 import types
 
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 
 NEW = 12

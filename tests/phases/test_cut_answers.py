@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from data.answers import AnswerFormat
 from data.config import DataConfig
-from data.generate import GenerationPlan
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from eval.config import EvalConfig
 from eval.report.rows import prompts_of

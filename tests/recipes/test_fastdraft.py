@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from data.batches import Batches
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.packing import PackedBatches, RawText, check_separation
 from data.prompts import Prompt
 from drafters.causal_lm import CausalLMDrafter

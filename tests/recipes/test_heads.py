@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from data.batches import Batches, collate
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.packing import PackedTraces
 from data.prompts import Prompt
 from drafters.eagle import EagleDrafter

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import train
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from data.traces import TraceStore
 from drafters.load import load_drafter

@@ -13,7 +13,8 @@ import torch
 
 import train
 from data.batches import collate
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from data.request_log import RequestLog
 from data.traces import Trace

@@ -14,7 +14,8 @@ from data.batches import Batches, collate, preview
 from data.cached_logits import CachedLogits
 from data.features import write_features
 from data.features_layout import FeaturesPlan
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.packing import PackedTraces
 from data.prompts import Prompt
 from data.shares import TextShares

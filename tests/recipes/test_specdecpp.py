@@ -10,7 +10,8 @@ import torch
 
 import train
 from data.batches import collate
-from data.generate import GenerationPlan, generate_traces
+from data.generate import generate_traces
+from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
 from drafters.acceptance_head import SETTINGS
 from drafters.causal_lm import CausalLMDrafter
