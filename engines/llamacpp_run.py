@@ -5,8 +5,9 @@ It is the wheel `xllamacpp`, in a process of its own for each drafter, since it 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,12 +68,21 @@ def plain_steps(counted: EngineCounters, emitted: int) -> int:
 
 
 def check_wheel() -> None:
-    """Raise UserError where llama.cpp is not installed."""
-    if importlib.util.find_spec("xllamacpp") is None:
+    """Raise UserError where llama.cpp is not installed, or too old to count and draft alike."""
+    name, _, wanted = WHEEL.partition("==")
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found == "none" or _numbers(found) < _numbers(wanted):
         raise UserError(
-            "eval.engine=llamacpp needs llama.cpp in this environment: pip install --no-deps "
-            f"{WHEEL}"
-        )
+            f"needs llama.cpp in this environment, of {wanted} or later, found {found}",
+            key="eval.engine", value="llamacpp", remedy=f"pip install --no-deps {WHEEL}",
+        )  # fmt: skip
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def serve(

@@ -213,10 +213,23 @@ def test_a_missing_file_is_said_before_a_model_is_loaded(word, says, tmp_path, m
     assert says in capsys.readouterr().err
 
 
-def test_a_missing_wheel_is_said_with_its_name(monkeypatch):
-    monkeypatch.setattr(llamacpp_run.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install --no-deps xllamacpp=="):
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [(None, "found none"), ("2026.9.11063", "found 2026.9.11063"), ("2026.11.1", None)],
+)
+def test_a_wheel_that_is_missing_or_too_old_is_said_with_its_name(version, says, monkeypatch):
+    def of(name):
+        if version is None:
+            raise llamacpp_run.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(llamacpp_run.importlib.metadata, "version", of)
+    if says is None:
         llamacpp_run.check_wheel()
+        return
+    with pytest.raises(UserError, match=says) as caught:
+        llamacpp_run.check_wheel()
+    assert caught.value.remedy == f"pip install --no-deps {WHEEL}"
     assert WHEEL in (ROOT / "pyproject.toml").read_text()
 
 
@@ -259,6 +272,7 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
     assert rows[0]["lossless"]
     assert rows[0]["speedup"] > 0
     assert rows[1]["drafter"].endswith("greedy drafts")
+    assert rows[1]["lossless"], rows[1]["note"]
     assert "llama.cpp" in (tmp_path / "out" / "report.html").read_text()
     out = tmp_path / "for-llamacpp"
     given = [f"script.drafter={place}", "script.engine=llamacpp", f"script.out={out}",
