@@ -15,17 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import (
-    MODEL_ARCH,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-    get_tensor_name_map,
-)
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from drafters.causal_lm import CausalLMDrafter
@@ -38,9 +31,12 @@ from target.gguf import read
 from trainer.errors import RunFault, UserError
 from trainer.files import whole_folder
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 FILE = "drafter.gguf"
 HOOKED = ("llama", "qwen3")  # targets whose captured layers were seen to arrive
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # of draft models
 Fields = dict[str, Any]  # key -> value, of Python's types
 
 
@@ -116,11 +112,14 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
 
 def write_causal_lm(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
     """Write a draft model, padded to the target's vocabulary as the other exports are."""
+    from gguf import MODEL_ARCH, get_tensor_name_map  # few runs need it
+
     width = drafter.fingerprint["vocab_size"]
     model: Any = pad_vocabulary(drafter.model, drafter.tokenizer, width, drafter.vocab_size)
     config = model.config.get_text_config()
     fields = _layer_fields(config, config.num_hidden_layers) | {"vocab_size": width}
-    names = get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    architecture = MODEL_ARCH[config.model_type.upper()]
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
     found = {}
     tied = config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -183,6 +182,8 @@ def _write(
     asked: Export,
 ) -> Path:
     """Write one file, complete or not at all, after it was read back and compared."""
+    from gguf import GGUFWriter
+
     own = read(target_file(asked), "model.target_gguf")
     tokens = own.fields["tokenizer.ggml.tokens"].contents()
     check_tokens(tokens, tokenizer, asked)
@@ -229,6 +230,8 @@ def check_tokens(tokens: list[str], tokenizer: PreTrainedTokenizerBase, asked: E
 
 
 def _add(writer: GGUFWriter, key: str, value: object) -> None:
+    from gguf import GGUFValueType
+
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     if isinstance(value, list):
         writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.INT32)
@@ -251,7 +254,7 @@ def _reread(
     tokens: list[str],
 ) -> None:
     """Compare a file with what it was written from, value by value; RunFault where they differ."""
-    found = GGUFReader(file)
+    found = read(file, "script.out")
     expected = {f"{architecture}.{key}": value for key, value in fields.items()}
     expected |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
     for key, value in expected.items():

@@ -35,7 +35,7 @@ def test_rounds_are_timed_and_explain_the_measured_speedup(vllm_python, tmp_path
     traces = list(generate_traces(target, plan, tmp_path, batch_size=8, rows_per_shard=64))
     bench = Bench(target, traces, Sampling(0.0), CONFIG, {"name": "toy", "hash": ""})
     drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", target)
-    (row,) = served_rows(bench, "drafter", drafter, Cost(0.1, 1.0, 0.1, 0.1))
+    (row,) = served_rows(bench, "drafter", drafter, Cost(0.1, 1.0, 0.1, 0.1), None)
     build_report({}, {}, {}, [row], [], [])
     assert "threads of a CPU, in eager mode, batch 1" in row.cost_source
     for low, median, high in (row.token_s, row.round_s):

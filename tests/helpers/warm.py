@@ -118,10 +118,11 @@ def _as_main(*words: str) -> None:
 
 
 def _popen(cold: Any, args: Sequence[str], env: Any = None, **options: Any) -> Any:
-    """What a launcher starts: Python programs are forked from it."""
-    if args[0] != sys.executable:
+    """What a launcher starts: Python programs are forked from it, but not what those start in their
+    turn, with pipes and folders of its own."""
+    session = options.get("start_new_session", False)
+    plain = all(options[name] is None for name in options if name != "start_new_session")
+    if args[0] != sys.executable or not plain:
         return cold(args, env=env, **options)
     words = [word for word in args[1:] if word != "-u"]
-    session = options.pop("start_new_session", False)
-    assert all(option is None for option in options.values()), options
     return Warm(words, dict(env or os.environ), Path.cwd(), session=session, context=FORK)
