@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from data.budget import check_budget, estimate_bytes
 from data.trace_identity import TraceIdentity
 from data.trace_rows import trace_key
 from data.traces import Trace, TraceStore
+from tests.helpers.commands import start
 from trainer.errors import RunFault, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -253,41 +253,24 @@ def test_killed_before_or_after_any_event_on_the_disk(tmp_path, monkeypatch, cap
     assert "gone" not in capsys.readouterr().out
 
 
-CHILD = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-import test_traces
-store = test_traces.TraceStore.open(Path(sys.argv[3]), test_traces.IDENTITY)
-done = store.done_keys()
-with store.writer(int(sys.argv[4]), rows_per_shard=2) as writer:
-    for row in map(test_traces.make, range(1000)):
-        print("working", flush=True)
-        if row.key not in done:
-            writer.add(row)
-"""
-
-
 @pytest.mark.slow
 def test_kill_at_random_moments_loses_and_doubles_nothing(tmp_path):
     folder = tmp_path / "killed"
     generator = random.Random(0)
-    command = [sys.executable, "-c", CHILD, str(ROOT), str(Path(__file__).parent), str(folder)]
     have: set[int] = set()
     amid = 0
     for run in range(20):
         if len(have) > 900:  # a slow machine lets a child write many rows before it is killed
             break
         # another rank now and then: what one left half done, another must not do again
-        child = subprocess.Popen(
-            [*command, str(run % 3 // 2)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        for _ in range(len(have) + generator.randrange(1, 10)):
-            assert child.stdout.readline() == "working\n"
+        log = tmp_path / f"log-{run}"
+        child = start("-m", "tests.data.test_traces", str(folder), str(run % 3 // 2), log=log)
+        lines = len(have) + generator.randrange(1, 10)
+        while not (log.exists() and log.read_text().count("working") >= lines):
+            assert child.poll() is None
         time.sleep(generator.uniform(0, 0.01))
         child.send_signal(signal.SIGKILL)
-        child.communicate()
-        assert child.returncode == -signal.SIGKILL
+        assert child.wait() == -signal.SIGKILL
         rows = stored(folder)
         assert len(set(rows)) == len(rows)
         assert have <= set(rows)
@@ -678,3 +661,18 @@ def test_what_was_finished_long_ago_is_on_the_disk(tmp_path, monkeypatch):
     with store.writer(0) as writer:
         writer.add(make(0))
         assert stored(tmp_path) == [0]
+
+
+def keep_writing(folder: str, rank: str) -> None:
+    """In a process of its own, which is killed."""
+    store = TraceStore.open(Path(folder), IDENTITY)
+    done = store.done_keys()
+    with store.writer(int(rank), rows_per_shard=2) as writer:
+        for row in map(make, range(1000)):
+            print("working", flush=True)
+            if row.key not in done:
+                writer.add(row)
+
+
+if __name__ == "__main__":
+    keep_writing(*sys.argv[1:])

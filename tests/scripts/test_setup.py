@@ -316,15 +316,3 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     done = bash("bash scripts/real.sh data.num_prompts=all", installed, **environment)
     assert done.returncode == 2
     assert done.stderr == "error: data.num_prompts must be a whole number, got 'all'\n"
-
-
-@pytest.mark.slow
-def test_a_fresh_environment_works(copy):
-    """Needs a package index, as pip is set up on this machine, and so no guard of the network."""
-    given = {"PYTHON": sys.executable, "PYTHONPATH": ""}
-    done = bash("set -euo pipefail; source scripts/env.sh; set_up dev", copy, **given)
-    assert done.returncode == 0, done.stderr
-    check = "import accelerate, datasets, omegaconf, peft, torch, transformers, wandb"
-    assert bash(f"cd / && {copy}/.venv/bin/python -c '{check}'", copy).returncode == 0
-    for tool in ("ruff", "pyright", "lint-imports", "pytest"):
-        assert bash(f".venv/bin/{tool} --help", copy).returncode == 0
