@@ -42,7 +42,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class LlamaRun:
-    """The result of a job, each by prompt; the counters include tokens past the end of answers."""
+    """The result of a job, each by prompt."""
 
     tokens: list[list[int]]
     counters: list[EngineCounters]

@@ -57,8 +57,9 @@ class Answer(TypedDict):
 
 
 def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
-    """llama.cpp's settings: one prompt at a time, nothing kept from one to the next, the cache in
-    float32, and drafts of K tokens however unlikely they are."""
+    """llama.cpp's settings: one prompt at a time, nothing kept from one to the next, cache and
+    attention in float32 (its flash attention moves logits by 1e-3), and drafts of K tokens however
+    unlikely they are."""
     llama: Any = importlib.import_module("xllamacpp")
 
     exact = llama.ggml_type.GGML_TYPE_F32
@@ -68,6 +69,7 @@ def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
     found.warmup, found.fit_params, found.endpoint_metrics = False, False, True
     found.cpuparams.n_threads = found.cpuparams_batch.n_threads = asked["threads"]
     found.cache_type_k = found.cache_type_v = exact
+    found.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if asked["kinds"]:
         kinds, draft = llama.common_speculative_type, found.speculative.draft
         found.speculative.types = [
