@@ -18,6 +18,7 @@ asked="$(basename "$0") $*"
 echo "$asked" >>asked
 case "$asked" in
     *"-m zero"*) name=ZERO ;;
+    *"-m engine"*) name=COSTS ;;
     *"slow or engine"*) name=SLOW ;;
     *) name=$(basename "$0" .sh) name=${name//-/_} ;;
 esac
@@ -29,7 +30,7 @@ case "${!name:-}" in
 esac
 """
 STEPS = ["installation", "Chromium", "lint, default tests", "DeepSpeed", "two processes (zero)",
-         "vLLM's environment", "slow tests, vLLM"]  # fmt: skip
+         "vLLM's environment", "vLLM (costs)", "slow tests, vLLM"]  # fmt: skip
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_every_step_is_run_and_stands_in_the_table(folder):
     assert set(table.values()) == {"passed"}
     pytests = [words.partition("pytest ")[2] for words in asked if "pytest" in words]
     assert [re.search(r"-m \(?(\w+)|-n", words).group() for words in pytests] == [
-        "-n", "-m zero", "-m (slow",
+        "-n", "-m zero", "-m engine", "-m (slow",
     ]  # fmt: skip
     assert asked.count("engine_env.sh ") == 1
 
@@ -89,6 +90,7 @@ def test_every_step_is_run_and_stands_in_the_table(folder):
         ("ruff", "lint, default tests"),
         ("python", "lint, default tests"),
         ("ZERO", "two processes (zero)"),
+        ("COSTS", "vLLM (costs)"),
         ("SLOW", "slow tests, vLLM"),
     ],
 )
@@ -97,10 +99,10 @@ def test_a_step_that_fails_hides_no_other(folder, name, step):
     assert code == 1
     assert table == {one: "FAILED (1)" if one == step else "passed" for one in STEPS}
     assert f"=== {step}: FAILED (1), " in out
-    assert len([words for words in asked if "pytest" in words]) == 3
+    assert len([words for words in asked if "pytest" in words]) == 4
 
 
-@pytest.mark.parametrize("name", ["ZERO", "SLOW"])
+@pytest.mark.parametrize("name", ["ZERO", "COSTS", "SLOW"])
 def test_a_step_without_a_test_has_failed(folder, name):
     code, _, _, table = run(folder, **{name: "NONE"})
     assert code == 1
@@ -145,7 +147,7 @@ def test_a_step_that_hangs_is_ended_and_what_did_not_run_is_named(folder):
     code, out, asked, table = run(folder, CI_LIMIT_S="1", deepspeed="HANG")
     assert code == 1
     assert list(table) == STEPS
-    for name in ("DeepSpeed", "two processes (zero)", "slow tests, vLLM"):
+    for name in ("DeepSpeed", "two processes (zero)", "vLLM (costs)", "slow tests, vLLM"):
         assert table[name] == "NOT FINISHED"
     assert not [words for words in asked if "slow or engine" in words]
     assert "try 2 of 3" not in out
@@ -163,7 +165,7 @@ def test_stopped_from_outside_it_ends_its_steps_and_shows_the_table(folder, numb
     out, _ = process.communicate(timeout=60)  # all that held the pipe has ended
     assert process.returncode == 1
     table = dict(re.findall(r"^(\S.*?) +\d+ s  (\S.*)$", out, re.M))
-    assert list(table.values()) == ["passed"] * 4 + ["NOT FINISHED"] * 3
+    assert list(table.values()) == ["passed"] * 4 + ["NOT FINISHED"] * 4
 
 
 def test_the_test_script_goes_on_after_a_linter_that_fails(folder):
