@@ -31,12 +31,11 @@ WHEEL = "xllamacpp==2026.10.11549"
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter for llama.cpp: `kinds` by its own names, such as eagle3, and the file of the one
-    that has weights; at most K tokens a round. It drafts the likeliest tokens at every
-    temperature."""
+    """A drafter for llama.cpp, of at most K tokens a round: the likeliest ones at every
+    temperature. `method`: draft_model or eagle3."""
 
-    kinds: tuple[str, ...]
-    file: Path | None
+    method: str
+    file: Path
     K: int
 
 
@@ -76,8 +75,9 @@ def check_wheel() -> None:
         found = "none"
     if found == "none" or _numbers(found) < _numbers(wanted):
         raise UserError(
-            f"needs llama.cpp in this environment, of {wanted} or later, found {found}",
-            key="eval.engine", value="llamacpp", remedy=f"pip install --no-deps {WHEEL}",
+            f"needs {name} {wanted} or later in this environment, found {found}",
+            key="eval.engine", value="llamacpp",
+            remedy='pip install -c constraints.txt -e ".[llamacpp]"',
         )  # fmt: skip
 
 
@@ -101,13 +101,12 @@ def serve(
     K = max([job.K for job in jobs.values() if job], default=0)
     longest = max(map(len, prompts)) + max_new_tokens + K + 2
     draws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-             "samplers": ["top_k", "top_p", "temperature"], "min_p": 0.0}  # fmt: skip
+             "samplers": ["temperature", "top_k", "top_p"]}  # fmt: skip
     threads, found = torch.get_num_threads(), dict[str, LlamaRun]()
     for name, job in jobs.items():
         asked: Asked = {
             "target": str(target.resolve()),
-            "drafter": str(job.file.resolve()) if job and job.file else None,
-            "kinds": list(job.kinds) if job else [],
+            "drafter": [str(job.file.resolve()), job.method] if job else None,
             "K": job.K if job else 0,
             "context": -(-longest // 64) * 64,
             "threads": threads,

@@ -19,22 +19,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 COUNTER = re.compile(r'(?m)^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\S+)')
-KINDS = {
-    "draft_model": "DRAFT_SIMPLE",
-    "eagle3": "DRAFT_EAGLE3",
-    "ngram-mod": "NGRAM_MOD",
-    "ngram-simple": "NGRAM_SIMPLE",
-}
+KINDS = {"draft_model": "DRAFT_SIMPLE", "eagle3": "DRAFT_EAGLE3"}
 
 
 class Asked(TypedDict):
-    """A job. `kinds`: drafters by llama.cpp's names, none for plain decoding, the first that has a
-    draft drafts; `prompts`: token ids; `answers`: their seeds and numbers of tokens; `draws`: the
-    keys of sampling."""
+    """A job. `drafter`: the file of one and its method, null for plain decoding; `prompts`: token
+    ids; `draws`: the keys of sampling."""
 
     target: str
-    drafter: str | None
-    kinds: list[str]
+    drafter: list[str] | None
     K: int
     context: int
     threads: int
@@ -70,13 +63,12 @@ def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
     found.cpuparams.n_threads = found.cpuparams_batch.n_threads = asked["threads"]
     found.cache_type_k = found.cache_type_v = exact
     found.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if asked["kinds"]:
-        kinds, draft = llama.common_speculative_type, found.speculative.draft
-        found.speculative.types = [
-            getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[kind]}") for kind in asked["kinds"]
-        ]
-        if asked["drafter"] is not None:
-            draft.mparams.path = asked["drafter"]
+    if asked["drafter"] is not None:
+        file, method = asked["drafter"]
+        kind = f"COMMON_SPECULATIVE_TYPE_{KINDS[method]}"
+        found.speculative.types = [getattr(llama.common_speculative_type, kind)]
+        draft = found.speculative.draft
+        draft.mparams.path = file
         draft.n_max, draft.n_min, draft.p_min = asked["K"], 0, 0.0
         draft.cache_type_k = draft.cache_type_v = exact
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = asked["threads"]

@@ -110,12 +110,13 @@ def llamacpp_row(
     measured = engine_row(
         bench, name, counters, served.tokens, plain.tokens, cost, about, "llamacpp"
     )
-    forget_rounds(measured.row)
+    asked_one_by_one(measured.row)
     return measured
 
 
-def forget_rounds(row: Row) -> None:
-    """Leave null what needs each round, where the engine counted answers."""
+def asked_one_by_one(row: Row) -> None:
+    """Of an engine that counts by answer: what needs each round is null."""
+    row.batch_size = 1
     row.alpha_hat = row.alpha_hat_ci95 = row.tokens_per_round_iid = None
     row.alpha_pos, row.reach_pos = [], []
     assert row.by_domain is not None

@@ -18,7 +18,7 @@ from engines.vllm_run import EngineCounters, Timing, scrape
 from engines.web import server_root
 from eval.costs import Cost
 from eval.measure import Bench, Measurement
-from eval.served import answer_counters, engine_costs, engine_row, forget_rounds
+from eval.served import answer_counters, asked_one_by_one, engine_costs, engine_row
 from target.decode import Request
 from trainer.errors import RunFault, UserError
 
@@ -64,7 +64,7 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     plain = [trace.response_ids for trace in bench.traces]
     about = {"engine": engine, "draft_sampled": None} | engine_costs([], timings, engine)
     measured = engine_row(bench, name, counters, answers, plain, cost, about, "vllm")
-    forget_rounds(measured.row)
+    asked_one_by_one(measured.row)
     return measured
 
 

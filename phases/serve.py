@@ -72,7 +72,7 @@ def _of_llamacpp(
         kind.writers["llamacpp"](drafter, folder, asked)
         sampled = bench.sampling.temperature > 0
         job = f"{name}{GREEDY_DRAFTS}" if sampled else name
-        drafting = Drafting((kind.method,), folder / FILE, config.K)
+        drafting = Drafting(kind.method, folder / FILE, config.K)
         served = llamacpp_run.serve(
             gguf, {"plain": None, job: drafting}, [trace.prompt_ids for trace in bench.traces],
             max_new_tokens=config.max_new_tokens, sampling=bench.sampling, seed=config.seed,
