@@ -131,6 +131,8 @@ def check_model_pair(config: Config) -> None:
     if named := config.model.target_gguf:
         there = is_gguf(named) and os.path.isfile(named)
         require(there, "model.target_gguf", "be a GGUF file", named)
+        rule = f"be null for model.target={config.model.target}, which is one"
+        require(not is_gguf(config.model.target), "model.target_gguf", rule, named)
     if is_gguf(config.model.target) and (engine not in ("own", "llamacpp") or served):
         raise UserError(
             f"model.target={config.model.target} is dequantised by transformers, and vLLM would "

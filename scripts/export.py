@@ -71,6 +71,8 @@ def export_drafter(
     about = stored(drafter, "script.drafter")
     kind = stored_kind(about)
     _check_engine(kind, engine)
+    rule = f"be left out for script.engine={engine}: llamacpp reads it"
+    require(gguf is None or engine == "llamacpp", "model.target_gguf", rule, gguf)
     folder = drafter.resolve().parent
     stored_config, stored_report = folder / "config.yaml", folder / "report.json"
     config = load_yaml(stored_config) if stored_config.exists() else {}
@@ -126,7 +128,7 @@ def export_drafter(
         method=kind.method, words=kind.words,
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
-    if gguf is None and is_gguf(target):
+    if is_gguf(target):
         gguf = Path(target)
     return kind.writers[engine](served, out, Export(text, target, num_tokens, gguf=gguf))
 

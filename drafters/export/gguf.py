@@ -23,8 +23,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter
+from drafters.export import vllm
 from drafters.export.card import Export
-from drafters.export.heads import captured_layers, eagle3_tensors, own_embedding, reduced
+from drafters.export.heads import (
+    captured_layers,
+    eagle3_tensors,
+    own_embedding,
+    reduced,
+    refuse_not_finite,
+)
 from drafters.export.hf import check as check_ids
 from drafters.export.hf import pad_vocabulary
 from target.gguf import read
@@ -42,10 +49,11 @@ Fields = dict[str, Any]  # key -> value, of Python's types
 
 def check_eagle3(drafter: Eagle3Drafter) -> None:
     """Raise UserError for an EAGLE-3 head that llama.cpp cannot serve."""
+    vllm.check_eagle3(drafter)
     settings, target = drafter.settings, drafter.shared.target
     layers, kind = captured_layers(drafter), target.model.config.get_text_config().model_type
     for refused, why in (
-        (kind not in HOOKED, f"reads no layers of a target of type {kind}, only of {HOOKED}"),
+        (kind not in HOOKED, f"reads layers of {' and '.join(HOOKED)} targets only, not of {kind}"),
         (len(layers) != 3, f"reads three layers, this head {len(layers)}"),
         (
             layers[-1] == target.num_layers - 1,
@@ -184,9 +192,10 @@ def _write(
     """Write one file, complete or not at all, after it was read back and compared."""
     from gguf import GGUFWriter
 
-    own = read(target_file(asked), "model.target_gguf")
+    refuse_not_finite(tensors)
+    own = read(_target_file(asked), "model.target_gguf")
     tokens = own.fields["tokenizer.ggml.tokens"].contents()
-    check_tokens(tokens, tokenizer, asked)
+    _check_tokens(tokens, tokenizer, asked)
     with whole_folder(folder, asked.ours) as partial:
         writer = GGUFWriter(partial / FILE, architecture)
         for key, value in fields.items():
@@ -206,7 +215,7 @@ def _write(
     return Path(folder)
 
 
-def target_file(asked: Export) -> Path:
+def _target_file(asked: Export) -> Path:
     """The target's own GGUF file; UserError without one."""
     if asked.gguf is None:
         raise UserError(
@@ -218,7 +227,7 @@ def target_file(asked: Export) -> Path:
     return asked.gguf
 
 
-def check_tokens(tokens: list[str], tokenizer: PreTrainedTokenizerBase, asked: Export) -> None:
+def _check_tokens(tokens: list[str], tokenizer: PreTrainedTokenizerBase, asked: Export) -> None:
     """Raise UserError where the tokens of the GGUF file are not the drafter's."""
     for token, number in tokenizer.get_vocab().items():
         if number >= len(tokens) or tokens[number] != token:
@@ -240,10 +249,9 @@ def _add(writer: GGUFWriter, key: str, value: object) -> None:
 
 
 def _stored(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as it is stored: float32, but float16 as it is; ids in 64 bits."""
-    if tensor.dtype in (torch.int64, torch.float16) and tensor.ndim != 1:
-        return tensor.contiguous().numpy()
-    return tensor.contiguous().numpy() if tensor.dtype == torch.int64 else tensor.float().numpy()
+    """A tensor as it is stored: ids and float16 matrices as they are, all else in float32."""
+    as_is = tensor.dtype == torch.int64 or (tensor.dtype == torch.float16 and tensor.ndim > 1)
+    return (tensor if as_is else tensor.float()).contiguous().numpy()
 
 
 def _reread(

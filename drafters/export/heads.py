@@ -13,6 +13,7 @@ that order.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,9 +43,7 @@ def write(
     Raises RunFault where they differ or a weight is not finite.
     """
     config, tensors = layout
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise RunFault(f"tensor {name!r} holds values that are not finite: nothing was written")
+    refuse_not_finite(tensors)
     with whole_folder(folder, asked.ours) as partial:
         # copies: some names share a tensor, which the format has no way to say
         copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
@@ -53,6 +52,13 @@ def write(
         (partial / "README.md").write_text(asked.card, encoding="utf-8")
         reread(partial, drafter)
     return Path(folder)
+
+
+def refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """RunFault where a value is none that a head could serve with."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise RunFault(f"tensor {name!r} holds values that are not finite: nothing was written")
 
 
 def configured_vocab_size(drafter: TrainedDrafter) -> int:

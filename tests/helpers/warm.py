@@ -73,7 +73,10 @@ class Warm:
 
 def piped() -> list[Path]:
     """Files for what `communicate` returns."""
-    return [Path(tempfile.mkstemp()[1]) for _ in range(2)]
+    files = [tempfile.mkstemp() for _ in range(2)]
+    for descriptor, _ in files:
+        os.close(descriptor)
+    return [Path(name) for _, name in files]
 
 
 def _run(
