@@ -2,7 +2,8 @@
 
     python -m benchmarks.real_speed drafter=runs/real/eagle3/drafter,... [target=runs/smollm2]
         [prompts=runs/real/prompts.jsonl] [count=12] [tokens=96] [K=4,5] [tree=copy:2]
-        [policy=head:0.8] [batch=1,8] [out=benchmarks/real/results/speed.json]
+        [policy=head:0.8] [batch=1,8] [gguf=runs/smollm2.gguf,...]
+        [out=benchmarks/real/results/speed.json]
 
 At temperature 0, each batch size in turn (the number of prompts, where they are fewer), the arms
 alternating, medians of seven runs after a warm-up, on a GPU where there is one. `generate` is
@@ -11,7 +12,10 @@ laid out (`target.layout`), so that the two gains stand apart: `plain` over `gen
 speculation over `plain`. A drafter that is a language model also assists `generate` at batch 1,
 `assisted chain of K`. `vllm`, and `vllm chain of K` with the exported drafter and the largest K,
 run where vLLM's environment is there (`bash scripts/engine_env.sh`) and serves the drafter: a
-process each time, of which the answers alone are timed, after as many as the batch holds. Several
+process each time, of which the answers alone are timed, after as many as the batch holds. So are
+`llama.cpp <file>` and `llama.cpp <file> chain of K` at batch 1, on each of the target's files
+`gguf` (`python -m benchmarks.gguf_files` writes one in float32), and with a tree `copy:<n>`
+llama.cpp's own copies before the drafter, `... ngram-mod:<n>`. Several
 drafters are compared with each other: they neither assist nor run in vLLM, and their arms begin
 with the names of their runs. `policy` ends the chains of a drafter with an acceptance head. Answers
 that differ from `generate`'s are counted. Beside the tokens per second: where each millisecond of a
@@ -38,16 +42,20 @@ import torch
 from benchmarks.cells_table import WANTED
 from benchmarks.layout import GROUPED, as_loaded
 from benchmarks.speed import assisted, clock, generate_batches, ours
-from data.prompts import load_prompts, user_turns
+from data.prompts import MADE_HERE, load_prompts, user_turns
 from data.render import render
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Export
+from drafters.export.gguf import FILE
 from drafters.kinds import kind_of
 from drafters.load import load_drafter
 from drafters.round import Budget
 from drafters.trees.calibrated import accuracy_at, accuracy_name
+from drafters.trees.copy import CopyTree
 from drafters.trees.table import parse_tree
+from engines import llamacpp_run
+from engines.llamacpp_run import Drafting
 from engines.vllm_run import Speculation, serve
 from engines.vllm_server import engine_python
 from eval.engine import Speculated, SpeculativeDecoder
@@ -65,13 +73,14 @@ from trainer.errors import UserError, require
 from trainer.files import write_json
 
 RUNS = 7
+BASES = ("generate", "plain", "vllm")  # arms that others are compared with, and llama.cpp's
 AS_LOADED = ("generate", "assisted")  # arms of transformers, on its own layout of the weights
 GREEDY = Sampling(0.0)
 LISTS = ("K", "batch")  # whole numbers with commas between them
 NUMBERS = ("count", "tokens", *LISTS)
 DEFAULTS = {
     "drafter": "", "target": "runs/smollm2", "prompts": "runs/real/prompts.jsonl", "count": "12",
-    "tokens": "96", "K": "4", "tree": "", "policy": "fixed", "batch": "1,8",
+    "tokens": "96", "K": "4", "tree": "", "policy": "fixed", "batch": "1,8", "gguf": "",
     "out": "benchmarks/real/results/speed.json",
 }  # fmt: skip
 Answers = list[list[int]]
@@ -79,8 +88,11 @@ Arm = Callable[[], tuple[float, Answers]]  # seconds, and the answers
 
 
 def requests_of(target: Target, source: str, count: int) -> list[Request]:
-    """`count` prompts at equal distances in the file, which has those of a domain together."""
-    prompts = load_prompts(source, count=sys.maxsize)
+    """`count` prompts at equal distances in the file, which has those of a domain together; of
+    `questions` held-out ones."""
+    made_here = source.partition(":")[0] in MADE_HERE
+    most = count if made_here else sys.maxsize
+    prompts = load_prompts(source, count=most, toy_split="eval")
     require(count <= len(prompts), "count", f"be at most {len(prompts)}, those of {source}", count)
     chosen = [prompts[i * len(prompts) // count] for i in range(count)]
     rows = [render(next(iter(user_turns(p))), target.tokenizer) for p in chosen]
@@ -116,6 +128,43 @@ def engine_arms(
     return {name: partial(answered, job) for name, job in jobs.items()}
 
 
+def llamacpp_arms(
+    target: Target, drafter: TrainedDrafter, requests: list[Request], given: dict[str, str],
+    limit: int, Ks: Sequence[int], rounds: dict[str, dict[str, float]],
+) -> dict[str, Arm]:  # fmt: skip
+    """llama.cpp at batch 1 on each file, alone and with the drafter. Empty without files. An arm
+    writes the tokens per round and the share of drafting to `rounds`."""
+    prompts, arms = [request.prompt_ids for request in requests], dict[str, Arm]()
+    files = [Path(file) for file in given["gguf"].split(",") if file]
+
+    def answered(name: str, file: Path, job: Drafting | None) -> tuple[float, Answers]:
+        run = llamacpp_run.serve(
+            file, {"it": job}, prompts, max_new_tokens=limit, sampling=GREEDY, seed=0
+        )["it"]
+        if job is not None:
+            timed = [run.timing(i) for i in range(len(prompts))]
+            per_round = sum(one.tokens for one in timed) / sum(one.rounds for one in timed)
+            share = run.drafting_share()
+            rounds[name] = {"tokens_per_round": per_round, "drafting_share": share}
+        return sum(run.seconds), run.tokens
+
+    for file in files:
+        kind, name = kind_of(drafter), f"llama.cpp {file.name}"
+        assert kind.method is not None, f"llama.cpp serves no drafter of kind {kind.name}"
+        folder = Path(tempfile.mkdtemp(prefix="export"))
+        atexit.register(shutil.rmtree, folder)
+        kind.writers["llamacpp"](drafter, folder, Export("", target.name, max(Ks), gguf=file))
+        alone = llamacpp_run.TYPES[kind.method]
+        jobs: dict[str, Drafting | None] = {name: None}
+        jobs |= {f"{name} chain of {K}": Drafting((alone,), folder / FILE, K) for K in Ks}
+        tree = parse_tree(given["tree"], "tree") if given["tree"] else None
+        if isinstance(tree, CopyTree):
+            types, n = (llamacpp_run.COPIES, alone), tree.shortest
+            jobs[f"{name} {types[0]}:{n}"] = Drafting(types, folder / FILE, max(Ks), n)
+        arms |= {arm: partial(answered, arm, file, job) for arm, job in jobs.items()}
+    return arms
+
+
 def measured(arms: dict[str, Arm]) -> tuple[dict[str, Any], dict[str, Answers]]:
     """Median tokens per second of each arm with its quartiles, and its answers."""
     answers = {name: arm()[1] for name, arm in arms.items()}
@@ -132,7 +181,8 @@ def measured(arms: dict[str, Arm]) -> tuple[dict[str, Any], dict[str, Answers]]:
         rates = [sum(map(len, answers[name])) / spent for spent in seconds[name]]
         low, middle, high = statistics.quantiles(rates, n=4)
         table[name] = {"tokens_per_s": middle, "quartiles": [low, high]}
-        for other in (one for one in ("generate", "plain", "vllm") if one in arms):
+        bases = [one for one in arms if one in BASES or one.endswith(".gguf")]
+        for other in bases:
             ratios = [b / a for a, b in zip(seconds[name], seconds[other], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             table[name][f"over_{other}"] = middle
@@ -201,9 +251,10 @@ def measure(
         "settings": given,
         **provenance(["benchmarks.real_speed", *arguments]),
     }
-    engine = {}
+    engine, one_by_one, by_llamacpp = {}, {}, dict[str, dict[str, float]]()
     if assistant is not None:
         engine = engine_arms(target, assistant, requests, limit, max(Ks))
+        one_by_one = llamacpp_arms(target, assistant, requests, given, limit, Ks, by_llamacpp)
     result["threads"] = torch.get_num_threads()
     for batch in sorted({min(batch, count) for batch in numbers["batch"]}):
 
@@ -237,10 +288,13 @@ def measure(
             }
         arms: dict[str, Arm] = {name: partial(clock, arm) for name, arm in here.items()}
         arms |= {name: partial(arm, batch) for name, arm in engine.items()}
+        arms |= one_by_one if batch == 1 else {}
         table, answers = measured(arms)
         for name, rows in answers.items():
             same = sum(a == b for a, b in zip(rows, answers["generate"], strict=True))
             table[name]["answers_as_generate"] = f"{same} of {len(rows)}"
+        for name in by_llamacpp.keys() & table.keys():
+            table[name]["round"] = by_llamacpp[name]
         for name in rounds:
             over_plain = table[name]["over_plain"]
             table[name]["round"] = where_time_goes(speculated(name, timed=True), over_plain)

@@ -5,9 +5,12 @@ It is the wheel `xllamacpp`, in a process of its own for each drafter, since it 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import itertools
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,14 +32,29 @@ WORKER = Path(__file__).with_name("llamacpp_worker.py")
 WHEEL = "xllamacpp==2026.10.11549"
 
 
+TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}  # --spec-type, by method
+COPIES = "ngram-mod"  # what copies before a drafter's own tokens, which it does where it can
+ROWS = (1, 2, 3, 4, 5, 8)  # tokens that a forward of the target is timed on
+# what is written in the log after each answer, of each type since the start: ms of drafting
+DRAFTED = re.compile(r"statistics +[\w-]+: .*dur\(b,g,a\) = [\d.]+, ([\d.]+), [\d.]+ ms")
+
+
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter for llama.cpp, of at most K tokens a round: the likeliest ones at every
-    temperature. `method`: draft_model or eagle3."""
+    """How llama.cpp drafts at most K tokens a round: the likeliest ones at every temperature.
 
-    method: str
-    file: Path
+    `types`: names of `--spec-type`; `file`: the drafter's, where one of them reads it; `ngram`:
+    tokens that a copy goes by."""
+
+    types: tuple[str, ...]
+    file: Path | None
     K: int
+    ngram: int = 0
+
+    @property
+    def always(self) -> bool:
+        """Whether it drafts in every round that has room."""
+        return self.file is not None
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,7 @@ class LlamaRun:
     tokens: list[list[int]]
     counters: list[EngineCounters]
     seconds: list[float]  # from the first token to the last
+    drafting: list[float]  # seconds of these
     drafter: Drafting | None
     engine: str
     machine: str
@@ -55,6 +74,10 @@ class LlamaRun:
         counted, tokens = self.counters[index], len(self.tokens[index]) - 1
         rounds = counted.drafts + plain_steps(counted, tokens) if self.drafter else tokens
         return Timing(self.seconds[index], rounds, tokens)
+
+    def drafting_share(self) -> float:
+        """Of the seconds of decoding."""
+        return sum(self.drafting) / sum(self.seconds)
 
 
 def plain_steps(counted: EngineCounters, emitted: int) -> int:
@@ -100,22 +123,10 @@ def serve(
     check_wheel()
     K = max([job.K for job in jobs.values() if job], default=0)
     longest = max(map(len, prompts)) + max_new_tokens + K + 2
-    draws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-             "samplers": ["temperature", "top_k", "top_p"]}  # fmt: skip
-    threads, found = torch.get_num_threads(), dict[str, LlamaRun]()
+    limits, found = [max_new_tokens] * len(prompts), dict[str, LlamaRun]()
     for name, job in jobs.items():
-        asked: Asked = {
-            "target": str(target.resolve()),
-            "drafter": [str(job.file.resolve()), job.method] if job else None,
-            "K": job.K if job else 0,
-            "context": -(-longest // 64) * 64,
-            "threads": threads,
-            "prompts": list(prompts),
-            "max_new_tokens": max_new_tokens,
-            "draws": draws,
-            "seed": seed,
-        }
-        version, answers = _run(name, asked)
+        asked = _asked(target, job, prompts, limits, longest, sampling, seed)
+        version, answers, drafting = _run(name, asked)
         counters = [
             EngineCounters(
                 one["drafts"], one["drafted"], one["accepted"], one["accepted_per_position"]
@@ -123,14 +134,87 @@ def serve(
             for one in answers
         ]
         found[name] = LlamaRun(
-            [one["tokens"] for one in answers], counters, [one["seconds"] for one in answers], job,
-            f"llama.cpp (xllamacpp {version})", f"{target.name} on {threads} threads of a CPU",
+            [one["tokens"] for one in answers], counters, [one["seconds"] for one in answers],
+            drafting, job, f"llama.cpp (xllamacpp {version})",
+            f"{target.name} on {asked['threads']} threads of a CPU",
         )  # fmt: skip
     return found
 
 
+def seconds_by_rows(
+    target: Path, drafting: Drafting, prompts: Sequence[list[int]]
+) -> dict[int, list[float]]:
+    """Median seconds of a round: of the target's forward on so many tokens (`ROWS`) with the
+    engine's own work, and of drafting those behind the first one. Of rounds whose drafts are all
+    rejected, which llama.cpp can be told to do.
+
+    An answer of 40 tokens less one of 16 to the same prompt, as the last rounds of both are short
+    of room."""
+    check_wheel()
+    short, long = 16, 40
+    twice = [prompt for prompt in prompts for _ in (short, long)]
+    longest, found = max(map(len, prompts)) + long + max(ROWS) + 2, dict[int, list[float]]()
+    for rows in ROWS:
+        job = dataclasses.replace(drafting, K=rows - 1) if rows > 1 else None
+        limits = [short, long] * len(prompts)
+        asked = _asked(target, job, twice, limits, longest, Sampling(0.0), 0)
+        _, answers, drafted = _run(f"{rows} rows", {**asked, "rejected": True})
+        verified = [one["seconds"] - took for one, took in zip(answers, drafted, strict=True)]
+        found[rows] = [
+            statistics.median(
+                (b - a) / (long - short) for a, b in zip(spent[::2], spent[1::2], strict=True)
+            )
+            for spent in (verified, drafted)
+        ]
+    return found
+
+
+def _asked(
+    target: Path,
+    job: Drafting | None,
+    prompts: Sequence[list[int]],
+    limits: list[int],
+    longest: int,
+    sampling: Sampling,
+    seed: int,
+) -> Asked:
+    return {
+        "target": str(target.resolve()),
+        "types": list(job.types) if job else [],
+        "drafter": str(job.file.resolve()) if job and job.file else None,
+        "ngram": job.ngram if job else 0,
+        "K": job.K if job else 0,
+        "rejected": False,
+        "context": -(-longest // 64) * 64,
+        "threads": torch.get_num_threads(),
+        "prompts": list(prompts),
+        "limits": limits,
+        "draws": {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "samplers": ["temperature", "top_k", "top_p"],
+        },
+        "seed": seed,
+    }
+
+
+def drafting_seconds(log: str, types: int, answers: int) -> list[float]:
+    """Seconds of drafting of each answer, after the one that warmed up."""
+    if not types:
+        return [0.0] * answers
+    written = [float(ms) / 1000 for ms in DRAFTED.findall(log)]
+    if len(written) != types * (answers + 1):
+        raise RunFault(
+            f"llama.cpp wrote {len(written)} times how long it drafted, of {answers + 1} answers "
+            f"with {types} drafters: its log has changed, install {WHEEL}"
+        )
+    since = [sum(written[i : i + types]) for i in range(0, len(written), types)]
+    return [now - before for before, now in itertools.pairwise(since)]
+
+
 @working("llama.cpp")
-def _run(name: str, asked: Asked) -> tuple[str, list]:
+def _run(name: str, asked: Asked) -> tuple[str, list, list[float]]:
     with tempfile.TemporaryDirectory() as scratch:
         files = asked_file, answered, log = [
             Path(scratch) / file for file in ("asked.json", "answered.json", "log")
@@ -142,9 +226,11 @@ def _run(name: str, asked: Asked) -> tuple[str, list]:
                 stderr=subprocess.STDOUT, check=False,
             )  # fmt: skip
         if done.returncode or not answered.exists():
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             raise RunFault(
-                "\n".join([f"llama.cpp ended with code {done.returncode} ({name}):", *said[-8:]])
+                "\n".join([f"llama.cpp ended with code {done.returncode} ({name}):", *lines[-8:]])
             )
         found = json.loads(answered.read_text())
-    return found["version"], found["answers"]
+        said = log.read_text(errors="replace")
+    drafting = drafting_seconds(said, len(asked["types"]), len(found["answers"]))
+    return found["version"], found["answers"], drafting

@@ -19,20 +19,25 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 COUNTER = re.compile(r'(?m)^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\S+)')
-KINDS = {"draft_model": "DRAFT_SIMPLE", "eagle3": "DRAFT_EAGLE3"}
+TRACE = 4  # the verbosity at which it writes the milliseconds of drafting after each answer
 
 
 class Asked(TypedDict):
-    """A job. `drafter`: the file of one and its method, null for plain decoding; `prompts`: token
-    ids; `draws`: the keys of sampling."""
+    """A job. `types`: how it drafts, by the names of `--spec-type`, none for plain decoding;
+    `drafter`: the file of one, or null; `ngram`: tokens that a copy goes by; `rejected`: every
+    draft is, whatever it holds, and answers end at their limit alone; `prompts`: token ids;
+    `limits`: the tokens of each answer; `draws`: the keys of sampling."""
 
     target: str
-    drafter: list[str] | None
+    types: list[str]
+    drafter: str | None
+    ngram: int
     K: int
+    rejected: bool
     context: int
     threads: int
     prompts: list[list[int]]
-    max_new_tokens: int
+    limits: list[int]
     draws: dict[str, object]
     seed: int
 
@@ -63,13 +68,20 @@ def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
     found.cpuparams.n_threads = found.cpuparams_batch.n_threads = asked["threads"]
     found.cache_type_k = found.cache_type_v = exact
     found.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if asked["drafter"] is not None:
-        file, method = asked["drafter"]
-        kind = f"COMMON_SPECULATIVE_TYPE_{KINDS[method]}"
-        found.speculative.types = [getattr(llama.common_speculative_type, kind)]
-        draft = found.speculative.draft
-        draft.mparams.path = file
-        draft.n_max, draft.n_min, draft.p_min = asked["K"], 0, 0.0
+    found.verbosity = TRACE
+    if asked["types"]:
+        speculative, K = found.speculative, asked["K"]
+        names = [one.upper().replace("-", "_") for one in asked["types"]]
+        known = llama.common_speculative_type
+        speculative.types = [getattr(known, f"COMMON_SPECULATIVE_TYPE_{one}") for one in names]
+        simple, mod = speculative.ngram_simple, speculative.ngram_mod
+        simple.size_n, simple.size_m = asked["ngram"], K
+        mod.n_match, mod.n_min, mod.n_max = asked["ngram"], 1, K
+        if asked["rejected"]:
+            speculative.synth_rates = [0.0] * K
+        draft = speculative.draft
+        draft.mparams.path = asked["drafter"] or ""
+        draft.n_max, draft.n_min, draft.p_min = K, 0, 0.0
         draft.cache_type_k = draft.cache_type_v = exact
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = asked["threads"]
     return found
@@ -95,12 +107,11 @@ def counters(address: str) -> dict[str, list[int]]:
     return found
 
 
-def answer(address: str, asked: Asked, index: int) -> Answer:
+def answer(address: str, asked: Asked, prompt: list[int], limit: int, seed: int) -> Answer:
     before = counters(address)
     said = post(f"{address}/completion", {
-        "prompt": asked["prompts"][index], "n_predict": asked["max_new_tokens"],
-        "seed": asked["seed"] + index, "cache_prompt": False, "return_tokens": True,
-        **asked["draws"],
+        "prompt": prompt, "n_predict": limit, "seed": seed, "ignore_eos": asked["rejected"],
+        "cache_prompt": False, "return_tokens": True, **asked["draws"],
     })  # fmt: skip
     now = counters(address)
     positions = now.get("accepted_tokens_per_pos", [])
@@ -120,8 +131,13 @@ def main(asked_file: str, answered_file: str) -> None:
     asked: Asked = json.loads(Path(asked_file).read_text())
     server = llama.Server(parameters(asked))
     address = server.listening_address
-    answer(address, asked, 0)  # pages of the files are read at the first forward
-    answers = [answer(address, asked, index) for index in range(len(asked["prompts"]))]
+    prompts = list(zip(asked["prompts"], asked["limits"], strict=True))
+    # pages of the files are read at the first forward; backwards, as copies would know the answer
+    answer(address, asked, prompts[0][0][::-1], prompts[0][1], asked["seed"])
+    answers = [
+        answer(address, asked, prompt, limit, asked["seed"] + index)
+        for index, (prompt, limit) in enumerate(prompts)
+    ]
     version = importlib.metadata.version("xllamacpp")
     Path(answered_file).write_text(json.dumps({"version": version, "answers": answers}))
 

@@ -142,6 +142,8 @@ class Row(Summary):
     token_s: list[float] | None = None  # of an engine: seconds a token without drafter, quartiles
     round_s: list[float] | None = None  # of an engine: seconds a round at batch 1, quartiles
     round_cost: float | None = None  # ratio of the medians
+    # of an engine's forward on so many tokens, and of drafting those behind the first
+    seconds_by_rows: dict[str, list[float]] | None = None
     engine: str | None = None  # its name and version
     draft_sampled: bool | None = None  # whether the engine drew its drafts
     text_by: str | None = None  # data.engine of the target's answers

@@ -91,12 +91,19 @@ def served_row(
 
 
 def llamacpp_row(
-    bench: Bench, name: str, served: LlamaRun, plain: LlamaRun, cost: Cost
+    bench: Bench,
+    name: str,
+    served: LlamaRun,
+    plain: LlamaRun,
+    cost: Cost,
+    by_rows: Mapping[int, list[float]] | None,
 ) -> Measurement:
-    """A row of the report, measured by llama.cpp on the traces in their order."""
-    assert served.drafter is not None, "plain decoding is no row of a drafter"
+    """A row of the report, measured by llama.cpp on the traces in their order. `by_rows`: seconds
+    of the target's forward and of drafting by the tokens of the forward."""
+    drafting = served.drafter
+    assert drafting is not None, "plain decoding is no row of a drafter"
     counters = [
-        answer_counters(counted, tokens, trace, served.drafter.K)
+        answer_counters(counted, tokens, trace, drafting.K, always=drafting.always)
         for counted, tokens, trace in zip(served.counters, served.tokens, bench.traces, strict=True)
     ]
     timed = bench.timed_prompts()
@@ -104,7 +111,14 @@ def llamacpp_row(
         one, theirs, ours = counters[index], plain.timing(index), served.timing(index)
         one.plain_s, one.plain_tokens = theirs.seconds, theirs.tokens
         one.speculative_s, one.speculative_tokens = ours.seconds, ours.tokens
-    about = {"engine": served.engine, "draft_sampled": False} | engine_costs(
+    about = {
+        "engine": served.engine,
+        "draft_sampled": False,
+        "draft_time_share": served.drafting_share(),
+        "seconds_by_rows": {str(rows): spent for rows, spent in by_rows.items()}
+        if by_rows
+        else None,
+    } | engine_costs(
         map(plain.timing, timed), map(served.timing, timed), f"{served.engine} in {served.machine}"
     )
     measured = engine_row(
@@ -125,15 +139,17 @@ def asked_one_by_one(row: Row) -> None:
         place["alpha_hat"] = None
 
 
-def answer_counters(new: EngineCounters, tokens: list[int], trace: Trace, K: int) -> PromptCounters:
+def answer_counters(
+    new: EngineCounters, tokens: list[int], trace: Trace, K: int, *, always: bool = True
+) -> PromptCounters:
     """Counters of one answer of which the engine counted no rounds one by one.
 
     Only its last round can have been cut, at EOS or at the limit, and a cut round emits no token of
-    the target's own; or it had no draft, which llama.cpp does not count. Raises RunFault where the
-    counters exceed the answer."""
+    the target's own; or it had no draft, which llama.cpp does not count. `always`: only there; what
+    copies has no draft in any round. Raises RunFault where the counters exceed the answer."""
     emitted = len(tokens) - 1
     cut, plain = new.drafts + new.accepted - emitted, plain_steps(new, emitted)
-    if cut > K or plain > 1:
+    if cut > K or (always and plain > 1):
         raise RunFault(
             f"the engine counted {new.drafts + new.accepted} tokens for one answer of {emitted}: "
             "another client uses it, or it did not draft in every round (give it room)"

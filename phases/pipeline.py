@@ -15,6 +15,7 @@ from phases.help import recipe_help
 from phases.source import RunText
 from recipes import base
 from recipes.common.config import Config, compose
+from target.gguf import target_gguf
 from trainer.errors import UserError, require
 
 
@@ -40,7 +41,7 @@ def run_words(words: list[str]) -> int:
         run_phases(config, module, command)
     if os.environ.get("RANK", "0") != "0" or not (finished := report.written(config.run_dir)):
         return 0
-    report.show(finished, config.run_dir)
+    report.show(finished, config.run_dir, target_gguf(config.model))
     if old:
         print("This run was finished before; trainer.resume=never trains it anew.")
     return export.failed_export(finished, config.run_dir, config.model.trust_remote_code)

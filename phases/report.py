@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +15,13 @@ from data.features_layout import bytes_per_token
 from data.prompts import Prompt
 from data.traces import Trace
 from drafters.base import TrainedDrafter
+from drafters.export.card import llama_server
+from drafters.export.gguf import FILE
+from drafters.kinds import KINDS
 from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
 from eval.costs import read_per_round
+from eval.report.render import with_interval
 from eval.report.rows import Report
 from eval.report.schema import (
     build_report,
@@ -70,13 +76,35 @@ def written(folder: Path) -> Report | None:
         return None
 
 
-def show(report: Report, folder: Path) -> None:
-    """Print the report's main numbers, and where its pages are; write these again where they are
+def show(report: Report, folder: Path, gguf: Path | None = None) -> None:
+    """Print the report's main numbers, where its pages are, and with the target's file `gguf` how
+    llama.cpp serves a drafter that was written for it; write the pages again where they are
     missing."""
     pages = folder / "report.md", folder / "report.html"
     if not all(page.exists() and page.stat().st_size for page in pages):
         write_report(report, folder)
     print(f"\n{summary(report)}\n\nreport: {pages[1].resolve()}")
+    drafter = folder / "export" / "llamacpp" / FILE
+    if gguf is not None and drafter.exists():
+        print(llamacpp_lines(report, str(gguf), str(drafter)))
+
+
+def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
+    """The two commands of llama.cpp, without and with the drafter, and what each gave."""
+    rows = report["results"]
+    method = KINDS[report["drafter"]["kind"]].method
+    K = next(row.K for row in rows if row.drafter == "after" and row.tree is None)
+    assert method is not None, "it was written for an engine"
+    assert K is not None, "a chain has a length"
+    commands = f"llama-server -m {shlex.quote(target)}\n{llama_server(target, drafter, method, K)}"
+    lines = ["\nin llama.cpp, without the drafter and with it:", textwrap.indent(commands, " " * 4)]
+    for row in (row for row in rows if row.measured_by == "llamacpp" and row.speedup is not None):
+        plain, drafted = row.plain_tokens_per_s or 0.0, row.speculative_tokens_per_s or 0.0
+        lines.append(
+            f"    T={row.temperature:g}: {plain:.3g} and {drafted:.3g} tokens/s, "
+            f"{with_interval(row.speedup, row.speedup_ci95)} times as fast"
+        )
+    return "\n".join(lines)
 
 
 @working("report")

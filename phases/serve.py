@@ -9,9 +9,13 @@ from drafters.base import TrainedDrafter
 from drafters.export.card import Export
 from drafters.export.gguf import FILE
 from drafters.kinds import kind_of
+from drafters.training_free.base import TrainingFree
+from drafters.training_free.ngram_simple import NgramSimple
+from drafters.trees.copy import CopyTree
 from engines import llamacpp_run
 from engines.llamacpp_run import Drafting
 from engines.vllm_run import Speculation, serve
+from eval.config import EvalConfig, trees_of
 from eval.costs import Cost
 from eval.measure import Bench
 from eval.report.rows import GREEDY_DRAFTS
@@ -20,9 +24,11 @@ from eval.served import llamacpp_row, served_row
 from eval.server import server_row
 from trainer.checks import is_address
 
+TIMED = 3  # prompts on which llama.cpp's forwards are timed by their rows
+
 
 def served_rows(
-    bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost, gguf: Path | None
+    bench: Bench, name: str, drafter: TrainedDrafter | TrainingFree, cost: Cost, gguf: Path | None
 ) -> list[Row]:
     """Measure vLLM on the bench's prompts: with drafts drawn as ours are, and, where that differs,
     with vLLM's own default, which drafts the likeliest tokens at every temperature. Or llama.cpp,
@@ -32,7 +38,8 @@ def served_rows(
     if is_address(config.engine):
         return [server_row(bench, name, config.engine, cost).row]
     if config.engine == "llamacpp":
-        return [_of_llamacpp(bench, name, drafter, cost, gguf)]
+        return _of_llamacpp(bench, name, drafter, cost, gguf)
+    assert isinstance(drafter, TrainedDrafter), "EvalConfig refuses copies in vLLM"
     with tempfile.TemporaryDirectory() as scratch:
         drafter, trained = drafter.servable(Path(scratch) / "target")
         target, kind = trained or target, kind_of(drafter)
@@ -61,20 +68,46 @@ def served_rows(
 
 
 def _of_llamacpp(
-    bench: Bench, name: str, drafter: TrainedDrafter, cost: Cost, gguf: Path | None
-) -> Row:
-    config, kind = bench.config, kind_of(drafter)
+    bench: Bench, name: str, drafter: TrainedDrafter | TrainingFree, cost: Cost, gguf: Path | None
+) -> list[Row]:
+    """The drafter's row, and one for each tree of eval.tree that copies: llama.cpp copies with the
+    same `shortest` before it asks the drafter."""
+    config = bench.config
     assert gguf is not None, "check_model_pair has asked for it"
-    assert kind.method is not None, "check_engine refuses kinds that llama.cpp does not serve"
+    prompts = [trace.prompt_ids for trace in bench.traces]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "drafter"
-        asked = Export("", bench.target.name, config.K, gguf=gguf)
-        kind.writers["llamacpp"](drafter, folder, asked)
-        sampled = bench.sampling.temperature > 0
-        job = f"{name}{GREEDY_DRAFTS}" if sampled else name
-        drafting = Drafting(kind.method, folder / FILE, config.K)
+        if isinstance(drafter, NgramSimple):
+            assert drafter.llamacpp is not None
+            jobs = {name: Drafting((drafter.llamacpp,), None, config.K, drafter.size)}
+        else:
+            assert isinstance(drafter, TrainedDrafter), "EvalConfig refuses other copies"
+            jobs = _with_copies(config, name, drafter, Path(scratch) / "drafter", gguf)
+            if bench.sampling.temperature > 0:
+                jobs = {f"{job}{GREEDY_DRAFTS}": one for job, one in jobs.items()}
         served = llamacpp_run.serve(
-            gguf, {"plain": None, job: drafting}, [trace.prompt_ids for trace in bench.traces],
-            max_new_tokens=config.max_new_tokens, sampling=bench.sampling, seed=config.seed,
+            gguf, {"plain": None, **jobs}, prompts, max_new_tokens=config.max_new_tokens,
+            sampling=bench.sampling, seed=config.seed,
         )  # fmt: skip
-    return llamacpp_row(bench, job, served[job], served["plain"], cost).row
+        timed, by_rows = bench.timed_prompts(), None
+        if timed and jobs[next(iter(jobs))].always:
+            some = [prompts[i] for i in timed[:TIMED]]
+            by_rows = llamacpp_run.seconds_by_rows(gguf, jobs[next(iter(jobs))], some)
+    return [
+        llamacpp_row(bench, job, served[job], served["plain"], cost, by_rows).row for job in jobs
+    ]
+
+
+def _with_copies(
+    config: EvalConfig, name: str, drafter: TrainedDrafter, folder: Path, gguf: Path
+) -> dict[str, Drafting]:
+    kind = kind_of(drafter)
+    assert kind.method is not None, "check_engine refuses kinds that llama.cpp does not serve"
+    kind.writers["llamacpp"](drafter, folder, Export("", "", config.K, gguf=gguf))
+    alone = llamacpp_run.TYPES[kind.method]
+    jobs = {name: Drafting((alone,), folder / FILE, config.K)}
+    for _, tree in trees_of(config):
+        if isinstance(tree, CopyTree):
+            both = (llamacpp_run.COPIES, alone)
+            named = f"{name}, {llamacpp_run.COPIES}:{tree.shortest}"
+            jobs[named] = Drafting(both, folder / FILE, config.K, tree.shortest)
+    return jobs

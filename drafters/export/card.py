@@ -203,14 +203,22 @@ python -m sglang.launch_server --model-path {_word(target)}{_option(revision)} \
 
 def _serve_llamacpp(target: str, revision: str | None, method: str, num_tokens: int) -> str:
     """The command for llama.cpp, which drafts the likeliest tokens at any temperature."""
-    kind = "draft-simple" if method == "draft_model" else f"draft-{method}"
+    command = llama_server("TARGET", "DRAFTER/drafter.gguf", method, num_tokens)
     return f"""llama.cpp, with the target's own GGUF file as TARGET:
 
 ```bash
-llama-server -m TARGET -md DRAFTER/drafter.gguf --spec-type {kind} \\
-    --spec-draft-n-max {num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0
+{command}
 ```
 """
+
+
+def llama_server(target: str, drafter: str, method: str, num_tokens: int) -> str:
+    """The shell's command that serves files of target and drafter."""
+    kind = "draft-simple" if method == "draft_model" else f"draft-{method}"
+    return (
+        f"llama-server -m {_word(target)} -md {_word(drafter)} --spec-type {kind} \\\n"
+        f"    --spec-draft-n-max {num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0"
+    )
 
 
 def _option(revision: str | None) -> str:

@@ -20,6 +20,7 @@ class TrainingFree(Drafter):
     """
 
     name: ClassVar[str]
+    llamacpp: ClassVar[str | None] = None  # the --spec-type of llama.cpp that drafts by this rule
 
     def continuation(self, context: np.ndarray, count: int) -> list[int]:
         """Up to `count` ids that may follow `context` [S] int64; [] where there are none."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
+from drafters.training_free.ngram_simple import NgramSimple
 from trainer.specs import parse
 
-TRAINING_FREE: dict[str, type[TrainingFree]] = {one.name: one for one in (PromptLookup,)}
+TRAINING_FREE: dict[str, type[TrainingFree]] = {
+    one.name: one for one in (PromptLookup, NgramSimple)
+}
 
 
 def parse_training_free(text: str, key: str) -> TrainingFree:

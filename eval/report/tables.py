@@ -163,8 +163,30 @@ def _engine_costs(name: str, row: Row) -> str:
         f"{said}, a token of plain decoding {_milliseconds(token_s)}. A round costs as much as "
         f"{row.round_cost:.2f} such tokens ({least:.2f} to {most:.2f} between the quartiles): "
         f"at K={row.K} the speed-up of any drafter of this shape is its tokens per round over "
-        "that."
+        f"that.{_where_a_round_goes(row)}"
     )
+
+
+def _where_a_round_goes(row: Row) -> str:
+    """Of an engine whose forwards were timed by their tokens: what they cost, and why it loses."""
+    by_rows, share, tokens = row.seconds_by_rows, row.draft_time_share, row.tokens_per_round
+    if not by_rows or share is None or row.round_cost is None or tokens is None:
+        return ""
+    token = by_rows["1"][0]
+    table = ", ".join(
+        f"{rows}: {1000 * verified:.3g} + {1000 * drafted:.3g} ms "
+        f"({(verified + drafted) / token:.2f})"
+        for rows, (verified, drafted) in by_rows.items()
+    )
+    said = (
+        " The target's forward by the tokens that it is on, with drafting all but the first (and "
+        f"the tokens per round that this is worth): {table}. Drafting takes {share:.0%} of the "
+        "time."
+    )
+    if tokens < row.round_cost:
+        said += f" It is slower with the drafter: it emits {tokens:.2f} tokens per round, and it "
+        said += f"would take {row.round_cost:.2f}."
+    return said
 
 
 def _milliseconds(quartiles: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ one, it stops verifying at an EOS, and a step without room for a draft is counte
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -23,8 +24,19 @@ from drafters.export.gguf import FILE
 from drafters.kinds import KINDS, kind_of
 from drafters.load import load_drafter
 from drafters.round import Budget
+from drafters.training_free.ngram_simple import NgramSimple
 from engines import llamacpp_run
-from engines.llamacpp_run import WHEEL, Drafting, plain_steps, serve
+from engines.llamacpp_run import (
+    COPIES,
+    ROWS,
+    TYPES,
+    WHEEL,
+    Drafting,
+    drafting_seconds,
+    plain_steps,
+    seconds_by_rows,
+    serve,
+)
 from engines.vllm_run import EngineCounters
 from eval.engine import SpeculativeDecoder
 from eval.served import answer_counters
@@ -55,7 +67,7 @@ def frozen(tmp_path_factory):
 def exported(drafter, file, folder):
     kind = kind_of(drafter)
     kind.writers["llamacpp"](drafter, folder, Export("card", "x", K, gguf=file))
-    return Drafting(kind.method, folder / FILE, K)
+    return Drafting((TYPES[kind.method],), folder / FILE, K)
 
 
 def prompts_of(target, count):
@@ -79,7 +91,7 @@ def by_rule(rounds, limit):
     """llama.cpp's counters from our rounds."""
     left, drafts, drafted, reached = limit - 1, 0, 0, [0] * K
     for one in rounds:
-        room = min(K, left - 1)
+        room = min(one.submitted, left - 1)
         left -= one.emitted
         if room:
             drafts, drafted = drafts + 1, drafted + room
@@ -97,6 +109,63 @@ def test_answers_are_identical_and_counters_ours(name, frozen, tmp_path):
     jobs = {"plain": None, name: exported(drafter, file, tmp_path / "drafter")}
     found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
     assert same_as_ours(found[name], found["plain"], target, drafter, prompts) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_its_own_copies_are_those_of_ngram_simple(size, frozen):
+    """Rounds without a copy count as no draft, and one that follows draft by draft has none."""
+    pytest.importorskip("xllamacpp")
+    target, file = frozen
+    prompts = [prompt * 3 for prompt in prompts_of(target, 8)]
+    drafter = NgramSimple(size)
+    jobs = {"plain": None, "copies": Drafting((drafter.llamacpp,), None, K, size)}
+    found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
+    assert same_as_ours(found["copies"], found["plain"], target, drafter, prompts) > 10
+
+
+@pytest.mark.slow
+def test_a_copy_comes_before_the_head(frozen, tmp_path):
+    """Exact all the same; each answer is as long as its rounds emit. It copies from what it was
+    asked before, which the answer that warms up must not be."""
+    pytest.importorskip("xllamacpp")
+    target, file = frozen
+    prompts = [prompt * 3 for prompt in prompts_of(target, 8)]
+    prompts.append(prompts[0])
+    head = exported(drafters_of(target)["whole"], file, tmp_path / "drafter")
+    both = dataclasses.replace(head, types=(COPIES, *head.types), ngram=2)
+    jobs = {"plain": None, "head": head, "both": both}
+    found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
+    assert found["both"].tokens == found["plain"].tokens == found["head"].tokens
+    assert found["both"].counters != found["head"].counters
+    assert found["both"].counters[0].accepted < found["both"].counters[-1].accepted
+    for counted, tokens in zip(found["both"].counters, found["both"].tokens, strict=True):
+        assert plain_steps(counted, len(tokens) - 1) <= 1
+    assert 0 < found["both"].drafting_share() < found["head"].drafting_share() < 1
+
+
+@pytest.mark.slow
+def test_forwards_are_timed_by_their_rows(frozen, tmp_path):
+    """Of rounds whose drafts are all rejected: a draft in each, none of it kept."""
+    pytest.importorskip("xllamacpp")
+    target, file = frozen
+    head = exported(drafters_of(target)["whole"], file, tmp_path / "drafter")
+    found = seconds_by_rows(file, head, prompts_of(target, 2))
+    assert tuple(found) == ROWS
+    assert all(0 < verified < 1 for verified, _ in found.values())
+    assert found[1][1] == 0
+    assert all(0 < drafted < 1 for rows, (_, drafted) in found.items() if rows > 1)
+
+
+def test_times_of_drafting_are_of_the_log_and_a_changed_log_is_a_fault():
+    line = "0.1 I spec: statistics  {}: #calls(b,g,a) = 1 2 3, dur(b,g,a) = 9.0, {}, 0.002 ms"
+    copies, head = "ngram-mod", "draft-eagle3"
+    spent = [(copies, 1), (head, 10), (copies, 3), (head, 30)]
+    two = "\n".join(line.format(name, ms) for name, ms in spent)
+    assert drafting_seconds(two, 2, 1) == pytest.approx([0.022])
+    assert drafting_seconds("", 0, 3) == [0, 0, 0]
+    with pytest.raises(RunFault, match=r"wrote 4 times how long it drafted, of 3 answers"):
+        drafting_seconds(two, 2, 2)
 
 
 @pytest.mark.slow
@@ -155,7 +224,8 @@ def same_as_ours(served, plain, target, drafter, prompts) -> int:
     for i in range(len(prompts)):
         assert ours[i].response_ids == served.tokens[i]
         assert served.counters[i] == by_rule(ours[i].rounds, NEW)
-        rounds = answer_counters(served.counters[i], ours[i].response_ids, trace(), K).rounds
+        counted, always = served.counters[i], served.drafter.always
+        rounds = answer_counters(counted, served.tokens[i], trace(), K, always=always).rounds
         assert rounds == len(ours[i].rounds)
         assert served.timing(i).rounds == rounds
     return sum(counted.accepted for counted in served.counters)
@@ -314,12 +384,16 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
         f"data.cache_dir={tmp_path / 'cache'}", f"eval.prompts={FROZEN / 'eval.jsonl'}",
         "eval.num_prompts=4", "eval.K=2", "eval.max_new_tokens=11", "eval.bootstrap_draws=20",
         "eval.timing_prompts=2", f"model.target_gguf={file}", "eval.engine=llamacpp",
-        f"script.out={tmp_path / 'out'}",
+        "eval.tree=copy:3", f"script.out={tmp_path / 'out'}",
     ]  # fmt: skip
     assert evaluate.main(words) == 0, capsys.readouterr().err
     results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    rows = {row["temperature"]: row for row in results if row["measured_by"] == "llamacpp"}
-    assert sorted(rows) == [0, 1]
+    by_engine = [row for row in results if row["measured_by"] == "llamacpp"]
+    copied = [row for row in by_engine if ", ngram-mod:3" in row["drafter"]]
+    rows = {row["temperature"]: row for row in by_engine if row not in copied}
+    assert sorted(rows) == sorted(row["temperature"] for row in copied) == [0, 1]
+    assert all(row["lossless"] and 0 < row["draft_time_share"] < 1 for row in by_engine)
+    assert [*rows[0]["seconds_by_rows"]] == ["1", "2", "3", "4", "5", "8"]
     (same,) = [
         row for row in results
         if row["measured_by"] == "decoding" and row["temperature"] == 0 and row["tree"] is None
@@ -330,7 +404,8 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
     assert rows[0]["speedup"] > 0
     assert rows[1]["drafter"].endswith("greedy drafts")
     assert rows[1]["lossless"], rows[1]["note"]
-    assert "llama.cpp" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "The target&#39;s forward by the tokens that it is on, with drafting all" in page
     out = tmp_path / "for-llamacpp"
     given = [f"script.drafter={place}", "script.engine=llamacpp", f"script.out={out}",
              f"model.target={FROZEN / 'target'}"]  # fmt: skip
@@ -342,6 +417,29 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
     assert export.main([*given, f"model.target_gguf={file}"]) == 0
     assert "llama-server -m TARGET -md DRAFTER/drafter.gguf" in (out / "README.md").read_text()
     assert {path.name for path in out.iterdir() if path.name[0] != "."} == {"README.md", FILE}
+
+
+@pytest.mark.slow
+def test_a_report_of_llama_cpps_own_copies(tmp_path, capsys):
+    """What it copies by itself, on the file that it runs."""
+    pytest.importorskip("xllamacpp")
+    toy = Target.load(str(TOY / "target"))
+    write_gguf(tmp_path / "toy.gguf", toy.model, TOY / "target")
+    lines = [f"a{i} = 1\nb{i} = 1\nc{i} = 1\nd{i} =" for i in range(4)]
+    rows = [json.dumps({"prompt": line}) for line in lines]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    words = [
+        "eval.drafter=ngram_simple:1", f"model.target={tmp_path / 'toy.gguf'}",
+        f"data.cache_dir={tmp_path / 'cache'}", "eval.num_prompts=4", "eval.K=3",
+        "eval.max_new_tokens=24", "eval.bootstrap_draws=20", "eval.timing_prompts=2",
+        "eval.temperatures=0", "eval.engine=llamacpp", f"script.out={tmp_path / 'out'}",
+        f"eval.prompts={tmp_path / 'prompts.jsonl'}",
+    ]  # fmt: skip
+    assert evaluate.main(words) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    found = {row["measured_by"]: row for row in results if row["drafter"] == "ngram_simple:1"}
+    assert found["llamacpp"]["tokens_per_round"] == found["decoding"]["tokens_per_round"] > 1
+    assert found["llamacpp"]["identical_to_plain"] == 1
 
 
 @pytest.mark.slow

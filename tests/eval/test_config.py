@@ -62,7 +62,10 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
             r"eval\.draft_temperature must be null for an engine",
         ),
         ({"baselines": ["lookup:0"]}, r"eval\.baselines='lookup:0': max_ngram must be >= 1, got 0"),
-        ({"baselines": ["look"]}, r"eval\.baselines must be one of lookup\[:<max_ngram>\], got"),
+        (
+            {"baselines": ["look"]},
+            r"eval\.baselines must be one of lookup\[:<max_ngram>\], ngram_simple\[:<size>\], got",
+        ),
         ({"baselines": ["lookup", "lookup"]}, r"eval\.baselines must name each drafter once"),
         ({"drafter": "lookup:x"}, r"eval\.drafter='lookup:x': max_ngram must be a whole number"),
         (
@@ -74,6 +77,14 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
             r"eval\.policy must be fixed for lookup:3",
         ),
         ({"drafter": "lookup:3", "engine": "vllm"}, r"eval\.engine must be own for lookup:3"),
+        (
+            {"drafter": "lookup:3", "engine": "llamacpp"},
+            r"eval\.engine must be own for lookup:3.*ngram_simple:<size> is what llama\.cpp copies",
+        ),
+        (
+            {"drafter": "ngram_simple:3", "engine": "vllm"},
+            r"eval\.engine must be own for ngram_simple:3",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, says):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from phases import pipeline
+from target.model import Target
+from tests.helpers.gguf_files import write_gguf
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -302,9 +304,11 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert config.recipe == "eagle3"
     assert (config.data.prompts, config.data.prompts_config) == ("openai/gsm8k", "main")
     assert config.model.target == "runs/smollm2"
+    assert config.model.target_gguf == "runs/smollm2.gguf"
     (installed / "runs" / "smollm2" / "config.json").write_text("{}")
+    (installed / "runs" / "smollm2.gguf").touch()
     done = bash("bash scripts/real.sh", installed, **environment)
-    assert "the target, 0.5 GB in runs/smollm2: is there\n" in done.stdout
+    assert "the target, 540 MB in float32, runs/smollm2: is there\n" in done.stdout
     assert "got it" not in done.stdout
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
     assert pipeline.resolve(words)[0].data.prompts == "questions"
@@ -313,6 +317,18 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
     config, _ = pipeline.resolve(words)
     assert (config.trainer.max_steps, config.trainer.eval_every, config.eval.K) == (1200, 60, 3)
+    toy = Target.load(str(ROOT / "assets" / "toy" / "target"))
+    write_gguf(tmp_path / "toy.gguf", toy.model, ROOT / "assets" / "toy" / "target")
+    words = f"target={tmp_path / 'toy.gguf'} data.num_prompts=26000"
+    done = bash(f"bash scripts/real.sh {words}", installed, **environment)
+    assert f"the target, 16 MB in float32, {tmp_path / 'toy.gguf'}: is there\n" in done.stdout
+    assert int(re.search(r"text, 26000 answers of the target: about (\d+) min", done.stdout)[1]) < 9
+    words = ast.literal_eval(re.search(r"^arguments (\[.*\]) threads 1$", done.stdout, re.M)[1])
+    config, _ = pipeline.resolve(words)
+    assert (config.model.target, config.model.target_gguf) == (str(tmp_path / "toy.gguf"), None)
+    done = bash("bash scripts/real.sh target=runs/none.gguf", installed, **environment)
+    assert done.returncode == 2
+    assert done.stderr == "error: target must be a GGUF file, got 'runs/none.gguf'\n"
     done = bash("bash scripts/real.sh data.num_prompts=all", installed, **environment)
     assert done.returncode == 2
     assert done.stderr == "error: data.num_prompts must be a whole number, got 'all'\n"
