@@ -98,10 +98,13 @@ def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
     assert K is not None, "a chain has a length"
     commands = f"llama-server -m {shlex.quote(target)}\n{llama_server(target, drafter, method, K)}"
     lines = ["\nin llama.cpp, without the drafter and with it:", textwrap.indent(commands, " " * 4)]
-    for row in (row for row in rows if row.measured_by == "llamacpp" and row.speedup is not None):
+    measured = [row for row in rows if row.measured_by == "llamacpp" and row.speedup is not None]
+    if not measured:
+        lines.append("    not timed here: eval.engine=llamacpp measures both")
+    for row in measured:
         plain, drafted = row.plain_tokens_per_s or 0.0, row.speculative_tokens_per_s or 0.0
         lines.append(
-            f"    T={row.temperature:g}: {plain:.3g} and {drafted:.3g} tokens/s, "
+            f"    T={row.temperature:g}, {row.drafter}: {plain:.3g} and {drafted:.3g} tokens/s, "
             f"{with_interval(row.speedup, row.speedup_ci95)} times as fast"
         )
     return "\n".join(lines)

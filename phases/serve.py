@@ -88,10 +88,11 @@ def _of_llamacpp(
             gguf, {"plain": None, **jobs}, prompts, max_new_tokens=config.max_new_tokens,
             sampling=bench.sampling, seed=config.seed,
         )  # fmt: skip
-        timed, by_rows = bench.timed_prompts(), None
-        if timed and jobs[next(iter(jobs))].always:
+        timed, by_rows, drafting = bench.timed_prompts(), None, next(iter(jobs.values()))
+        once = bench.sampling.temperature == config.temperatures[0]
+        if timed and drafting.always and once:
             some = [prompts[i] for i in timed[:TIMED]]
-            by_rows = llamacpp_run.seconds_by_rows(gguf, jobs[next(iter(jobs))], some)
+            by_rows = llamacpp_run.seconds_by_rows(gguf, drafting, some)
     return [
         llamacpp_row(bench, job, served[job], served["plain"], cost, by_rows).row for job in jobs
     ]

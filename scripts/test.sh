@@ -25,7 +25,7 @@ check() { # command ...; a program in the background would ignore SIGINT
 linters=$!
 if (($# == 0)); then
     # one thread each; a file goes to one process, which makes its runs once
-    set -- -n auto --maxprocesses 4 --dist loadfile
+    set -- -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 tests=passed
 python -m pytest "$@" || tests=failed

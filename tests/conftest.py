@@ -21,12 +21,26 @@ from tests.helpers.reports import no_report
 from tests.helpers.tiny import save_tiny
 
 
+# a file goes to one process: those that take minutes begin first, so that none is left at the end
+LONGEST = (
+    "trainer/test_placements.py", "engines/test_states_killed.py", "test_docs.py",
+    "engines/test_vllm.py", "engines/test_vllm_server.py", "test_sizes.py", "test_resume.py",
+    "eval/verifiers/test_tree.py", "engines/test_states.py", "test_train.py",
+    "test_architecture.py", "scripts/test_setup.py", "eval/test_assisted.py",
+    "benchmarks/test_queue.py", "data/test_toy.py", "trainer/test_compiled.py",
+    "engines/test_llamacpp.py", "data/test_traces.py", "trainer/test_fused.py",
+    "trainer/test_tabular_oracle.py",
+)  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     """Tests of tools wait for CI, as slow ones do, however fast they are."""
     for item in items:
         if item.get_closest_marker("tools"):
             item.add_marker("slow")
+    place = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
 def pytest_collection_finish(session):

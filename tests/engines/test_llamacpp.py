@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -446,10 +447,18 @@ def test_a_report_of_llama_cpps_own_copies(tmp_path, capsys):
 def test_a_run_on_a_gguf_file_writes_for_llama_cpp(tmp_path, capsys):
     toy = Target.load(str(TOY / "target"))
     write_gguf(tmp_path / "toy.gguf", toy.model, TOY / "target")
-    words = command(tmp_path, tmp_path / "toy.gguf", "recipe=eagle3", "eval.timing_prompts=0")
+    words = command(tmp_path, tmp_path / "toy.gguf", "recipe=eagle3", "eval.timing_prompts=2",
+                    "eval.temperatures=0", "eval.engine=llamacpp")  # fmt: skip
     assert train.main([word for word in words if not word.startswith("method.")]) == 0
-    assert (tmp_path / "run" / "export" / "llamacpp" / FILE).exists()
-    capsys.readouterr()
+    drafter = tmp_path / "run" / "export" / "llamacpp" / FILE
+    assert drafter.exists()
+    said = capsys.readouterr().out.splitlines()
+    at = said.index("in llama.cpp, without the drafter and with it:")
+    assert said[at + 1] == f"    llama-server -m {tmp_path / 'toy.gguf'}"
+    assert said[at + 2].startswith(f"    llama-server -m {tmp_path / 'toy.gguf'} -md {drafter} --")
+    assert re.fullmatch(
+        r"    T=0, after: \S+ and \S+ tokens/s, \S+ \[.*\] times as fast", said[at + 4]
+    )
     given = [f"script.run={tmp_path / 'run'}", "script.repo=me/head", "dry_run=true"]
     assert push_to_hub.main(given) == 0
     assert FILE in capsys.readouterr().out

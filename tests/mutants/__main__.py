@@ -29,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.mutants.forked import SERVER, tested
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -76,24 +78,25 @@ def outcome(root: Path, mutant: Mutant, mutated: bool, timeout_s: float) -> tupl
         copy_of(root, Path(folder))
         if mutated:
             (Path(folder) / mutant.file).write_text(mutant.mutated(root), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *words], cwd=folder, env=given | own, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return "killed", f"timed out after {timeout_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what a test has left running
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode == 0:
+        said = Path(folder) / ".said"
+        process = SERVER.Process(target=tested, args=(words, folder, given | own, said))
+        process.start()
+        process.join(timeout_s)
+        status = process.exitcode
+        with contextlib.suppress(ProcessLookupError):  # what a test has left running
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        out = said.read_text(errors="replace") if said.exists() else ""
+    if status is None:
+        return "killed", f"timed out after {timeout_s:g} s"
+    if status == 0:
         return "SURVIVED", ""
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.M)
-    if process.returncode == 1 or process.returncode < 0:
-        return "killed", first[1] if first else f"exit status {process.returncode}"
-    return "error", f"pytest ended with {process.returncode}: {' '.join(out.split()[-20:])}"
+    if status == 1 and first:
+        return "killed", first[1]
+    if status < 0:
+        return "killed", f"exit status {status}"
+    return "error", f"pytest ended with {status}: {' '.join(out.split()[-20:])}"
 
 
 def state_of(root: Path, mutant: Mutant) -> str:

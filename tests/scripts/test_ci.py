@@ -17,9 +17,8 @@ PLAYED = r"""#!/usr/bin/env bash
 asked="$(basename "$0") $*"
 echo "$asked" >>asked
 case "$asked" in
-    *"-m zero"*) name=ZERO ;;
     *"-m engine"*) name=COSTS ;;
-    *"slow or engine"*) name=SLOW ;;
+    *"slow or zero or engine"*) name=SLOW ;;
     *) name=$(basename "$0" .sh) name=${name//-/_} ;;
 esac
 case "${!name:-}" in
@@ -29,8 +28,8 @@ case "${!name:-}" in
     TWICE) (($(grep -c "^$asked" asked) > 2)) ;;
 esac
 """
-STEPS = ["installation", "Chromium", "lint, default tests", "DeepSpeed", "two processes (zero)",
-         "vLLM's environment", "vLLM (costs)", "slow tests, vLLM"]  # fmt: skip
+STEPS = ["installation", "Chromium", "lint, default tests", "DeepSpeed", "vLLM's environment",
+         "vLLM (costs)", "slow, two processes, vLLM"]  # fmt: skip
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_every_step_is_run_and_stands_in_the_table(folder):
     assert set(table.values()) == {"passed"}
     pytests = [words.partition("pytest ")[2] for words in asked if "pytest" in words]
     assert [re.search(r"-m \(?(\w+)|-n", words).group() for words in pytests] == [
-        "-n", "-m zero", "-m engine", "-m (slow",
+        "-n", "-m engine", "-m (slow",
     ]  # fmt: skip
     assert asked.count("engine_env.sh ") == 1
 
@@ -89,9 +88,8 @@ def test_every_step_is_run_and_stands_in_the_table(folder):
     [
         ("ruff", "lint, default tests"),
         ("python", "lint, default tests"),
-        ("ZERO", "two processes (zero)"),
         ("COSTS", "vLLM (costs)"),
-        ("SLOW", "slow tests, vLLM"),
+        ("SLOW", "slow, two processes, vLLM"),
     ],
 )
 def test_a_step_that_fails_hides_no_other(folder, name, step):
@@ -99,10 +97,10 @@ def test_a_step_that_fails_hides_no_other(folder, name, step):
     assert code == 1
     assert table == {one: "FAILED (1)" if one == step else "passed" for one in STEPS}
     assert f"=== {step}: FAILED (1), " in out
-    assert len([words for words in asked if "pytest" in words]) == 4
+    assert len([words for words in asked if "pytest" in words]) == 3
 
 
-@pytest.mark.parametrize("name", ["ZERO", "COSTS", "SLOW"])
+@pytest.mark.parametrize("name", ["COSTS", "SLOW"])
 def test_a_step_without_a_test_has_failed(folder, name):
     code, _, _, table = run(folder, **{name: "NONE"})
     assert code == 1
@@ -136,7 +134,7 @@ def test_an_installation_is_tried_three_times_and_then_has_failed(folder, name, 
 def test_time_that_is_spent_is_not_no_limit(folder):
     """A limit of 0 seconds would be none, and one below 0 a mistake."""
     for limit in ("0", "-5"):
-        code, out, asked, table = run(folder, CI_LIMIT_S=limit, ZERO="HANG")
+        code, out, asked, table = run(folder, CI_LIMIT_S=limit, deepspeed="HANG")
         assert code == 1
         assert table == dict.fromkeys(STEPS, "NOT FINISHED")
         assert asked == []
@@ -147,17 +145,17 @@ def test_a_step_that_hangs_is_ended_and_what_did_not_run_is_named(folder):
     code, out, asked, table = run(folder, CI_LIMIT_S="1", deepspeed="HANG")
     assert code == 1
     assert list(table) == STEPS
-    for name in ("DeepSpeed", "two processes (zero)", "vLLM (costs)", "slow tests, vLLM"):
+    for name in ("DeepSpeed", "vLLM (costs)", "slow, two processes, vLLM"):
         assert table[name] == "NOT FINISHED"
-    assert not [words for words in asked if "slow or engine" in words]
+    assert not [words for words in asked if "slow or zero or engine" in words]
     assert "try 2 of 3" not in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_from_outside_it_ends_its_steps_and_shows_the_table(folder, number):
-    process = began(folder, ZERO="HANG", engine_env="HANG")
+    process = began(folder, deepspeed="HANG", engine_env="HANG")
     seen = ""
-    while "zero hangs" not in seen:
+    while "deepspeed.sh  hangs" not in seen:
         line = process.stdout.readline()
         assert line, seen
         seen += line
@@ -165,7 +163,7 @@ def test_stopped_from_outside_it_ends_its_steps_and_shows_the_table(folder, numb
     out, _ = process.communicate(timeout=60)  # all that held the pipe has ended
     assert process.returncode == 1
     table = dict(re.findall(r"^(\S.*?) +\d+ s  (\S.*)$", out, re.M))
-    assert list(table.values()) == ["passed"] * 4 + ["NOT FINISHED"] * 4
+    assert list(table.values()) == ["passed"] * 3 + ["NOT FINISHED"] * 4
 
 
 def test_the_test_script_goes_on_after_a_linter_that_fails(folder):
