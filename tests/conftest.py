@@ -20,7 +20,6 @@ import tests.offline.sitecustomize  # noqa: F401
 from tests.helpers.reports import no_report
 from tests.helpers.tiny import save_tiny
 
-
 # a file goes to one process: those that take minutes begin first, so that none is left at the end
 LONGEST = (
     "trainer/test_placements.py", "engines/test_states_killed.py", "test_docs.py",

@@ -205,6 +205,7 @@ class Killed(BaseException):
     """Stands for the death of the process: nothing in the store catches it."""
 
 
+@pytest.mark.slow
 def test_killed_before_or_after_any_event_on_the_disk(tmp_path, monkeypatch, capsys):
     """Every call to the system that changes what a reader sees is the last one once."""
     expected = list(range(7))

@@ -86,7 +86,7 @@ def ours(model, draft, prompts, K, eos):
 @pytest.mark.parametrize("with_eos", [False, True])
 def test_rounds_equal_assisted_generation_round_for_round(pair, assisted, K, with_eos):
     model, draft = pair
-    prompts = list(enumerate(prompts_of([3, 12, 7, 20, 5] * 4)))
+    prompts = list(enumerate(prompts_of([3, 12, 7, 20, 5] * 2)))
     eos: tuple[int, ...] = ()
     if with_eos:
         free = ours(model, draft, prompts, K, ())
@@ -121,7 +121,7 @@ def test_its_own_convention_can_be_replayed(pair, assisted, K):
     target = Target(model, tiny_tokenizer(), "tiny", {}, ())
     drafter = CausalLMDrafter._of(draft, target, "draft")
     traces, theirs = [], []
-    for index, prompt in enumerate(prompts_of([3, 12, 7, 20, 5] * 4)):
+    for index, prompt in enumerate(prompts_of([3, 12, 7, 20, 5] * 2)):
         text, rounds = assisted(model, draft, prompt, K, NEW, ())
         theirs.append(rounds)
         trace = Trace(

@@ -158,6 +158,7 @@ def test_the_engine_gets_what_was_asked_and_its_answer_comes_back(fake, tiny_tar
     assert (params[0]["temperature"], params[0]["max_tokens"]) == (0.0, NEW)
 
 
+@pytest.mark.slow
 def test_prompts_are_timed_alone_after_a_warm_up_and_are_not_counted_again(fake, tiny_target):
     found = ask(tiny_target("llama"), alone=[1, 0])
     assert found["plain"].alone == {1: Timing(2.5, 2, 2), 0: Timing(2.5, 1, 1)}
@@ -166,6 +167,7 @@ def test_prompts_are_timed_alone_after_a_warm_up_and_are_not_counted_again(fake,
     assert len(found["a"].tokens) == 2
 
 
+@pytest.mark.slow
 def test_sampling_reaches_the_engine_and_the_drafter(fake, tiny_target):
     ask(tiny_target("llama"), sampling=SAMPLED)
     _, (engine, params) = map(json.loads, fake.read_text().splitlines())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 pytestmark = pytest.mark.tools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +71,10 @@ def run(folder, script=".ci/run", **environment):
     asked = (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
     table = dict(re.findall(r"^(\S.*?) +\d+ s  (\S.*)$", out, re.M))
     return process.returncode, out, asked, table
+
+
+def test_the_files_that_begin_first_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []
 
 
 def test_every_step_is_run_and_stands_in_the_table(folder):

@@ -57,6 +57,7 @@ def test_a_fused_loss_is_the_plain_one(name, reduced, monkeypatch):
         torch.testing.assert_close(found[part], value, rtol=1e-4, atol=1e-5, msg=part)
 
 
+@pytest.mark.slow
 def test_any_number_of_positions_is_compiled_together():
     graphs = []
     counters.clear()
