@@ -46,7 +46,7 @@ from data.prompts import MADE_HERE, load_prompts, user_turns
 from data.render import render
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export.card import Export
+from drafters.export.card import SPEC_TYPES, Export
 from drafters.export.gguf import FILE
 from drafters.kinds import kind_of
 from drafters.load import load_drafter
@@ -154,7 +154,7 @@ def llamacpp_arms(
         folder = Path(tempfile.mkdtemp(prefix="export"))
         atexit.register(shutil.rmtree, folder)
         kind.writers["llamacpp"](drafter, folder, Export("", target.name, max(Ks), gguf=file))
-        alone = llamacpp_run.TYPES[kind.method]
+        alone = SPEC_TYPES[kind.method]
         jobs: dict[str, Drafting | None] = {name: None}
         jobs |= {f"{name} chain of {K}": Drafting((alone,), folder / FILE, K) for K in Ks}
         tree = parse_tree(given["tree"], "tree") if given["tree"] else None

@@ -1,6 +1,7 @@
 """llama.cpp run with each drafter in turn: its tokens, its own counters and its seconds.
 
-It is the wheel `xllamacpp`, in a process of its own for each drafter, since it ends by assertions.
+It is the wheel `xllamacpp`, in a process of its own for each drafter, since a failed assertion
+aborts it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ WORKER = Path(__file__).with_name("llamacpp_worker.py")
 WHEEL = "xllamacpp==2026.10.11549"
 
 
-TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}  # --spec-type, by method
 COPIES = "ngram-mod"  # what copies before a drafter's own tokens, which it does where it can
 ROWS = (1, 2, 3, 4, 5, 8)  # tokens that a forward of the target is timed on
-# what is written in the log after each answer, of each type since the start: ms of drafting
+# the log after each answer: milliseconds of drafting since the start, a line for each type
 DRAFTED = re.compile(r"statistics +[\w-]+: .*dur\(b,g,a\) = [\d.]+, ([\d.]+), [\d.]+ ms")
 
 
@@ -136,7 +136,7 @@ def serve(
         found[name] = LlamaRun(
             [one["tokens"] for one in answers], counters, [one["seconds"] for one in answers],
             drafting, job, f"llama.cpp (xllamacpp {version})",
-            f"{target.name} on {asked['threads']} threads of a CPU",
+            f"{target.name} on {asked['threads']} threads of a CPU, cache and attention in float32",
         )  # fmt: skip
     return found
 
@@ -144,12 +144,12 @@ def serve(
 def seconds_by_rows(
     target: Path, drafting: Drafting, prompts: Sequence[list[int]]
 ) -> dict[int, list[float]]:
-    """Median seconds of a round: of the target's forward on so many tokens (`ROWS`) with the
-    engine's own work, and of drafting those behind the first one. Of rounds whose drafts are all
-    rejected, which llama.cpp can be told to do.
+    """Median seconds of a round by the tokens that it verifies (`ROWS`): [all but drafting,
+    drafting]. The first holds the target's forward, what the drafter reads of it and the engine's
+    own work. llama.cpp is told to reject every draft.
 
     An answer of 40 tokens less one of 16 to the same prompt, as the last rounds of both are short
-    of room."""
+    of room. Raises RunFault where an answer is shorter: the context has no room for it."""
     check_wheel()
     short, long = 16, 40
     twice = [prompt for prompt in prompts for _ in (short, long)]
@@ -159,6 +159,8 @@ def seconds_by_rows(
         limits = [short, long] * len(prompts)
         asked = _asked(target, job, twice, limits, longest, Sampling(0.0), 0)
         _, answers, drafted = _run(f"{rows} rows", {**asked, "rejected": True})
+        if [len(one["tokens"]) for one in answers] != limits:
+            raise RunFault(f"llama.cpp ended answers before their limits of {short} and {long}")
         verified = [one["seconds"] - took for one, took in zip(answers, drafted, strict=True)]
         found[rows] = [
             statistics.median(

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import re
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, TypedDict
@@ -81,7 +82,7 @@ def parameters(asked: Asked) -> Any:  # noqa: ANN401 - of xllamacpp
             speculative.synth_rates = [0.0] * K
         draft = speculative.draft
         draft.mparams.path = asked["drafter"] or ""
-        draft.n_max, draft.n_min, draft.p_min = K, 0, 0.0
+        draft.n_max, draft.n_min, draft.p_min, draft.n_gpu_layers = K, 0, 0.0, 0
         draft.cache_type_k = draft.cache_type_v = exact
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = asked["threads"]
     return found
@@ -91,7 +92,10 @@ def post(address: str, content: object) -> dict[str, Any]:
     request = urllib.request.Request(
         address, json.dumps(content).encode(), {"Content-Type": "application/json"}
     )
-    return json.loads(OPENER.open(request).read())
+    try:
+        return json.loads(OPENER.open(request).read())
+    except urllib.error.HTTPError as error:
+        sys.exit(f"llama.cpp answers {error.code}: {error.read().decode(errors='replace')}")
 
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
@@ -132,7 +136,7 @@ def main(asked_file: str, answered_file: str) -> None:
     server = llama.Server(parameters(asked))
     address = server.listening_address
     prompts = list(zip(asked["prompts"], asked["limits"], strict=True))
-    # pages of the files are read at the first forward; backwards, as copies would know the answer
+    # the first forward reads the files; reversed, so that copies do not know the first prompt
     answer(address, asked, prompts[0][0][::-1], prompts[0][1], asked["seed"])
     answers = [
         answer(address, asked, prompt, limit, asked["seed"] + index)

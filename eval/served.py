@@ -125,6 +125,8 @@ def llamacpp_row(
         bench, name, counters, served.tokens, plain.tokens, cost, about, "llamacpp"
     )
     asked_one_by_one(measured.row)
+    if len(drafting.types) > 1:  # how often the drafter was asked is not counted
+        measured.row.mbsu = measured.row.mbsu_params = measured.row.modelled_speedup_at = None
     return measured
 
 

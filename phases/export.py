@@ -85,7 +85,7 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
     return {"engine": engine, "folder": str(out.relative_to(run.folder)), "target": name}
 
 
-def failed_export(report: Report, folder: Path, trust_remote_code: bool = False) -> int:
+def failed_export(report: Report, folder: Path, model: ModelConfig) -> int:
     """Return the exit code of a run whose report is whole: 3, after a line that says so, where its
     export failed and has not been made since, else 0."""
     exported = report["drafter"].get("export") or {}
@@ -99,7 +99,9 @@ def failed_export(report: Report, folder: Path, trust_remote_code: bool = False)
             return 0
     command = ["python", "-m", "scripts.export", f"script.drafter={folder / 'drafter'}"]
     command += [f"script.engine={exported['engine']}", f"script.out={out}"]
-    command += ["model.trust_remote_code=true"] if trust_remote_code else []
+    command += ["model.trust_remote_code=true"] if model.trust_remote_code else []
+    if exported["engine"] == "llamacpp" and model.target_gguf:
+        command.append(f"model.target_gguf={model.target_gguf}")
     print(
         f"error: the drafter was trained and saved, but not exported: {exported['error']}; fix "
         f"that and run {shlex.join(command)}",

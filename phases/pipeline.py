@@ -44,7 +44,7 @@ def run_words(words: list[str]) -> int:
     report.show(finished, config.run_dir, target_gguf(config.model))
     if old:
         print("This run was finished before; trainer.resume=never trains it anew.")
-    return export.failed_export(finished, config.run_dir, config.model.trust_remote_code)
+    return export.failed_export(finished, config.run_dir, config.model)
 
 
 def resolve(words: Sequence[str]) -> tuple[Config, ModuleType]:

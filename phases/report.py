@@ -20,6 +20,7 @@ from drafters.export.gguf import FILE
 from drafters.kinds import KINDS
 from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
+from engines.llamacpp_run import COPIES
 from eval.costs import read_per_round
 from eval.report.render import with_interval
 from eval.report.rows import Report
@@ -90,7 +91,8 @@ def show(report: Report, folder: Path, gguf: Path | None = None) -> None:
 
 
 def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
-    """The two commands of llama.cpp, without and with the drafter, and what each gave."""
+    """The two commands of llama.cpp, without the drafter and with it, and the speed of each where
+    it was measured."""
     rows = report["results"]
     method = KINDS[report["drafter"]["kind"]].method
     K = next(row.K for row in rows if row.drafter == "after" and row.tree is None)
@@ -98,13 +100,19 @@ def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
     assert K is not None, "a chain has a length"
     commands = f"llama-server -m {shlex.quote(target)}\n{llama_server(target, drafter, method, K)}"
     lines = ["\nin llama.cpp, without the drafter and with it:", textwrap.indent(commands, " " * 4)]
-    measured = [row for row in rows if row.measured_by == "llamacpp" and row.speedup is not None]
-    if not measured:
-        lines.append("    not timed here: eval.engine=llamacpp measures both")
-    for row in measured:
+    timed = [
+        row
+        for row in rows
+        if row.measured_by == "llamacpp" and row.speedup is not None and COPIES not in row.drafter
+    ]
+    if timed:
+        lines.append(f"timed with {timed[0].cost_source}:")
+    else:
+        lines.append("not timed here: eval.engine=llamacpp measures both")
+    for row in timed:
         plain, drafted = row.plain_tokens_per_s or 0.0, row.speculative_tokens_per_s or 0.0
         lines.append(
-            f"    T={row.temperature:g}, {row.drafter}: {plain:.3g} and {drafted:.3g} tokens/s, "
+            f"    T={row.temperature:g}: {plain:.3g} and {drafted:.3g} tokens/s, "
             f"{with_interval(row.speedup, row.speedup_ci95)} times as fast"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The drafter in a serving engine: its counters as rows of the report (`eval.engine=vllm`)."""
+"""The drafter in vLLM, in llama.cpp or on a running server: its counters as rows of the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from drafters.base import TrainedDrafter
-from drafters.export.card import Export
+from drafters.export.card import SPEC_TYPES, Export
 from drafters.export.gguf import FILE
 from drafters.kinds import kind_of
 from drafters.training_free.base import TrainingFree
@@ -25,6 +25,7 @@ from eval.server import server_row
 from trainer.checks import is_address
 
 TIMED = 3  # prompts on which llama.cpp's forwards are timed by their rows
+ROOM = 64  # tokens behind each
 
 
 def served_rows(
@@ -90,11 +91,14 @@ def _of_llamacpp(
         )  # fmt: skip
         timed, by_rows, drafting = bench.timed_prompts(), None, next(iter(jobs.values()))
         once = bench.sampling.temperature == config.temperatures[0]
-        if timed and drafting.always and once:
-            some = [prompts[i] for i in timed[:TIMED]]
-            by_rows = llamacpp_run.seconds_by_rows(gguf, drafting, some)
+        some = [prompts[i] for i in timed if len(prompts[i]) + ROOM <= bench.target.context]
+        if some and drafting.always and once:
+            by_rows = llamacpp_run.seconds_by_rows(gguf, drafting, some[:TIMED])
     return [
-        llamacpp_row(bench, job, served[job], served["plain"], cost, by_rows).row for job in jobs
+        llamacpp_row(
+            bench, job, served[job], served["plain"], cost, by_rows if one is drafting else None
+        ).row
+        for job, one in jobs.items()
     ]
 
 
@@ -104,7 +108,7 @@ def _with_copies(
     kind = kind_of(drafter)
     assert kind.method is not None, "check_engine refuses kinds that llama.cpp does not serve"
     kind.writers["llamacpp"](drafter, folder, Export("", "", config.K, gguf=gguf))
-    alone = llamacpp_run.TYPES[kind.method]
+    alone = SPEC_TYPES[kind.method]
     jobs = {name: Drafting((alone,), folder / FILE, config.K)}
     for _, tree in trees_of(config):
         if isinstance(tree, CopyTree):

@@ -129,6 +129,8 @@ def export_drafter(
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
     if is_gguf(target):
+        rule = f"be left out for model.target={target}, which is one"
+        require(gguf is None, "model.target_gguf", rule, gguf)
         gguf = Path(target)
     return kind.writers[engine](served, out, Export(text, target, num_tokens, gguf=gguf))
 

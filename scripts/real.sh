@@ -13,9 +13,12 @@ source scripts/env.sh
 set_up
 
 set -- "${@/#prompts=/data.prompts=}"
-target=runs/smollm2 gguf=runs/smollm2.gguf given=
+target=runs/smollm2 gguf=runs/smollm2.gguf given= other=
 for word in "$@"; do
-    [[ $word != target=* ]] || given=${word#target=}
+    case $word in
+        target=*) given=${word#target=} ;;
+        model.target=*) other=${word#model.target=} ;;
+    esac
 done
 defaults=(
     recipe=eagle3 preset=laptop data.prompts=questions
@@ -23,18 +26,28 @@ defaults=(
     trainer.max_steps=120 trainer.batch_size=8 trainer.eval_every=60 trainer.save_every=20
     eval.num_prompts=24 eval.max_new_tokens=64 eval.timing_prompts=6
 )
+# of the target: how many times the parameters of SmolLM2, in thousandths, and its architecture
+size=(1000 llama)
 if [[ -n $given ]]; then
     if [[ $given != *.gguf || ! -f $given ]]; then
-        echo "error: target must be a GGUF file, got '$given'" >&2
+        echo "error: target must be the path of a GGUF file, got '$given' (from $PWD)" >&2
         exit 2
     fi
-    target=$given gguf=$given
+    target=$given
     defaults+=("model.target=$given")
-elif [[ " $* " != *" model.target="* ]]; then
+    size=($(.venv/bin/python -c 'import sys; from gguf import GGUFReader
+file = GGUFReader(sys.argv[1])
+print(max(1, sum(int(one.n_elements) for one in file.tensors) // 135_000))
+print(file.fields["general.architecture"].contents())' "$given"))
+elif [[ -n $other ]]; then
+    target=$other
+else
     defaults+=("model.target_gguf=$gguf")
 fi
-# measured in llama.cpp, too, where it is installed
-if .venv/bin/python -c 'from engines.llamacpp_run import check_wheel; check_wheel()' 2>/dev/null; then
+times=${size[0]}
+# measured in llama.cpp, too, where it is installed and loads heads for such a target
+if [[ -z $other && ${size[1]} == @(llama|qwen3) ]] &&
+    .venv/bin/python -c 'from engines.llamacpp_run import check_wheel; check_wheel()' 2>/dev/null; then
     defaults+=(eval.engine=llamacpp)
 fi
 words=()
@@ -75,17 +88,12 @@ of_target() { # seconds with SmolLM2
 # The report decodes ten times in batches, then one by one: chain and tree, two temperatures, with a
 # drafter and without, after one prompt that warms up.
 generated=150 read=430 trained=450 decoded=90 one_by_one=18
-times=1000 # as many as SmolLM2, in thousandths
-if [[ -n $given ]]; then
-    times=$(.venv/bin/python -c 'import sys; from gguf import GGUFReader
-print(max(1, sum(int(one.n_elements) for one in GGUFReader(sys.argv[1]).tensors) // 135_000))' "$given")
-fi
 text=$((answer * 9 / 10)) row=$((answer * 9 / 10 + 70))
 answers=$((held_out * held_out_answer))
 report=$((10 * answers / decoded + 2 * 2 * 2 * (timed + 1) * held_out_answer / one_by_one))
 cat <<END
 on two quiet cores; what is finished is skipped, and every phase says how far it is:
-    the target, $((times * 54 / 100)) MB in float32, $target: $([[ -e $target/config.json || -n $given ]] && echo "is there" || minutes 90)
+    the target, $((times * 54 / 100)) MB in float32, $target: $([[ -e $target/config.json || -n $given$other ]] && echo "is there" || minutes 90)
     text, $prompts answers of the target: $(of_target $(((prompts * text + 2 * answers) / generated)))
     states, $((prompts * row)) tokens that the target reads again: $(of_target $((prompts * row / read)))
     training, $steps steps of $rows rows: $(of_target $((steps * rows * row / trained)))
@@ -93,13 +101,13 @@ on two quiet cores; what is finished is skipped, and every phase says how far it
 Answers are cut at $answer and $held_out_answer tokens on purpose, to save time: most of them have no end.
 END
 start=$SECONDS
-if [[ -z $given && (! -e $target/config.json || ! -e $gguf) ]]; then
+if [[ -z $given$other && (! -e $target/config.json || ! -e $gguf) ]]; then
     .venv/bin/python -m scripts.get_smollm2 "$target"
 fi
 launch_train "${words[@]}"
 cat <<END
 real target: $((SECONDS - start)) s
 
-Open the report.html named above in a browser. More text and steps give a better drafter:
-    accelerate launch train.py recipe=eagle3 preset=laptop data.prompts=...
+Open the report.html named above in a browser. More text and steps give a better drafter: the same
+command with data.num_prompts=1400 trainer.max_steps=350, and your own prompts=
 END

@@ -30,8 +30,10 @@ def cores() -> list[int]:
 
 def others_seconds() -> float:
     """Seconds that the cores which this process may use have computed for other programs, or for
-    other virtual machines, since they were started."""
+    other virtual machines, since they were started; not for what this process started, once it has
+    ended."""
     every, own = psutil.cpu_times(percpu=True), psutil.Process().cpu_times()
+    children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
     busy = 0.0
     for core in cores():
         times = every[core]._asdict()
@@ -39,7 +41,7 @@ def others_seconds() -> float:
         for name in ("idle", "iowait", "guest", "guest_nice"):
             times.pop(name, None)
         busy += sum(times.values())
-    return busy - own.user - own.system
+    return busy - own.user - own.system - children
 
 
 class Threads:

@@ -16,6 +16,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from trainer.redaction import shown
 
+# llama.cpp's --spec-type, by method
+SPEC_TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}
+
 
 class MeasuredRow(Protocol):
     """What a card shows of a report's row."""
@@ -214,7 +217,7 @@ def _serve_llamacpp(target: str, revision: str | None, method: str, num_tokens: 
 
 def llama_server(target: str, drafter: str, method: str, num_tokens: int) -> str:
     """The shell's command that serves files of target and drafter."""
-    kind = "draft-simple" if method == "draft_model" else f"draft-{method}"
+    kind = SPEC_TYPES[method]
     return (
         f"llama-server -m {_word(target)} -md {_word(drafter)} --spec-type {kind} \\\n"
         f"    --spec-draft-n-max {num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0"

@@ -19,7 +19,7 @@ from trainer.errors import require
 
 @dataclass
 class NgramSimple(TrainingFree):
-    """`size`: tokens of the n-gram that is looked up, 12 in llama.cpp unless it is told."""
+    """`size`: tokens of the n-gram that is looked up; llama.cpp's default is 12."""
 
     name: ClassVar[str] = "ngram_simple"
     llamacpp: ClassVar[str | None] = "ngram-simple"

@@ -179,13 +179,13 @@ def _where_a_round_goes(row: Row) -> str:
         for rows, (verified, drafted) in by_rows.items()
     )
     said = (
-        " The target's forward by the tokens that it is on, with drafting all but the first (and "
-        f"the tokens per round that this is worth): {table}. Drafting takes {share:.0%} of the "
-        "time."
+        " By the tokens that a round verifies, verifying + drafting (and the tokens per round "
+        f"that it takes to be as fast as plain decoding): {table}. Drafting takes {share:.0%} of "
+        "the time."
     )
     if tokens < row.round_cost:
-        said += f" It is slower with the drafter: it emits {tokens:.2f} tokens per round, and it "
-        said += f"would take {row.round_cost:.2f}."
+        said += f" With this drafter it is slower than alone: {tokens:.2f} tokens per round are "
+        said += f"fewer than {row.round_cost:.2f}."
     return said
 
 

@@ -20,7 +20,7 @@ import train
 from data.traces import Trace
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
-from drafters.export.card import Export
+from drafters.export.card import SPEC_TYPES, Export
 from drafters.export.gguf import FILE
 from drafters.kinds import KINDS, kind_of
 from drafters.load import load_drafter
@@ -30,7 +30,6 @@ from engines import llamacpp_run
 from engines.llamacpp_run import (
     COPIES,
     ROWS,
-    TYPES,
     WHEEL,
     Drafting,
     drafting_seconds,
@@ -68,7 +67,7 @@ def frozen(tmp_path_factory):
 def exported(drafter, file, folder):
     kind = kind_of(drafter)
     kind.writers["llamacpp"](drafter, folder, Export("card", "x", K, gguf=file))
-    return Drafting((TYPES[kind.method],), folder / FILE, K)
+    return Drafting((SPEC_TYPES[kind.method],), folder / FILE, K)
 
 
 def prompts_of(target, count):
@@ -395,6 +394,8 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
     assert sorted(rows) == sorted(row["temperature"] for row in copied) == [0, 1]
     assert all(row["lossless"] and 0 < row["draft_time_share"] < 1 for row in by_engine)
     assert [*rows[0]["seconds_by_rows"]] == ["1", "2", "3", "4", "5", "8"]
+    assert rows[0]["mbsu"] is not None
+    assert not any(row["mbsu"] or row["seconds_by_rows"] for row in copied)
     (same,) = [
         row for row in results
         if row["measured_by"] == "decoding" and row["temperature"] == 0 and row["tree"] is None
@@ -406,7 +407,7 @@ def test_scripts_export_and_the_report_of_llama_cpp(frozen, tmp_path, capsys):
     assert rows[1]["drafter"].endswith("greedy drafts")
     assert rows[1]["lossless"], rows[1]["note"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "The target&#39;s forward by the tokens that it is on, with drafting all" in page
+    assert "By the tokens that a round verifies, verifying + drafting" in page
     out = tmp_path / "for-llamacpp"
     given = [f"script.drafter={place}", "script.engine=llamacpp", f"script.out={out}",
              f"model.target={FROZEN / 'target'}"]  # fmt: skip
@@ -456,9 +457,8 @@ def test_a_run_on_a_gguf_file_writes_for_llama_cpp(tmp_path, capsys):
     at = said.index("in llama.cpp, without the drafter and with it:")
     assert said[at + 1] == f"    llama-server -m {tmp_path / 'toy.gguf'}"
     assert said[at + 2].startswith(f"    llama-server -m {tmp_path / 'toy.gguf'} -md {drafter} --")
-    assert re.fullmatch(
-        r"    T=0, after: \S+ and \S+ tokens/s, \S+ \[.*\] times as fast", said[at + 4]
-    )
+    assert said[at + 4].startswith("timed with llama.cpp (xllamacpp ")
+    assert re.fullmatch(r"    T=0: \S+ and \S+ tokens/s, \S+ \[.*\] times as fast", said[at + 5])
     given = [f"script.run={tmp_path / 'run'}", "script.repo=me/head", "dry_run=true"]
     assert push_to_hub.main(given) == 0
     assert FILE in capsys.readouterr().out

@@ -66,6 +66,13 @@ def address(target, vllm_python, tmp_path_factory):
         yield url
 
 
+@pytest.fixture(scope="module")
+def plain(target, vllm_python):
+    """The address of a server without a drafter."""
+    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as (url, _):
+        yield url
+
+
 def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
     check_server(address, K)
     prompts = load_prompts("toy", count=CONFIG.num_prompts, seed=21, toy_split="eval")
@@ -92,21 +99,18 @@ def test_a_running_server_counts_as_our_own_decoding(target, address, tmp_path):
     assert theirs.row.modelled_speedup is None
 
 
-def test_a_reports_text_and_what_follows_its_end_are_those_of_transformers(
-    target, vllm_python, tmp_path
-):
+def test_a_reports_text_and_what_follows_its_end_are_those_of_transformers(target, plain, tmp_path):
     """At T=0, to the token unless two are equally likely; drawn look-ahead is not the beginning of
     its answer again."""
     prompts = load_prompts("toy", count=12, seed=21, toy_split="eval")
     plan = GenerationPlan("toy eval", tuple(prompts), (0.0,), max_new_tokens=32, lookahead=K)
     sizes = {"batch_size": 4, "rows_per_shard": 64}
     own = generate_traces(target, plan, tmp_path / "own", **sizes)
-    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as (url, _):
-        sizes["servers"] = lambda: contextlib.nullcontext([url])
-        plan = dataclasses.replace(plan, served="vllm")
-        served = generate_traces(target, plan, tmp_path / "served", **sizes)
-        plan = dataclasses.replace(plan, temperatures=(1.0,))
-        drawn = generate_traces(target, plan, tmp_path / "drawn", **sizes)
+    sizes["servers"] = lambda: contextlib.nullcontext([plain])
+    plan = dataclasses.replace(plan, served="vllm")
+    served = generate_traces(target, plan, tmp_path / "served", **sizes)
+    plan = dataclasses.replace(plan, temperatures=(1.0,))
+    drawn = generate_traces(target, plan, tmp_path / "drawn", **sizes)
     same = 0
     for one, other in zip(own, served, strict=True):
         same += one == other
@@ -151,9 +155,8 @@ def answers(target, address, log):
     return rows, target_logits(target, rows)
 
 
-def test_what_it_answers_to_others_comes_as_it_was_drawn(target, vllm_python, tmp_path):
-    with vllm_server(target, {"max_model_len": 256, "max_num_seqs": 4}) as (plain, _):
-        rows, laws = answers(target, plain, tmp_path / "log.jsonl")
+def test_what_it_answers_to_others_comes_as_it_was_drawn(target, plain, tmp_path):
+    rows, laws = answers(target, plain, tmp_path / "log.jsonl")
     for row, law in zip(rows, laws, strict=True):
         assert not expected_rounds(row, law, law, K).foreign
         if row.sampling.temperature == 0:

@@ -328,7 +328,8 @@ def test_real_says_its_times_first_and_its_words_are_valid(installed, tmp_path):
     assert (config.model.target, config.model.target_gguf) == (str(tmp_path / "toy.gguf"), None)
     done = bash("bash scripts/real.sh target=runs/none.gguf", installed, **environment)
     assert done.returncode == 2
-    assert done.stderr == "error: target must be a GGUF file, got 'runs/none.gguf'\n"
+    rule = "error: target must be the path of a GGUF file, got 'runs/none.gguf' (from "
+    assert done.stderr.startswith(rule)
     done = bash("bash scripts/real.sh data.num_prompts=all", installed, **environment)
     assert done.returncode == 2
     assert done.stderr == "error: data.num_prompts must be a whole number, got 'all'\n"

@@ -71,7 +71,7 @@ def test_what_this_process_computes_is_not_what_others_do(monkeypatch):
     every = [times(5, 1, 2, 90, 4, 3, 2, 1), times(9, 9, 9, 9, 9, 9, 0, 0), times(*[1] * 8)]
     monkeypatch.setattr(module.psutil, "cpu_times", lambda percpu: every)
     monkeypatch.setattr(module, "cores", lambda: [0, 2])
-    own = SimpleNamespace(user=3.0, system=0.5)
+    own = SimpleNamespace(user=2.0, system=0.5, children_user=0.75, children_system=0.25)
     monkeypatch.setattr(module.psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: own))
     assert others_seconds() == (5 + 1 + 2 + 3) + (1 + 1 + 1 + 1) - 3.5
 
