@@ -97,9 +97,14 @@ def plain_generate(
 
 
 def difference(
-    target: Target, prompt_ids: list[int], plain: list[int], ours: Speculated
+    target: Target,
+    prompt_ids: list[int],
+    plain: list[int],
+    ours: Speculated,
+    dtype: torch.dtype | None = None,
 ) -> Parting | None:
     """The place where two answers part, with the gap between the target's logits; None if equal.
+    `dtype`: that rounds as what wrote them does; None: the target's own.
 
     The gap is of float32 products with the head: in bfloat16 two logits of size 20 are equal up to
     0.125. Where one answer ends, it is that of the two best logits."""
@@ -124,10 +129,11 @@ def difference(
     )
     logits = exact.logits(states)[0]
     gap = float(logits.max() - logits[: len(asked)].min())
-    return {"position": where, "logit_gap": gap, "near_tie": gap < near_tie(target, logits)}
+    tie = near_tie(dtype or target.model.dtype, logits)
+    return {"position": where, "logit_gap": gap, "near_tie": gap < tie}
 
 
-def near_tie(target: Target, logits: torch.Tensor) -> float:
+def near_tie(dtype: torch.dtype, logits: torch.Tensor) -> float:
     """The gap below which two logits as large as these may swap between kernels."""
-    rounding = torch.finfo(target.model.dtype).eps * float(logits.abs().max())
+    rounding = torch.finfo(dtype).eps * float(logits.abs().max())
     return max(NEAR_TIE, NEAR_TIE_ROUNDINGS * rounding)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from data.traces import Trace
 from drafters.round import Budget
@@ -97,9 +98,11 @@ def llamacpp_row(
     plain: LlamaRun,
     cost: Cost,
     by_rows: Mapping[int, list[float]] | None,
+    dtype: torch.dtype,
 ) -> Measurement:
     """A row of the report, measured by llama.cpp on the traces in their order. `by_rows`: seconds
-    of the target's forward and of drafting by the tokens of the forward."""
+    of a round without drafting and of drafting, by the tokens that it verifies; `dtype`: that
+    rounds as llama.cpp does."""
     drafting = served.drafter
     assert drafting is not None, "plain decoding is no row of a drafter"
     counters = [
@@ -122,7 +125,7 @@ def llamacpp_row(
         map(plain.timing, timed), map(served.timing, timed), f"{served.engine} in {served.machine}"
     )
     measured = engine_row(
-        bench, name, counters, served.tokens, plain.tokens, cost, about, "llamacpp"
+        bench, name, counters, served.tokens, plain.tokens, cost, about, "llamacpp", dtype
     )
     asked_one_by_one(measured.row)
     if len(drafting.types) > 1:  # how often the drafter was asked is not counted
@@ -174,11 +177,13 @@ def engine_row(
     cost: Cost,
     about: Mapping[str, Any],
     measured_by: str,
+    dtype: torch.dtype | None = None,
 ) -> Measurement:
     """A row of the report from counters and answers of an engine.
 
     Greedy answers are compared with `plain`, the first sampled ones with the target's distribution.
     `about`: further fields of the row, with `engine_costs`, from which the speed-up is modelled.
+    `dtype`: that rounds as the engine does; None: as the target.
     `cost` gives the bytes read alone: its times are of this project's decoding. Metrics that need
     the drafter's distribution (alpha) or such times stay null.
     """
@@ -192,7 +197,7 @@ def engine_row(
         for i, (one, request) in enumerate(zip(counters, bench.requests(), strict=True)):
             trace = bench.traces[i]
             answer = Speculated(request, answers[i], trace.finish_reason, [])
-            gap = difference(bench.target, trace.prompt_ids, plain[i], answer)
+            gap = difference(bench.target, trace.prompt_ids, plain[i], answer, dtype)
             one.identical = gap is None
             if gap is not None:
                 differing.append({**gap, "prompt_hash": one.prompt_hash})

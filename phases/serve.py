@@ -22,6 +22,7 @@ from eval.report.rows import GREEDY_DRAFTS
 from eval.row import Row
 from eval.served import llamacpp_row, served_row
 from eval.server import server_row
+from target.gguf import rounds_as
 from trainer.checks import is_address
 
 TIMED = 3  # prompts on which llama.cpp's forwards are timed by their rows
@@ -94,9 +95,16 @@ def _of_llamacpp(
         some = [prompts[i] for i in timed if len(prompts[i]) + ROOM <= bench.target.context]
         if some and drafting.always and once:
             by_rows = llamacpp_run.seconds_by_rows(gguf, drafting, some[:TIMED])
+    dtype = rounds_as(gguf)
     return [
         llamacpp_row(
-            bench, job, served[job], served["plain"], cost, by_rows if one is drafting else None
+            bench,
+            job,
+            served[job],
+            served["plain"],
+            cost,
+            by_rows if one is drafting else None,
+            dtype,
         ).row
         for job, one in jobs.items()
     ]

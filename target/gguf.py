@@ -126,6 +126,16 @@ def quantization(reader: GGUFReader) -> str:
     return "gguf: " + ", ".join(f"{count} {name}" for name, count in sorted(types.items()))
 
 
+def rounds_as(file: Path) -> torch.dtype:
+    """The dtype that rounds as coarsely as llama.cpp does with the file's weights: it brings the
+    other factor of a product to float16 for such weights, and to eight bits for quantised ones,
+    which is bfloat16's rounding."""
+    kinds = {tensor.tensor_type.name for tensor in read(file, "model.target_gguf").tensors}
+    if kinds <= {"F32"}:
+        return torch.float32
+    return torch.float16 if kinds <= {"F32", "F16"} else torch.bfloat16
+
+
 def eos_ids(reader: GGUFReader) -> list[int]:
     """Tokens that end a text or a turn. Where the file names none, transformers would take a
     default of the architecture, which is another token in most vocabularies."""

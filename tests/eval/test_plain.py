@@ -73,6 +73,20 @@ def test_what_is_a_near_tie_is_known_by_dtype_and_size(half, tiny_target):
     assert not gap["near_tie"]
 
 
+def test_what_wrote_the_answers_may_round_more_coarsely(tiny_folder):
+    """As llama.cpp does with a quantised file: the tie is that of its rounding."""
+    single = Target.load(str(tiny_folder("llama")), dtype="float32")
+    first, second = ranked(single)[:2]
+    weight = single.model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight[second] = weight[first] * 0.999
+    ours = Speculated(Request(PROMPT, 0, Sampling(0.0), "a"), [1, second], "length", [])
+    found = difference(single, PROMPT, [1, first], ours)
+    assert found["logit_gap"] > 1e-4
+    assert not found["near_tie"]
+    assert difference(single, PROMPT, [1, first], ours, torch.bfloat16)["near_tie"]
+
+
 def test_an_answer_that_ends_early_parts_there(half):
     ours = Speculated(Request(PROMPT, 0, Sampling(0.0), "a"), [1], "length", [])
     found = difference(half, PROMPT, [1, 2], ours)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import get_smollm2
-from target.gguf import quantization, read
+from target.gguf import quantization, read, rounds_as
 from target.model import Target
 from tests.helpers.commands import ROOT
 from tests.helpers.gguf_files import write_gguf
@@ -59,6 +59,12 @@ def test_a_gguf_file_is_the_model_it_holds(tmp_path, model, quantised):
     ids = torch.arange(20).unsqueeze(0)
     assert torch.equal(folder.model(ids).logits, target.model(ids).logits)
     assert folder.fingerprint["weights"] != target.fingerprint["weights"]
+
+
+@pytest.mark.parametrize(("quantised", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_file_says_how_llama_cpp_rounds(tmp_path, model, quantised, dtype):
+    write_gguf(tmp_path / "one.gguf", model, TOY, quantised)
+    assert rounds_as(tmp_path / "one.gguf") == dtype
 
 
 def test_the_fingerprint_is_of_the_files_bytes(tmp_path, model):
