@@ -1,6 +1,6 @@
-"""GGUF files for measurements: one in float32, and targets of any size with drawn weights.
+"""GGUF files for measurements: one in another type, and targets of any size with drawn weights.
 
-python -m benchmarks.gguf_files <quantised.gguf> <float32.gguf>
+python -m benchmarks.gguf_files <file.gguf> <out.gguf> [F32]
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
-
-from trainer.errors import UserError
 
 FLOAT32 = GGMLQuantizationType.F32
 
@@ -33,13 +31,17 @@ def finish(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def dequantised(source: Path, out: Path) -> None:
-    """Write a GGUF file with the same numbers in float32."""
+def retyped(source: Path, out: Path, kind: GGMLQuantizationType) -> None:
+    """Write a GGUF file with its quantised matrices in another type."""
     own = GGUFReader(source)
     writer = GGUFWriter(out, own.fields["general.architecture"].contents())
     copy_fields(own, writer)
     for tensor in own.tensors:
-        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type))
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if tensor.tensor_type == FLOAT32:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
     finish(writer)
 
 
@@ -140,6 +142,6 @@ def drawn_head(out: Path, size: Size, tokenizer: Path, draft_vocab: int) -> None
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(str(UserError("name two files: <quantised.gguf> <float32.gguf>")))
-    dequantised(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) not in (3, 4):
+        sys.exit("name two files, and a type of GGUF tensors or none for F32")
+    retyped(Path(sys.argv[1]), Path(sys.argv[2]), GGMLQuantizationType[(*sys.argv, "F32")[3]])

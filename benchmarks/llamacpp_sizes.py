@@ -1,6 +1,6 @@
 """From which size of the target on a drafter pays in llama.cpp: what a round costs there.
 
-    python -m benchmarks.llamacpp_sizes [tokenizer=runs/smollm2.gguf] [kind=Q4_1]
+    python -m benchmarks.llamacpp_sizes [tokenizer=runs/smollm2.gguf] [kind=Q4_1,Q4_0]
         [sizes=0.13,0.36,1.1,3.0] [out=benchmarks/results/llamacpp_sizes.json]
 
 Llama targets of drawn weights with an EAGLE-3 head each (float16, 8,192 tokens), on all cores: the
@@ -12,6 +12,7 @@ plain decoding. How many a trained head reaches is not measured here; `computed`
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -35,14 +36,14 @@ SIZES = {  # billions of parameters with the vocabulary of SmolLM2
     "3.0": Size(3072, 28, 8192, 8),
 }
 DEFAULTS = {
-    "tokenizer": "runs/smollm2.gguf", "kind": "Q4_1", "sizes": ",".join(SIZES),
+    "tokenizer": "runs/smollm2.gguf", "kind": "Q4_1,Q4_0", "sizes": ",".join(SIZES),
     "out": "benchmarks/results/llamacpp_sizes.json",
 }  # fmt: skip
 
 
 def measure(size: Size, tokenizer: Path, kind: GGMLQuantizationType) -> dict[str, object]:
     vocabulary = len(GGUFReader(tokenizer).fields["tokenizer.ggml.tokens"].contents())
-    prompts = np.random.default_rng(2).integers(3, 8192, (3, 64)).tolist()
+    prompts = np.random.default_rng(2).integers(3, 8192, (1, 64)).tolist()
     with tempfile.TemporaryDirectory() as scratch:
         target, head = Path(scratch) / "target.gguf", Path(scratch) / "head.gguf"
         drawn_target(target, size, tokenizer, kind)
@@ -68,21 +69,22 @@ def measure(size: Size, tokenizer: Path, kind: GGMLQuantizationType) -> dict[str
 
 
 def main(arguments: list[str]) -> int:
-    if asks_for_help(arguments):
+    if arguments and asks_for_help(arguments):
         print(__doc__)
         return 0
     try:
         given = DEFAULTS | parse_overrides(arguments, [*DEFAULTS], DEFAULTS)
         kinds = [one.name for one in GGMLQuantizationType]
-        require(given["kind"] in kinds, "kind", "be a type of GGUF", given["kind"])
+        types = given["kind"].split(",")
+        require(set(types) <= {*kinds}, "kind", "be types of GGUF tensors", given["kind"])
         chosen = given["sizes"].split(",")
         unknown = [one for one in chosen if one not in SIZES]
         require(not unknown, "sizes", f"be of {', '.join(SIZES)}", given["sizes"])
         result = provenance(["benchmarks.llamacpp_sizes", *arguments])
-        for name in chosen:
-            kind = GGMLQuantizationType[given["kind"]]
-            result[name] = measure(SIZES[name], Path(given["tokenizer"]), kind)
-            print(name, json.dumps(result[name]), flush=True)
+        for kind, name in itertools.product(types, chosen):
+            found = measure(SIZES[name], Path(given["tokenizer"]), GGMLQuantizationType[kind])
+            result[f"{name} {kind}"] = found
+            print(name, kind, json.dumps(found), flush=True)
             write_json(Path(given["out"]), result)
     except Exception as error:
         return fail(error, arguments)
