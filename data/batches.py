@@ -45,7 +45,9 @@ class Batch:
     `text_starts` names the row and the column where each begins, and `document_ids` the text of
     each token. `teacher` holds the N supervised positions, in the order of `trainer.shift`;
     `lengths` are those that rows were padded to, see `collate`. `group`: the processes that share
-    the rows, of which this one trains its own columns, see `shared`; None: it trains all.
+    the rows, of which this one trains its own columns, see `shared`; None: it trains all. `seed`:
+    that of the run; with the `index`, which no other batch of the run has in any epoch, it decides
+    what is drawn by `uniform`.
     """
 
     input_ids: torch.Tensor
@@ -61,6 +63,7 @@ class Batch:
     text_starts: list[tuple[int, int]] | None = None
     lengths: Sequence[int] = ()
     group: TextGroup | None = None
+    seed: int = 0
 
     @property
     def documents(self) -> torch.Tensor | None:
@@ -82,12 +85,12 @@ class Batch:
     def uniform(self, stream: str) -> torch.Tensor:
         """Random numbers of the tokens, [B, L] float64 in [0, 1), those of padding included.
 
-        A function of `index`, of the text, of the place in it and of `stream`: the same on every
-        device and in a resumed run, in whatever row a text stands and on whatever process. A text
-        has other numbers in the next epoch, where it comes with another index.
+        A function of `seed` and `index`, of the text, of the place in it and of `stream`: the same
+        on every device and in a resumed run, in whatever row a text stands and on whatever process.
+        A text has other numbers in the next epoch, where it comes with another index.
         """
         texts, device = zip(self.prompts, self.responses, strict=True), self.input_ids.device
-        keys = [row_key(self.index, [*prompt, *response], 0) for prompt, response in texts]
+        keys = [row_key(self.seed, [*prompt, *response], self.index) for prompt, response in texts]
         if self.text_starts is None:
             rows, columns = (torch.arange(n, device=device) for n in self.input_ids.shape)
             owner, places = rows.unsqueeze(1), columns.expand_as(self.input_ids)
@@ -148,6 +151,7 @@ def collate(
     sources: Sequence[str],
     index: int = 0,
     lengths: Sequence[int] = (),
+    seed: int = 0,
 ) -> Batch:
     """A batch of one text per row, right-padded to the longest, or to the first of the ascending
     `lengths` that holds it.
@@ -172,6 +176,7 @@ def collate(
         int(mask.sum()),
         index,
         lengths=lengths,
+        seed=seed,
     )
 
 
@@ -235,7 +240,7 @@ class Batches:
         sources = sources[first : first + self.batch_size]
         responses = [response_of(row, source) for row, source in zip(rows, sources, strict=True)]
         prompts = [row.prompt_ids for row in rows]
-        batch = collate(prompts, responses, sources, index, self.lengths)
+        batch = collate(prompts, responses, sources, index, self.lengths, self.seed)
         if self.teacher:
             batch.teacher = join_teachers(rows)
         return batch

@@ -107,7 +107,7 @@ class PackedBatches:
         texts: list[list[int]] = ids.tolist()
         return Batch(
             ids, mask, positions, documents, [[] for _ in texts], texts, sources, int(mask.sum()),
-            index,
+            index, seed=self.seed,
         )  # fmt: skip
 
     def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -196,6 +196,7 @@ class PackedTraces:
             ids, mask, positions, documents, [t.prompt_ids for t in taken],
             [response_of(t, self.source) for t in taken], [self.source] * len(taken),
             int(mask.sum()), index, join_teachers(taken) if self.teacher else None, places,
+            seed=self.seed,
         )  # fmt: skip
 
     def _row(self, number: int) -> list[Trace]:

@@ -22,7 +22,7 @@ from drafters.text import Text
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.tree import TOP, TokenTree
 from eval.counters import PromptCounters, counters_from_rounds
-from eval.offline import check_sampling
+from eval.offline import check_sampling, columns_of
 from eval.rounds import Round
 from eval.texts import Texts
 from target.model import Target
@@ -219,7 +219,8 @@ def measure_accuracies(
         outputs = target.outputs(ids, layers=drafter.target_layers, project_later=True)
         assert outputs.logits is not None
         chunk = chunk_rows(target.device, target.vocab_size)
-        drafts = list(drafter.states(Text(ids), outputs, depth))
+        columns = columns_of(group, ids) if drafter.one_pass else None
+        drafts = list(drafter.states(Text(ids, columns=columns), outputs, depth))
         for row, trace in enumerate(group):
             # the first token of an answer is the prefill's, the anchor of the first round
             first, last = len(trace.prompt_ids), len(rows[row]) - 1

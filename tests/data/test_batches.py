@@ -138,6 +138,8 @@ def test_random_numbers_differ_by_token_text_batch_and_stream():
     assert not bool((batch.uniform("other") == drawn).any())
     again = dataclasses.replace(batch, index=5 + len(TRACES))  # another epoch
     assert not bool((again.uniform("anchors") == drawn).any())
+    other = dataclasses.replace(batch, seed=1)  # another run, whose order happens to be the same
+    assert not bool((other.uniform("anchors") == drawn).any())
 
 
 @pytest.mark.parametrize("per", ["batch", "example"])

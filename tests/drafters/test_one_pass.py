@@ -20,6 +20,7 @@ from drafters.round import Budget
 from drafters.text import Text
 from eval.costs import read_per_round
 from eval.offline import OfflineEvaluator
+from eval.replay import measure_accuracies
 from recipes.common.heads import HeadConfig, HeadObjective
 from target.sampling import Sampling, keyed_uniform, row_key
 from target.shared_text import TextGroup
@@ -134,7 +135,7 @@ def expected(wanted, drafter, batch):
     totals, counts, anchors = [torch.zeros(()) for _ in range(DEPTH)], [0] * DEPTH, set()
     for number, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
         text = [*prompt, *response]
-        ids, key = torch.tensor([text]), torch.tensor([row_key(batch.index, text, 0)])
+        ids, key = torch.tensor([text]), torch.tensor([row_key(batch.seed, text, batch.index)])
         hidden = outputs_of(drafter, wanted.target, ids).hidden["final_norm"][0]
         for anchor in range(max(1, len(prompt)), len(text)):
             for depth in range(1, DEPTH + 1):
@@ -218,6 +219,17 @@ def test_replay_reads_the_columns_of_its_rounds_alone(sampling, target):
         assert dataclasses.asdict(one) == dataclasses.asdict(other)
     assert found.alpha_by_depth == whole.alpha_by_depth
     assert found.calibration == whole.calibration
+
+
+def test_so_do_the_accuracies_of_ranks(target):
+    traces = traces_of(target, prompts_of([3, 17, 1, 9]), Sampling(0.0), max_new_tokens=9)
+    drafter, other = drafter_of(target), drafter_of(target, Everywhere)
+    ranks = [
+        measure_accuracies(target, traces, one, DEPTH, Sampling(0.0)) for one in (drafter, other)
+    ]
+    assert ranks[0] == ranks[1]
+    assert other.given is None
+    assert int(drafter.given.sum()) == sum(len(t.response_ids) for t in traces) - 1
 
 
 @torch.no_grad()
