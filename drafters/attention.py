@@ -1,12 +1,17 @@
-"""Attention of the heads' layer: over slots, and over a text with the unrolled steps' columns."""
+"""Attention of the heads' layer: over slots, and over a text with the unrolled steps' columns or
+with blocks that begin behind it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from target.attention import Capability, Pair, Visible, flex
 from trainer.losses import wide
+
+SLOTS = 128  # of the blocks that are attended together: as many keys that one block sees none of
 
 
 def attend(
@@ -105,3 +110,47 @@ def _by_further_dimensions(
     for i, (_, value) in enumerate(own):
         mixed = mixed + weights[..., i : i + 1] * value.unsqueeze(2)
     return mixed.flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the slots of blocks see: the text up to their block's column, and their own block.
+
+    `columns` [B, A] int64: the last key of the text that the slots of each block see; `documents`
+    [B, T] int64, None: one per row; `causal`: a slot sees its block up to itself, else all of it.
+    """
+
+    columns: torch.Tensor
+    documents: torch.Tensor | None = None
+    causal: bool = False
+
+    def mask(self, columns: torch.Tensor, size: int, length: int) -> torch.Tensor:
+        """The mask [B, a * size, T + a * size] bool of some of the blocks, those of `columns`
+        [B, a]: `length` T keys of the text, and behind them their slots, `size` for each block."""
+        text = Visible(length, columns, self.documents).dense
+        assert text is not None
+        slots = torch.arange(columns.shape[1] * size, device=columns.device)
+        own = slots.unsqueeze(1) // size == slots // size
+        if self.causal:
+            own = own & (slots <= slots.unsqueeze(1))
+        return torch.cat([text.repeat_interleave(size, 1), own.expand(len(text), -1, -1)], -1)
+
+
+def attend_blocks(queries: torch.Tensor, text: Pair, own: Pair, blocks: Blocks) -> torch.Tensor:
+    """Attention of the slots of A blocks to the text and to their own block, SLOTS at a time, so
+    that no mask holds every slot beside every slot.
+
+    queries [B, H, A * S, D]; text: keys and values [B, G, T, D]; own: those of the slots,
+    [B, G, A * S, D] -> [B, H, A * S, D]
+    """
+    size, length = queries.shape[2] // blocks.columns.shape[1], text[0].shape[2]
+    mixed, step = [], max(1, SLOTS // size)
+    for first, columns in enumerate(blocks.columns.split(step, 1)):
+        slots = slice(first * step * size, (first * step + columns.shape[1]) * size)
+        keys, values = (
+            torch.cat([shared, mine[:, :, slots]], 2)
+            for shared, mine in zip(text, own, strict=True)
+        )
+        seen = blocks.mask(columns, size, length)
+        mixed.append(attend(queries[:, :, slots], keys, values, seen))
+    return torch.cat(mixed, 2)

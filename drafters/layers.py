@@ -76,12 +76,13 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward.
 
     `input_width`: width of the input of q, k and v; the residual stream, `hidden_size` wide, is an
-    argument of its own.
+    argument of its own. `head_norms`: an RMS norm for the queries and one for the keys of a head,
+    before they are rotated, as Qwen3's layer has them.
     """
 
     compiled_methods = ("keys_values", "queries", "finish")  # see `trainer.compiled`
 
-    def __init__(self, config: LlamaConfig, input_width: int):
+    def __init__(self, config: LlamaConfig, input_width: int, head_norms: bool = False):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads
         self.groups = config.num_key_value_heads or self.heads
@@ -93,20 +94,25 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
         self.rotary = LlamaRotaryEmbedding(config)
+        norms = (
+            RMSNorm(self.head_dim, eps=config.rms_norm_eps) if head_norms else nn.Identity()
+            for _ in range(2)
+        )
+        self.q_norm, self.k_norm = norms
 
     def keys_values(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys, and values, [B, G, T, head_dim] each, of x [B, T, input_width]."""
         cos, sin = self.rotary(x, positions)
-        keys = self._split(self.k_proj(x), self.groups)
+        keys = self.k_norm(self._split(self.k_proj(x), self.groups))
         rotated, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
         return rotated, self._split(self.v_proj(x), self.groups)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotated queries [B, H, T, head_dim] of x [B, T, input_width]."""
         cos, sin = self.rotary(x, positions)
-        queries = self._split(self.q_proj(x), self.heads)
+        queries = self.q_norm(self._split(self.q_proj(x), self.heads))
         rotated, _ = apply_rotary_pos_emb(queries, queries, cos, sin)
         return rotated
 
