@@ -1,0 +1,303 @@
+"""Block drafters: a few layers that fill a block of mask tokens in one pass.
+
+Round behind the anchor, the last committed token, at index a (Chen et al. 2026, DFlash,
+arXiv:2602.06036; with a causal mask inside of the block: JetSpec, arXiv:2606.18394):
+
+    slot        0            1       ...   B - 1
+    position    a            a + 1   ...   a + B - 1
+    input       x_a          MASK    ...   MASK
+    predicts    -            a + 1   ...   a + B - 1
+    or, `from_anchor`:
+    predicts    a + 1        a + 2   ...   a + B
+
+The context of a block is the target's captured states at positions before a, joined, projected and
+normed once: H_s = RMSNorm(fc [h_1(s) ; ... ; h_n(s)]). Every layer makes keys and values of it by
+its own projections, beside those of the slots, which see all of their block, or with `causal` the
+slots up to their own. The anchor's own state does not exist when a round begins, so it never
+enters. Embedding and output matrix are the target's.
+
+A block is always computed whole, however few of its tokens a round asks for: where slots see each
+other, what one of them predicts depends on their number. A causal one leaves out the last slots,
+which change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+
+from drafters.attention import Blocks, Pair, attend_blocks
+from drafters.base import TrainedDrafter
+from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys
+from drafters.round import Budget, DraftState
+from drafters.stored import read_stored, restore, save_tensors
+from drafters.text import Text
+from target.model import Target, check_layers
+from target.outputs import LayerId, TargetOutputs
+from target.rotary import served_context
+from trainer.errors import UserError, require
+from trainer.logits import OutputHead
+from trainer.shift import at_index
+
+CAPTURES = 5  # of the published drafters
+
+
+@dataclass
+class BlockSettings:
+    """Settings of a block drafter.
+
+    `captures`: the target's layers that it reads, ids as in `target.model`; `block_size`: slots of
+    a block, the anchor's included; `mask_token`: the id that stands for a token to predict;
+    `causal`, `from_anchor`: see the module.
+    """
+
+    captures: list[LayerId]
+    mask_token: int
+    block_size: int = 8
+    causal: bool = False
+    from_anchor: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 2, "method.block_size", "be >= 2", self.block_size)
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - 1 + self.from_anchor
+
+
+def default_captures(num_layers: int) -> list[LayerId]:
+    """Five layers from the second to the third from the end, at equal distances; all but the last
+    where the target has fewer than eight."""
+    if num_layers < CAPTURES + 3:
+        return list(range(max(1, num_layers - 1)))
+    return [round(1 + i * (num_layers - 4) / (CAPTURES - 1)) for i in range(CAPTURES)]
+
+
+class BlockLayer(DecoderLayer):
+    """A layer of the slots, in Qwen3's layout."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, config.hidden_size, head_norms=True)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, text: Pair, blocks: Blocks
+    ) -> torch.Tensor:
+        """hidden [B, A * S, d], positions [B, A * S] of the slots of A blocks; text: keys and
+        values [B, G, T, D] of the context -> [B, A * S, d]"""
+        x = self.input_layernorm(hidden)
+        own = self.keys_values(x, positions)
+        return self.finish(hidden, attend_blocks(self.queries(x, positions), text, own, blocks))
+
+
+class BlockDrafter(TrainedDrafter):
+    """A block drafter."""
+
+    kind = "dflash"
+    one_pass = True
+    layers: nn.ModuleList
+
+    def __init__(self, settings: BlockSettings, config: LlamaConfig, target: Target):
+        """`config`: that of the layers, `num_hidden_layers` of them."""
+        super().__init__()
+        if config.hidden_size != target.hidden_size:
+            raise UserError(
+                f"the drafter is {config.hidden_size} wide, the target {target.hidden_size}: it "
+                "uses the target's embedding, so both must agree"
+            )
+        self.settings, self.config, self.max_depth = settings, config, settings.max_depth
+        self.vocab_size, self.fingerprint = target.vocab_size, target.fingerprint
+        self.tokenizer, self.shared = target.tokenizer, Shared(target)
+        self.target_layers = check_layers(settings.captures, target.num_layers)
+        width, eps = target.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(settings.captures) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(width, eps=eps)
+        self.checkpointed = False
+        self.to(target.device)
+
+    def fresh(self) -> BlockDrafter:
+        return BlockDrafter(self.settings, self.config, self.shared.target).eval()
+
+    def network(self) -> dict[str, object]:
+        layers = {"draft_layers": self.config.num_hidden_layers}
+        return {**dataclasses.asdict(self.settings), **layers}
+
+    @property
+    def context(self) -> int:
+        return served_context(self.config)
+
+    @property
+    def unserved(self) -> str | None:
+        if not self.settings.from_anchor:
+            return None
+        return "no engine has DFlash drafters with method.from_anchor=true"
+
+    def served_tokens(self, K: int) -> int:
+        """All of a block where its slots see each other: engines make one of as many slots as they
+        are asked for tokens, and one for the anchor."""
+        return super().served_tokens(K) if self.settings.causal else self.settings.max_depth
+
+    # --- the network -----------------------------------------------------------------------------
+
+    def context_states(
+        self, hidden: Mapping[LayerId, torch.Tensor], *index: slice | torch.Tensor
+    ) -> torch.Tensor:
+        """The context [..., d] of the captured states at these rows and columns."""
+        joined = [hidden[layer][index].to(self.fc.weight.dtype) for layer in self.target_layers]
+        return self.hidden_norm(self.fc(torch.cat(joined, -1)))
+
+    def slots(
+        self, anchors: torch.Tensor, positions: torch.Tensor, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs [B, A * S, d] and positions [B, A * S] of the slots of blocks that predict `depth`
+        tokens or more; `anchors`, `positions` [B, A] int64: the anchors' tokens and positions."""
+        size = self.settings.block_size
+        if self.settings.causal:
+            size = depth + 1 - self.settings.from_anchor
+        offsets = torch.arange(size, device=anchors.device)
+        masks = torch.full_like(offsets, self.settings.mask_token)
+        ids = torch.where(offsets == 0, anchors.unsqueeze(-1), masks).flatten(1)
+        with torch.no_grad():
+            embedded = self.shared.target.embedding(ids)
+        embedded = embedded.to(self.fc.weight.dtype)
+        return embedded, (positions.unsqueeze(-1) + offsets).flatten(1)
+
+    def predicted(self, hidden: torch.Tensor, count: int, depth: int) -> torch.Tensor:
+        """The states [B, A, depth, d] that the output head projects, of the slots [B, A * S, d] of
+        `count` blocks A."""
+        first = 1 - self.settings.from_anchor
+        return self.norm(hidden).unflatten(1, (count, -1))[:, :, first : first + depth]
+
+    def states(
+        self, text: Text, outputs: TargetOutputs | None, depth: int
+    ) -> Iterator[torch.Tensor]:
+        """Yield the states of all depths, which are made together, at `text.columns` alone."""
+        assert outputs is not None
+        batch, length = text.ids.shape
+        columns, begins = _columns(text)
+        rows = torch.arange(batch, device=columns.device).unsqueeze(1)
+        context, positions = self.context_states(outputs.hidden), text.positions
+        anchors = (columns + 1).clamp(max=length - 1)
+        hidden, places = self.slots(text.ids[rows, anchors], positions[rows, anchors], depth)
+        blocks = Blocks(columns, text.documents, self.settings.causal)
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            if self.checkpointed and self.training:
+                given = (layer, context, positions, hidden, places, blocks)
+                hidden = checkpoint(_layer, *given, use_reentrant=False)
+            else:
+                hidden = _layer(layer, context, positions, hidden, places, blocks)
+            assert isinstance(hidden, torch.Tensor)
+        made = self.predicted(hidden, columns.shape[1], depth)
+        made = torch.where(begins[..., None, None], made, 0.0)
+        for number in range(1, depth + 1):
+            spread = made.new_zeros(batch, length, made.shape[-1])
+            spread[rows, columns] = made[:, :, number - 1]
+            yield at_index(spread, number, length)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in the backward pass instead of storing them."""
+        self.checkpointed = True
+
+    def output_head(self, depth: int = 1) -> OutputHead:
+        return self.shared.target.head
+
+    # --- proposing -------------------------------------------------------------------------------
+
+    def begin(self, rows: int, capacity: int) -> None:
+        self._slots = [SlotKeys(rows, capacity) for _ in self.layers]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        for slots in self._slots:
+            slots.keep(rows)
+
+    def _write(
+        self, context: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> None:
+        """Write each layer's keys and values of the context [R, T, d] at `columns` [R, T]."""
+        for layer, slots in zip(self.layers, self._slots, strict=True):
+            assert isinstance(layer, BlockLayer)
+            slots.write(*layer.keys_values(context, columns), columns, rows)
+
+    def prefill(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        outputs: TargetOutputs | None = None,
+    ) -> None:
+        assert outputs is not None
+        columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        self._write(self.context_states(outputs.hidden), columns, rows)
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Write the context that may be new since the last round, at most that of a full round, and
+        compute the block behind the last committed token. No slot of it is kept."""
+        assert state.outputs is not None
+        back = torch.arange(-2 - budget.max_tokens, -1, device=state.ids.device)
+        columns = (state.lengths.unsqueeze(1) + back).clamp(min=0)
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        self._write(self.context_states(state.outputs.hidden, rows, columns), columns)
+        last = state.lengths.unsqueeze(1) - 1
+        hidden, places = self.slots(state.ids.gather(1, last), last, budget.max_tokens)
+        self.start_width = places.shape[1]
+        used = min(self._slots[0].capacity, -(-(state.max_length - 1) // 16) * 16)
+        blocks = Blocks(last - 1, causal=self.settings.causal)
+        for layer, slots in zip(self.layers, self._slots, strict=True):
+            hidden = layer(hidden, places, slots.read(used), blocks)
+        made = self.predicted(hidden, 1, budget.max_tokens)[:, 0]
+        self._logits = self.project(made, 1)
+        return self._logits[:, 0]
+
+    def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._logits[:, depth].unsqueeze(1).expand(-1, tokens.shape[1], -1)
+
+    # --- own format ------------------------------------------------------------------------------
+
+    def about(self) -> Mapping[str, object]:
+        return {"settings": dataclasses.asdict(self.settings), "layer": self.config.to_dict()}
+
+    def save_weights(self, folder: Path) -> None:
+        save_tensors(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Target) -> BlockDrafter:
+        """Load a folder of this project; UserError where the drafter does not fit the target."""
+        about, tensors = read_stored(Path(folder), target)
+        config = LlamaConfig.from_dict(about["layer"])
+        drafter = cls(BlockSettings(**about["settings"]), config, target)
+        restore(drafter, Path(folder), about, tensors)
+        return drafter.eval()
+
+
+def _layer(
+    layer: BlockLayer,
+    context: torch.Tensor,
+    positions: torch.Tensor,
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """The slots [B, A * S, d] behind a layer; `positions` [B, T] of the `context` [B, T, d]."""
+    return layer(hidden, places, layer.keys_values(context, positions), blocks)
+
+
+def _columns(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns [B, A] int64 whose blocks are computed, as many in every row, and which of these
+    are no filling, [B, A] bool."""
+    wanted = torch.ones_like(text.ids, dtype=torch.bool) if text.columns is None else text.columns
+    wanted = wanted & (torch.arange(wanted.shape[1], device=wanted.device) < wanted.shape[1] - 1)
+    counts = wanted.sum(1)
+    width = max(1, int(counts.max()))
+    columns = wanted.long().argsort(dim=1, descending=True, stable=True)[:, :width]
+    return columns, torch.arange(width, device=columns.device) < counts.unsqueeze(1)
