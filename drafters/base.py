@@ -215,6 +215,15 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """
         return self, None
 
+    @property
+    def unserved(self) -> str | None:
+        """Why no engine serves this drafter of its kind; None: engines of `drafters.kinds` may."""
+        return None
+
+    def served_tokens(self, K: int) -> int:
+        """How many tokens of a round an engine is to draft with it where K are asked for."""
+        return min(K, self.max_depth or K)
+
     def drafting_parameters(self, depth: int | None = None) -> Iterable[torch.nn.Parameter]:
         """The parameters that drafting reads, without the acceptance head's.
 

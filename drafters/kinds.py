@@ -14,6 +14,7 @@ from typing import Any
 
 from drafters.bank import DrafterBank
 from drafters.base import DrafterJson, TrainedDrafter
+from drafters.block import BlockDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
@@ -114,6 +115,10 @@ KINDS: dict[str, Kind] = {
                 "llamacpp": Writer(gguf.write_eagle3, gguf.check_eagle3),
             },
             heads.eagle3,
+        ),
+        Kind(
+            BlockDrafter, "A DFlash block drafter", BlockDrafter.from_pretrained, "dflash",
+            {"vllm": Writer(vllm.write_dflash, vllm.check_dflash)}, heads.dflash,
         ),
     )
 }  # fmt: skip

@@ -304,6 +304,9 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
             f"eval.engine={config.engine}: {'no' if not kind.writers else 'another'} engine loads "
             f"a drafter of kind {kind.name!r}; engines serve {served_by()}"
         )
+    least = drafter.served_tokens(config.K)
+    rule = f"be {least}, the whole block, with eval.engine={config.engine}"
+    require(least <= config.K, "eval.K", rule, config.K)
     if is_address(config.engine):
         check_server(config.engine, config.K)
     else:

@@ -36,7 +36,7 @@ def check_export(drafter: TrainedDrafter, says: bool, of_gguf: bool) -> None:
     engine that the run writes it for could not serve it; other engines that could not are printed
     where `says`."""
     kind = kind_of(drafter)
-    if not kind.writers:
+    if not kind.writers or drafter.unserved is not None:
         return
     engine, writer = first_writer(drafter, of_gguf)
     try:
@@ -61,11 +61,9 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
     and `error`, or nothing where no engine serves the drafter. An export that fails does not raise:
     the drafter is saved, and its report follows."""
     kind = kind_of(drafter)
-    if not kind.writers:
-        print(
-            f"export: no engine serves a drafter of kind {kind.name!r}; its own format is in "
-            f"{run.folder / 'drafter'}"
-        )
+    if not kind.writers or drafter.unserved is not None:
+        why = drafter.unserved or f"no engine serves a drafter of kind {kind.name!r}"
+        print(f"export: {why}; its own format is in {run.folder / 'drafter'}")
         return {}
     gguf = target_gguf(run.config.model)
     engine, write = first_writer(drafter, gguf is not None)
@@ -77,7 +75,8 @@ def export_run(run: Run, drafter: TrainedDrafter) -> dict[str, str]:
             print(f"export: the target that this drafter serves on is {target.name}")
             name, out = shown(target.name, run.folder), out / "drafter"
         card = run_card(run, drafter, engine, name, None)
-        write(served, out, Export(card, name, run.config.eval.K, ours=True, gguf=gguf))
+        num_tokens = drafter.served_tokens(run.config.eval.K)
+        write(served, out, Export(card, name, num_tokens, ours=True, gguf=gguf))
     except Exception as error:  # of any writer: the report is written all the same
         print(hide("".join(traceback.format_exception(error)), []), file=sys.stderr)
         return {"engine": engine, "error": f"{type(error).__name__}: {error}"}
@@ -121,7 +120,7 @@ def run_card(
         target=target,
         revision=run.config.model.target_revision if target == run.target.name else None,
         recipe=run.config.recipe,
-        num_assistant_tokens=run.config.eval.K,
+        num_assistant_tokens=drafter.served_tokens(run.config.eval.K),
         table=markdown_table(report["results"]) if report else None,
         license="apache-2.0" if run.target.name == ModelConfig.target else None,
         engine=engine,

@@ -117,7 +117,7 @@ def export_drafter(
         whole = load_drafter(
             str(drafter), loaded, trust_remote_code=trust_remote_code, key="script.drafter"
         )
-    num_tokens = min(num_tokens, whole.max_depth or num_tokens)
+    num_tokens = whole.served_tokens(num_tokens)
     served, trained = whole.servable(out / "target")
     if trained is not None:  # it serves on the target that was trained with it
         out, target, revision = out / "drafter", trained.name, None

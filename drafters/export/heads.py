@@ -1,4 +1,4 @@
-"""The common part of all layouts of heads: writing, padded output rows, tensors of EAGLE.
+"""The common part of all layouts of heads: writing, padded output rows, tensors of layers.
 
 Engines count the vocabulary as the target's configuration does, which may be wider than the
 tokenizer. A head over the whole vocabulary is padded with the mean of its real rows, for the reason
@@ -20,22 +20,25 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.base import TrainedDrafter
+from drafters.block import BlockDrafter
 from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
 from drafters.export.reread import reread, table_of
+from drafters.layers import DecoderLayer
 from drafters.medusa import MedusaDrafter
 from target.vocabulary import real_ids
 from trainer.errors import RunFault, UserError
 from trainer.files import whole_folder
 
 Layout = tuple[dict[str, object], dict[str, torch.Tensor]]  # config.json, model.safetensors
+Layered = EagleDrafter | BlockDrafter  # drafters with layers, on captured states
 
 
 @torch.no_grad()
 def write(
-    folder: str | Path, layout: Layout, drafter: EagleDrafter | MedusaDrafter, asked: Export
+    folder: str | Path, layout: Layout, drafter: Layered | MedusaDrafter, asked: Export
 ) -> Path:
     """Write a head to `folder`, complete or not at all.
 
@@ -101,7 +104,7 @@ def check_ids(drafter: TrainedDrafter) -> torch.Tensor:
     return real
 
 
-def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
+def own_embedding(drafter: Layered) -> torch.Tensor | None:
     """The embedding [configured vocab_size, H] that the head was trained with.
 
     None where it is the target's weight, which engines use; some targets scale what they look up.
@@ -114,7 +117,7 @@ def own_embedding(drafter: EagleDrafter) -> torch.Tensor | None:
     return table[: configured_vocab_size(drafter)].to(dtype_of(drafter))
 
 
-def layer_keys(drafter: EagleDrafter) -> dict[str, object]:
+def layer_keys(drafter: Layered) -> dict[str, object]:
     """Keys of the Llama layer, with the rotary embedding in the new and in the old spelling."""
     config = drafter.config
     rope: dict[str, object] = dict(config.rope_parameters or {})
@@ -143,9 +146,9 @@ def layer_keys(drafter: EagleDrafter) -> dict[str, object]:
     }
 
 
-def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]:
-    """Tensors of the layer, named under `prefix`."""
-    layer, names = drafter.layer, ("q_proj", "k_proj", "v_proj", "o_proj")
+def layer_tensors(layer: DecoderLayer, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors of a layer, named under `prefix`."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
     tensors = {f"{prefix}.self_attn.{name}.weight": getattr(layer, name).weight for name in names}
     for name in ("gate_proj", "up_proj", "down_proj"):
         tensors[f"{prefix}.mlp.{name}.weight"] = getattr(layer.mlp, name).weight
@@ -155,7 +158,7 @@ def layer_tensors(drafter: EagleDrafter, prefix: str) -> dict[str, torch.Tensor]
 
 def eagle1_tensors(drafter: Eagle1Drafter) -> dict[str, torch.Tensor]:
     """Tensors of an EAGLE-1 head, without an output head; with an embedding where it is needed."""
-    tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter, "layers.0")}
+    tensors = {"fc.weight": drafter.fc.weight, **layer_tensors(drafter.layer, "layers.0")}
     embedding = own_embedding(drafter)
     return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
 
@@ -182,12 +185,10 @@ def refuse_biased_head(drafter: TrainedDrafter) -> None:
 @torch.no_grad()
 def eagle3_tensors(drafter: Eagle3Drafter, prefix: str) -> dict[str, torch.Tensor]:
     """Tensors of an EAGLE-3 head; `prefix`: of the layer's tensors, different in each layout."""
-    settings = drafter.settings
-    order = capture_order(drafter)
-    blocks = drafter.fc.weight.unflatten(1, (len(order), settings.target_width))
+    settings, order = drafter.settings, capture_order(drafter)
     tensors = {
-        "fc.weight": blocks[:, order].flatten(1),
-        **layer_tensors(drafter, prefix),
+        "fc.weight": ordered_projection(drafter),
+        **layer_tensors(drafter.layer, prefix),
         f"{prefix}.input_layernorm.weight": drafter.input_layernorm.weight,
         f"{prefix}.hidden_norm.weight": drafter.hidden_norm.weight,
         "norm.weight": drafter.norm.weight,
@@ -217,19 +218,24 @@ def draft_vocab_size(drafter: Eagle3Drafter) -> int:
     return len(drafter.lm_head.weight) if reduced(drafter) else configured_vocab_size(drafter)
 
 
-def capture_order(drafter: EagleDrafter) -> list[int]:
+def ordered_projection(drafter: Layered) -> torch.Tensor:
+    """The weight of `fc` for states that are joined in the order of their layers."""
+    order = capture_order(drafter)
+    return drafter.fc.weight.unflatten(1, (len(order), -1))[:, order].flatten(1)
+
+
+def capture_order(drafter: Layered) -> list[int]:
     """Indices into `settings.captures`, lowest layer first."""
     captures = drafter.settings.captures
     numbers = [layer for layer in captures if layer != "final_norm"]
     if len(numbers) < len(captures):
         raise UserError(
-            f"engines capture outputs of decoder layers for EAGLE-3, got {captures}: train with "
-            "numbered layers"
+            f"engines capture outputs of decoder layers, got {captures}: train with numbered layers"
         )
     return sorted(range(len(numbers)), key=lambda i: int(numbers[i]))
 
 
-def captured_layers(drafter: EagleDrafter) -> list[int]:
+def captured_layers(drafter: Layered) -> list[int]:
     """Captured decoder layers, counted from 0, ascending."""
     captures = drafter.settings.captures
     return [int(captures[i]) for i in capture_order(drafter)]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.base import TrainedDrafter
+from drafters.block import BlockDrafter
 from drafters.eagle import EagleDrafter
 from drafters.formats.files import Tensors
 from drafters.formats.head import PublishedHead
@@ -25,11 +26,12 @@ from trainer.errors import RunFault, UserError
 
 TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32
 COMPARED_TOKENS = 12
-COMPARED_DEPTHS = 3  # for heads that draft to any depth
+COMPARED_DEPTHS = 3  # for heads without an output matrix for each depth
+TARGETS_ROWS = ("eagle", "dflash")  # kinds that are projected by the target's output matrix
 
 
 @torch.no_grad()
-def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
+def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter | BlockDrafter) -> float:
     """Compare `folder` with `drafter.draft_logits` on random tokens and states.
 
     Returns the largest difference, in units of the largest logit. Raises RunFault where it is too
@@ -65,12 +67,13 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter) -> float:
         )
     on_device = {layer: state[None].to(target.device) for layer, state in hidden.items()}
     worst = 0.0
-    for depth in range(1, (head.num_heads or COMPARED_DEPTHS) + 1):
+    deepest = head.num_heads or min(COMPARED_DEPTHS, drafter.max_depth or COMPARED_DEPTHS)
+    for depth in range(1, deepest + 1):
         outputs = TargetOutputs(on_device)
         expected = drafter.draft_logits(ids[None].to(target.device), outputs, depth)
         expected = expected[0, depth:].cpu().double()
         found = logits(head, ids, hidden, embedding, rows, depth)
-        padded = head.kind != "eagle" and head.target_ids is None
+        padded = head.kind not in TARGETS_ROWS and head.target_ids is None
         if padded and not drafted[found.argmax(-1)].all():
             raise RunFault(
                 f"{folder}: at depth {depth} an id could be drafted that has no token or is not in "
@@ -130,9 +133,14 @@ def logits(
     if head.kind == "medusa":
         state = hidden["final_norm"][: len(starts)].to(dtype)
         return _medusa(head.tensors, state, depth - 1, head.num_layers)
-    eagle = _Eagle(head, dtype)
-    embedded = head.tensors.get("embed_tokens.weight", embedding)[ids].to(dtype)
+    table = head.tensors.get("embed_tokens.weight", embedding)
+    embedded = table[ids].to(dtype)
     features = torch.cat([hidden[layer].to(dtype) for layer in head.captures], -1)
+    if head.kind == "dflash":
+        block, mask = _Block(head, dtype), table[head.mask_token].to(dtype)
+        blocks = [block.draft(embedded[start + 1], mask, features, start) for start in starts]
+        return _projected(torch.stack([states[depth] for states in blocks]), rows)
+    eagle = _Eagle(head, dtype)
     states = torch.stack([eagle.draft(embedded, features, start, depth) for start in starts])
     if head.kind == "eagle":
         return _projected(states, rows)
@@ -240,5 +248,73 @@ class _Eagle:
     def rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
         angles = self.rotary(x.float(), torch.tensor([[position]]))
         cos, sin = (part[0, 0].to(x.dtype) for part in angles)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class _Block:
+    """The layers of a DFlash drafter, one block at a time."""
+
+    def __init__(self, head: PublishedHead, dtype: torch.dtype):
+        assert head.layer is not None
+        self.head, self.config = head, head.layer
+        own = {n: t for n, t in head.tensors.items() if n != "embed_tokens.weight"}
+        self.tensors = {name: tensor.to(dtype) for name, tensor in own.items()}
+        self.rotary = LlamaRotaryEmbedding(head.layer)
+
+    def draft(
+        self, anchor: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """The states [slots, H] behind the columns up to `start`; `anchor`, `mask` [H]: embedded
+        tokens."""
+        size = self.head.block_size
+        seen = self.norm(features[: start + 1] @ self.tensors["fc.weight"].T, "hidden_norm")
+        hidden = torch.stack([anchor, *[mask] * (size - 1)])
+        positions = torch.arange(start + 1 + size)
+        for number in range(self.config.num_hidden_layers):
+            prefix = f"layers.{number}"
+            normed = self.norm(hidden, f"{prefix}.input_layernorm")
+            inputs = torch.cat([seen, normed])
+            keys, values = self.heads(inputs, prefix, "k"), self.heads(inputs, prefix, "v")
+            keys = self.rotated(self.norm(keys, f"{prefix}.self_attn.k_norm"), positions)
+            queries = self.norm(self.heads(normed, prefix, "q"), f"{prefix}.self_attn.q_norm")
+            queries = self.rotated(queries, positions[start + 1 :])
+            mixed = torch.stack([
+                self.mixed(query, keys, values, start + 2 + slot)
+                for slot, query in enumerate(queries)
+            ])  # fmt: skip
+            hidden = hidden + self.times(mixed, f"{prefix}.self_attn.o_proj")
+            x = self.norm(hidden, f"{prefix}.post_attention_layernorm")
+            gate, up = (self.times(x, f"{prefix}.mlp.{name}_proj") for name in ("gate", "up"))
+            hidden = hidden + self.times(F.silu(gate) * up, f"{prefix}.mlp.down_proj")
+        return self.norm(hidden, "norm")
+
+    def mixed(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: int
+    ) -> torch.Tensor:
+        """query [heads, D]; keys, values [columns, groups, D], of which a causal block's slot sees
+        the first `causal` -> [heads * D]"""
+        end = causal if self.head.flags["causal"] else len(keys)
+        shared, found = len(query) // keys.shape[1], []
+        for number, one in enumerate(query):
+            scores = keys[:end, number // shared] @ one / len(one) ** 0.5
+            found.append(scores.softmax(0) @ values[:end, number // shared])
+        return torch.cat(found)
+
+    def times(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.tensors[f"{name}.weight"].T
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def heads(self, x: torch.Tensor, prefix: str, which: str) -> torch.Tensor:
+        made = self.times(x, f"{prefix}.self_attn.{which}_proj")
+        return made.unflatten(-1, (-1, int(self.config.head_dim or 0)))
+
+    def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [n, heads, D] at positions [n]"""
+        angles = self.rotary(x.float(), positions.unsqueeze(0))
+        cos, sin = (part[0].unsqueeze(1).to(x.dtype) for part in angles)
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin

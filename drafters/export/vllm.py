@@ -1,4 +1,4 @@
-"""Heads for vLLM (read in 0.32): Medusa, EAGLE-1 and the flat layout of EAGLE-3.
+"""Heads for vLLM (read in 0.32): Medusa, EAGLE-1, DFlash and the flat layout of EAGLE-3.
 
 - Medusa drafts a chain of first choices, one head a token. Heads that share the target's output
   matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
@@ -11,6 +11,9 @@
   architecture's name.
 - EAGLE-3 names the captured layers twice: vLLM looks at the top-level key and counts the states
   that have passed k layers, SGLang at `eagle_config` and counts layers from 0.
+- DFlash counts layers from 0, too. vLLM makes a block of the anchor and as many slots as it is
+  asked for tokens, whatever `block_size` says. That blocks are causal is read at the top level
+  first, then in `dflash_config`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import TrainedDrafter
+from drafters.block import BlockDrafter, BlockLayer
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
@@ -33,6 +37,9 @@ from drafters.export.heads import (
     eagle1_tensors,
     eagle3_tensors,
     layer_keys,
+    layer_tensors,
+    ordered_projection,
+    own_embedding,
     padded_rows,
     reduced,
     refuse_biased_head,
@@ -66,6 +73,15 @@ def check_eagle3(drafter: Eagle3Drafter) -> None:
         check_ids(drafter)
 
 
+def check_dflash(drafter: BlockDrafter) -> None:
+    """Raise UserError for a block drafter that vLLM cannot serve."""
+    if drafter.unserved is not None:
+        raise UserError(drafter.unserved)
+    captured_layers(drafter)
+    refuse_biased_head(drafter)
+    check_ids(drafter)
+
+
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
     """Write Medusa heads."""
     return write(folder, medusa(drafter), drafter, asked)
@@ -80,6 +96,11 @@ def write_eagle1(drafter: Eagle1Drafter, folder: str | Path, asked: Export) -> P
 def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> Path:
     """Write an EAGLE-3 head."""
     return write(folder, eagle3(drafter), drafter, asked)
+
+
+def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a block drafter."""
+    return write(folder, dflash(drafter), drafter, asked)
 
 
 def medusa(drafter: MedusaDrafter) -> Layout:
@@ -133,3 +154,38 @@ def eagle3(drafter: Eagle3Drafter) -> Layout:
         "norm_output": settings.norm_output,
     }
     return config, eagle3_tensors(drafter, "midlayer")
+
+
+@torch.no_grad()
+def dflash(drafter: BlockDrafter) -> Layout:
+    """config.json and tensors of a block drafter."""
+    settings, count = drafter.settings, drafter.config.num_hidden_layers
+    config: dict[str, object] = {
+        "architectures": ["DFlashDraftModel"],
+        **layer_keys(drafter),
+        "model_type": "qwen3",
+        "num_hidden_layers": count,
+        "layer_types": ["full_attention"] * count,
+        "block_size": settings.block_size,
+        "num_target_layers": drafter.shared.target.num_layers,
+        "dflash_config": {
+            "mask_token_id": settings.mask_token,
+            "target_layer_ids": captured_layers(drafter),
+            "causal": settings.causal,
+        },
+        **({"is_causal": True} if settings.causal else {}),
+    }
+    tensors = {
+        "fc.weight": ordered_projection(drafter),
+        "hidden_norm.weight": drafter.hidden_norm.weight,
+        "norm.weight": drafter.norm.weight,
+    }
+    for number, layer in enumerate(drafter.layers):
+        assert isinstance(layer, BlockLayer)
+        prefix = f"layers.{number}"
+        tensors |= layer_tensors(layer, prefix)
+        tensors[f"{prefix}.input_layernorm.weight"] = layer.input_layernorm.weight
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = getattr(layer, name).weight
+    embedding = own_embedding(drafter)
+    return config, tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}

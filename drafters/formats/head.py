@@ -18,18 +18,20 @@ class PublishedHead:
 
     Tensors of EAGLE: those of the flat layout, `layer.` before the layer's. Of Medusa:
     `block.<head>.<layer>.weight|bias` and `rows.<head>`, or `rows` for a shared matrix. Those of
-    Hydra have the published names. `captures`: ids as in `target.model`, in the order in which an
-    engine joins the states.
+    Hydra and DFlash have the published names. `captures`: ids as in `target.model`, in the order in
+    which an engine joins the states.
     """
 
-    kind: str  # "medusa" | "hydra" | "eagle" | "eagle3"
+    kind: str  # "medusa" | "hydra" | "eagle" | "eagle3" | "dflash"
     tensors: Tensors
     captures: list[LayerId]
     vocab_size: int
-    layer: LlamaConfig | None = None  # of EAGLE
+    layer: LlamaConfig | None = None  # of EAGLE and DFlash
     num_heads: int = 0  # of Medusa and Hydra, as the next
     num_layers: int = 0
-    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3 and Hydra
+    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3, Hydra and DFlash
+    block_size: int = 0  # of DFlash, as the next
+    mask_token: int = 0
     folder: Path = Path()
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from drafters.block import BlockDrafter, BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.formats.files import Tensors, check_tensors
@@ -97,6 +98,19 @@ def eagle3(head: PublishedHead, target: Target) -> Eagle3Drafter:
         weights["kept"] = kept
     drafter = Eagle3Drafter(settings, head.layer, target, kept)
     drafter.load_state_dict(weights)
+    return drafter.eval()
+
+
+@torch.no_grad()
+def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
+    """A drafter of this target with the weights of a DFlash drafter; UserError where they do not
+    fit."""
+    assert head.layer is not None
+    check_head(head, target)
+    settings = BlockSettings(head.captures, head.mask_token, head.block_size, **head.flags)
+    drafter = BlockDrafter(settings, head.layer, target)
+    own = {name.replace("self_attn.", ""): t.float() for name, t in head.tensors.items()}
+    drafter.load_state_dict({name: t for name, t in own.items() if name != "embed_tokens.weight"})
     return drafter.eval()
 
 

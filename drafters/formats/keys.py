@@ -7,6 +7,7 @@ from typing import Final, TypedDict
 EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 # the second is vLLM's own name, the third that of NeMo Automodel
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
+DFLASH = "DFlashDraftModel"
 # parts of the architectures of drafters that this project does not have
 OTHERS = ("DFlash", "DSpark", "MTP", "Domino", "MLPSpeculator", "ReDrafter")
 LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -17,6 +18,16 @@ class EagleConfig(TypedDict, total=False):
 
     use_aux_hidden_state: bool
     eagle_aux_hidden_state_layer_ids: list[int]
+
+
+class DFlashConfig(TypedDict):
+    """The nested `dflash_config`."""
+
+    mask_token_id: int
+    target_layer_ids: list[int]
+    block_size: int
+    causal: bool
+    sample_from_anchor: bool
 
 
 class Proposal(TypedDict, total=False):
@@ -61,6 +72,9 @@ class HeadConfig(TypedDict):
     hydra_head_arch: str
     grounded_heads: bool
     hidden_state_offset: int
+    dflash_config: DFlashConfig
+    block_size: int
+    is_causal: bool
 
 
 # keys of config.json: the type, and whether published heads always have it; our exports have all
@@ -111,6 +125,14 @@ KEYS: dict[str, dict[str, tuple[type, bool]]] = {
         "speculators_config": (dict, False),
         "transformer_layer_config": (dict, True),
         "embed_requires_grad": (bool, False),
+    },
+    "dflash": {
+        "architectures": (list, True),
+        **LAYER_KEYS,
+        "layer_types": (list, False),
+        "block_size": (int, False),
+        "num_target_layers": (int, False),
+        "dflash_config": (dict, True),
     },
     "medusa": {
         "architectures": (list, False),

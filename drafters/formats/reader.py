@@ -5,7 +5,7 @@ It shares no table with the writers, so that a mistake in one of them shows as a
 `read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
 missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
 the original repository's), Hydra's original repository, EAGLE-1, EAGLE-3 flat (`midlayer.*` or
-`layers.0.*`), EAGLE-3 of the speculators library.
+`layers.0.*`), EAGLE-3 of the speculators library, DFlash flat.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
+from drafters.formats.dflash import read_dflash
 from drafters.formats.files import (
     Tensors,
     check_architecture,
@@ -29,6 +30,7 @@ from drafters.formats.files import (
 from drafters.formats.head import PublishedHead
 from drafters.formats.hydra import read_hydra
 from drafters.formats.keys import (
+    DFLASH,
     EAGLE1,
     EAGLE3,
     EAGLE_WITHOUT,
@@ -64,12 +66,14 @@ def layout_of(folder: Path) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
+    if names == [DFLASH]:
+        return "dflash"
     if any(part in str(name) for name in names for part in OTHERS):
         raise UserError(
             "is no kind of drafter known here",
             key=f"{folder}: architectures",
             value=names,
-            remedy="name an EAGLE, EAGLE-3, Medusa or Hydra head, or a language model",
+            remedy="name an EAGLE, EAGLE-3, Medusa, Hydra or DFlash head, or a language model",
         )
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
@@ -99,6 +103,8 @@ def read(
         )
     if strict and [path.name for path in weight_files(folder)] != ["model.safetensors"]:
         raise UserError(f"{folder}: the weights must lie in model.safetensors")
+    if layout == "dflash":
+        return read_dflash(folder, config, read_tensors(folder), strict)
     check_keys(folder, config, KEYS[layout], strict)
     tensors = read_tensors(folder)
     if layout == "medusa":

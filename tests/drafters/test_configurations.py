@@ -24,7 +24,7 @@ REFUSED = {
     "specforge qwen3.5 of transformers 5": "partial_rotary_factor",
     "specforge qwen3.5-122b moe": "architectures",
     "specforge qwen3-8b p-eagle": "architectures",
-    "specforge qwen3-8b dflash": "architectures",
+    "specforge qwen3-8b dflash": "dflash_config",  # which its trainer adds
     "specforge qwen3.5-4b mtp": "architectures",
     "specforge deepseek-r1": "architectures",
     "specforge qwq-32b": "architectures",

@@ -11,12 +11,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PhiConfig, PhiForCausalLM
 
+from drafters.block import BlockDrafter, BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Settings
 from drafters.export.card import Export, model_card
 from drafters.export.reread import reread
+from drafters.formats.reader import read
 from drafters.hydra import HydraDrafter, HydraSettings
 from drafters.kinds import KINDS, kind_of
+from drafters.layers import layer_config
+from drafters.load import load_drafter
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from eval.config import EvalConfig
 from phases.check import check_engine
@@ -25,7 +29,7 @@ from scripts.export import main
 from target.model import Target
 from tests.helpers.eagle import build_eagle
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.tiny import PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
+from tests.helpers.tiny import PAD, PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
 from trainer.errors import RunFault, UserError
 
 WIDTH = 32
@@ -45,6 +49,10 @@ EAGLE = {
     "eagle3_reduced": Eagle3Settings([0, 1, 2], WIDTH),
     "eagle3_variants": Eagle3Settings([0, 2], WIDTH, fc_norm=True, norm_output=True),
 }
+DFLASH = {
+    "dflash": BlockSettings([2, 0, 1], PAD, 5),
+    "dflash_causal": BlockSettings([0, 2], PAD, 3, causal=True),
+}
 
 
 def noisy(drafter, seed=0):
@@ -63,6 +71,10 @@ def made(kind, target):
     kept = KEPT if kind.endswith("_reduced") else None
     if kind in MEDUSA:
         return noisy(MedusaDrafter.build(target, MEDUSA[kind], kept))
+    if kind in DFLASH:
+        config = layer_config(target.model.config)
+        config.num_hidden_layers = 2
+        return noisy(BlockDrafter(DFLASH[kind], config, target))
     return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
@@ -79,7 +91,7 @@ def tensors_of(folder):
 
 
 CASES = [
-    *[("vllm", kind) for kind in (*MEDUSA, *EAGLE) if kind != "eagle_biased"],
+    *[("vllm", kind) for kind in (*MEDUSA, *EAGLE, *DFLASH) if kind != "eagle_biased"],
     *[("sglang", kind) for kind in EAGLE],
     *[("speculators", kind) for kind in EAGLE if kind.startswith("eagle3")],
 ]
@@ -134,6 +146,87 @@ def test_a_reduced_vocabulary_of_medusa_is_padded_so_that_it_drafts_the_same(
     states = torch.randn(2000, WIDTH, generator=torch.Generator().manual_seed(0))
     first = (states @ rows.T).argmax(-1)
     assert torch.equal(first, drafter.project(states, 2).argmax(-1))
+
+
+def test_dflash_is_written_as_the_layers_of_qwen3_without_tables(tiny_target, tmp_path):
+    drafter = made("dflash", tiny_target("llama", layers=4))
+    folder = exported("vllm", drafter, tmp_path / "out")
+    tensors, config = tensors_of(folder), config_of(folder)
+    own = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+           "mlp.down_proj", *(f"self_attn.{n}_proj" for n in "qkvo"),
+           *(f"self_attn.{n}_norm" for n in "qk"))  # fmt: skip
+    names = {f"layers.{i}.{name}.weight" for i in range(2) for name in own}
+    assert set(tensors) == {*names, "fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert tensors["layers.1.self_attn.k_norm.weight"].shape == (8,)
+    # engines join the states in the order of their layers
+    joined = drafter.fc.weight.unflatten(1, (3, WIDTH))[:, [1, 2, 0]].flatten(1)
+    assert torch.equal(tensors["fc.weight"], joined)
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert (config["block_size"], config["num_target_layers"]) == (5, 4)
+    assert config["layer_types"] == ["full_attention"] * config["num_hidden_layers"]
+    assert len(config["layer_types"]) == 2
+    inner = {"mask_token_id": PAD, "target_layer_ids": [0, 1, 2], "causal": False}
+    assert config["dflash_config"] == inner
+    assert "is_causal" not in config
+    other = made("dflash_causal", tiny_target("llama", layers=4))
+    causal = exported("vllm", other, tmp_path / "causal")
+    assert config_of(causal)["is_causal"] is True
+    assert config_of(causal)["dflash_config"]["causal"] is True
+
+
+def test_a_target_that_scales_its_embeddings_gives_dflash_a_table_of_its_own(tiny_target, tmp_path):
+    target = tiny_target("gemma3", layers=4)
+    drafter = made("dflash", target)
+    folder = exported("vllm", drafter, tmp_path / "out")
+    assert reread(folder, drafter) < 1e-5
+    table = tensors_of(folder)["embed_tokens.weight"]
+    assert torch.equal(table, target.embedding(torch.arange(VOCAB_SIZE)))
+
+
+@pytest.mark.parametrize("kind", DFLASH)
+def test_an_exported_block_drafter_is_loaded_again_wherever_one_is_named(
+    kind, tiny_target, tmp_path
+):
+    target = tiny_target("llama", layers=4)
+    drafter = made(kind, target)
+    folder = exported("vllm", drafter, tmp_path / "out")
+    again = load_drafter(str(folder), target)
+    assert isinstance(again, BlockDrafter)
+    ids = torch.arange(4, 14).unsqueeze(0)
+    found, expected = (
+        one.draft_logits(ids, target.outputs(ids, layers=one.target_layers), 2)
+        for one in (again, drafter)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    config = config_of(folder)
+    config["dflash_config"]["block_size"] = config.pop("block_size")  # where newer files have it
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read(folder).block_size == drafter.settings.block_size
+    torch.save({}, folder / "mask_embedding.pt")
+    with pytest.raises(UserError, match="an embedding of its own for the mask"):
+        read(folder)
+
+
+def test_what_no_engine_has_of_block_drafters_is_said_and_trained_all_the_same(
+    tiny_target, tmp_path, capsys
+):
+    target = tiny_target("llama", layers=4)
+    config, settings = layer_config(target.model.config), BlockSettings([0], PAD, from_anchor=True)
+    drafter = BlockDrafter(settings, config, target)
+    check_export(drafter, True, False)
+    assert not capsys.readouterr().out
+    with pytest.raises(UserError, match=r"method\.from_anchor=true"):
+        exported("vllm", drafter, tmp_path / "out")
+    late = BlockDrafter(BlockSettings(["final_norm"], PAD), config, target)
+    with pytest.raises(UserError, match="train with numbered layers"):
+        check_export(late, True, False)
+    whole, causal = (
+        BlockDrafter(BlockSettings([0], PAD, 8, causal=causal), config, target)
+        for causal in (False, True)
+    )
+    assert [one.served_tokens(4) for one in (whole, causal, drafter)] == [7, 4, 8]
+    with pytest.raises(UserError, match=r"eval\.K must be 7, the whole block"):
+        check_engine(whole, EvalConfig(K=4, engine="vllm"))
 
 
 def test_a_shared_output_matrix_is_written_once(tiny_target, tmp_path):
@@ -490,6 +583,30 @@ def test_a_spoilt_eagle3_export_is_refused_by_name(whole, tmp_path, name):
             lambda t, c: c["transformer_layer_config"].pop("rms_norm_eps"),
             "'rms_norm_eps' is missing",
         ),
+        ("dflash", "vllm", lambda t, c: c["dflash_config"].update(causal=True), "logits at depth"),
+        ("dflash", "vllm", lambda t, c: c.update(is_causal=True), "logits at depth 1"),
+        ("dflash", "vllm", lambda t, c: c.update(block_size=6), "logits at depth 1"),
+        ("dflash", "vllm", lambda t, c: c["dflash_config"].update(mask_token_id=2), "at depth 1"),
+        (
+            "dflash",
+            "vllm",
+            lambda t, c: c["dflash_config"].update(target_layer_ids=[1, 2, 3]),
+            "logits at depth 1",
+        ),
+        (
+            "dflash",
+            "vllm",
+            lambda t, c: c["dflash_config"].update(target_layer_ids=[2, 0, 1]),
+            "'target_layer_ids' must be ascending",
+        ),
+        (
+            "dflash",
+            "vllm",
+            rename("layers.1.self_attn.q_norm.weight", "layers.2.self_attn.q_norm.weight"),
+            "'layers.1.self_attn.q_norm.weight' of shape .8. is missing",
+        ),
+        ("dflash", "vllm", lambda t, c: c.update(num_hidden_layers=1), "unknown tensor 'layers.1"),
+        ("dflash", "vllm", lambda t, c: c.update(model_type="llama"), "'model_type' must be"),
     ],
 )
 def test_other_spoilt_exports_are_refused_by_name(whole, tmp_path, kind, engine, change, complaint):
@@ -561,6 +678,7 @@ def arguments(drafter, engine, out):
         ("eagle", "sglang", "--speculative-algorithm EAGLE "),
         ("eagle3", "speculators", '"method": "eagle3"'),
         ("eagle3", "sglang", "--speculative-num-draft-tokens 6"),
+        ("dflash", "vllm", '"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": 4'),
     ],
 )
 def test_script_exports_heads(run, tiny_target, tmp_path, capsys, kind, engine, says):

@@ -55,7 +55,7 @@ def test_every_row_names_its_class_and_what_engines_call_it():
         assert kind.words.startswith(("A ", "An "))
         assert (kind.method is not None) == bool(kind.writers)
     read = [name for name, kind in KINDS.items() if kind.adopt]
-    assert read == ["medusa", "hydra", "eagle", "eagle3"]
+    assert read == ["medusa", "hydra", "eagle", "eagle3", "dflash"]
 
 
 def test_messages_name_what_is_served_and_by_whom():
