@@ -1,6 +1,13 @@
-"""The token that stands in a drafter's input for one to predict: an id that no text holds."""
+"""The token that stands in a drafter's input for one to predict.
+
+It is an id that is never drafted behind: no text goes on behind a token that ends it, and none
+holds a spare special token. Its row of the embedding must not be 0, as many a padding's is: queries
+made of that are 0, too, and the first layer would see nothing but the mean of its context.
+"""
 
 from __future__ import annotations
+
+import torch
 
 from target.model import Target
 from target.vocabulary import embedding_rows
@@ -10,32 +17,40 @@ MASK = "method.mask_token"
 
 
 def check_mask_token(token: int, target: Target) -> int:
-    """`token`; UserError where the target's embedding has no row for it, or texts may hold it."""
+    """`token`; UserError where texts may hold it, or where its row of the embedding is 0 or
+    missing."""
     rows = embedding_rows(target.model)
     require(0 <= token < rows, MASK, f"lie in 0..{rows - 1}, the rows of the embedding", token)
     spare = token in _special(target) or token in _unnamed(target)
-    rule = "be a special token that ends no text, or a row of the embedding without a token"
-    require(spare and token not in target.eos_ids, MASK, rule, token)
+    require(spare, MASK, "be a special token, or a row of the embedding without a token", token)
+    require(_has_row(token, target), MASK, "have a row of the embedding that is not 0", token)
     return token
 
 
 def default_mask_token(target: Target) -> int:
-    """The tokenizer's mask token, else its padding, else a row of the embedding without a token,
-    else a special token that the chat template does not write. UserError where there is none that
-    ends no text."""
-    tokenizer, rows = target.tokenizer, embedding_rows(target.model)
+    """The tokenizer's mask token, else its padding, a row of the embedding without a token, a
+    special token that the chat template does not write, or the end of text. UserError where there
+    is none with a row of the embedding that is not 0."""
+    tokenizer, ends = target.tokenizer, target.eos_ids
     written = str(tokenizer.chat_template or "")
     inside = (tokenizer.bos_token_id, tokenizer.unk_token_id)
     others = [i for i, name in _special(target).items() if i not in inside and name not in written]
-    known = (tokenizer.mask_token_id, tokenizer.pad_token_id)
-    for token in (*known, *_unnamed(target)[:1], *others):
-        if token is not None and token < rows and token not in target.eos_ids:
+    first = (tokenizer.mask_token_id, tokenizer.pad_token_id, *_unnamed(target), *others)
+    spare = [token for token in first if token is not None and token not in ends]
+    for token in (*spare, *ends):
+        if token < embedding_rows(target.model) and _has_row(token, target):
             return token
     raise UserError(
-        "the tokenizer has no mask token, no padding that ends no text and no spare special token",
+        "the tokenizer has no special token whose row of the embedding is not 0",
         key=MASK,
-        remedy="name the id of a token that no text holds",
+        remedy="train another target, or another recipe",
     )
+
+
+def _has_row(token: int, target: Target) -> bool:
+    """Whether the token's row of the embedding is not 0."""
+    with torch.no_grad():
+        return bool(target.embedding(torch.tensor([token], device=target.device)).any())
 
 
 def _special(target: Target) -> dict[int, str]:

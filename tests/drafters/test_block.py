@@ -35,7 +35,15 @@ from tests.helpers.heads import (
     randomised,
     state_of,
 )
-from tests.helpers.tiny import PAD, VOCAB_SIZE, prompts_of, save_tiny, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import (
+    EOS,
+    PAD,
+    VOCAB_SIZE,
+    prompts_of,
+    save_tiny,
+    tiny_model,
+    tiny_tokenizer,
+)
 from trainer.errors import UserError
 from trainer.shift import at_index
 
@@ -314,6 +322,22 @@ def test_the_mask_token_is_one_that_no_text_holds():
     full = named([f"<{n}>" for n in range(28)])
     assert full.tokenizer.get_added_vocab()["<27>"] == 127
     assert default_mask_token(full) in full.tokenizer.get_added_vocab().values()
-    for token, rule in ((0, "that ends no text"), (40, "that ends no text"), (128, r"in 0\.\.127")):
+    for token, rule in ((40, "be a special token"), (128, r"in 0\.\.127")):
         with pytest.raises(UserError, match=rule):
             check_mask_token(token, named([]))
+
+
+def test_a_row_of_zeros_is_no_mask_token():
+    """As padding's often is: all slots would look the same to the first layer."""
+    target = named([], pad_token="<|pad|>")
+    with torch.no_grad():
+        target.embedding.weight[PAD] = 0
+        assert default_mask_token(target) == VOCAB_SIZE
+        target.embedding.weight[VOCAB_SIZE:] = 0
+        target.embedding.weight[2:4] = 0  # the other special tokens
+        assert default_mask_token(target) == EOS  # behind which no text goes on
+        with pytest.raises(UserError, match=r"have a row of the embedding that is not 0, got 1"):
+            check_mask_token(PAD, target)
+        target.embedding.weight.zero_()
+        with pytest.raises(UserError, match="no special token whose row"):
+            default_mask_token(target)
