@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
-RECIPES = ["distillspec", "fastdraft", "medusa", "hydrapp", "eagle", "eagle3", "osd"]
+RECIPES = ["distillspec", "fastdraft", "medusa", "hydrapp", "eagle", "eagle3", "dflash", "osd"]
 
 
 @pytest.fixture

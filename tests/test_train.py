@@ -156,7 +156,7 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
     words += own_words(recipe, tmp_path)
-    if recipe == "fastdraft":
+    if recipe in ("dflash", "fastdraft"):  # whose own K is another one
         words += [f"eval.K={K}"]
     if recipe == "gto":
         words += ["trainer.lr_warmup_steps=0"]

@@ -33,7 +33,7 @@ def test_weights_are_in_the_targets_dtype_inside_the_block_alone(tiny_target, ti
         assert all(p.data_ptr() == after[n].data_ptr() for n, p in drafter.named_parameters())
 
 
-RECIPES = ("distillspec", "medusa2", "hydrapp", "eagle", "eagle3", "specdecpp")
+RECIPES = ("distillspec", "medusa2", "hydrapp", "eagle", "eagle3", "dflash", "specdecpp")
 
 
 @pytest.mark.slow

@@ -33,11 +33,12 @@ from trainer.logits import LogitsSummary, OutputHead
 from trainer.losses import Term, ce_hard
 from trainer.shift import supervised
 
-HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3", "dflash")
 REDUCED = ("eagle3", "medusa", "hydra", "hydrapp")  # may draft some of the tokens only
 SHARED = {"medusa": {"own_head": False}, "hydra": {"shared_lm_head": True}}
 EXTRA = {"eagle3": {"layers": [0, 1], "steps": 3}, "eagle": {"steps": 2, "feature_noise": 0.0},
-         "hydrapp": {"dropout": 0.0}}  # fmt: skip
+         "hydrapp": {"dropout": 0.0},
+         "dflash": {"block_size": 4, "draft_layers": 1, "anchors": 0}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +345,16 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("eagle3", {}, {"norm_before_residual": True}),
         ("eagle3", {}, {"fc_norm": True}),
         ("eagle3", {}, {"norm_output": True}),
+        ("dflash", {}, {"block_size": 5}),
+        ("dflash", {}, {"draft_layers": 2}),
+        ("dflash", {}, {"layers": [1]}),
+        ("dflash", {}, {"anchors": 2}),
+        ("dflash", {}, {"causal": True}),
+        ("dflash", {}, {"from_anchor": True}),
+        ("dflash", {}, {"mask_token": 2}),
+        ("dflash", {}, {"depth_decay": 0.9}),
+        ("dflash", {}, {"feature_weight": 1.0}),
+        ("dflash", {}, {"feature_noise": 0.1}),
     ],
 )
 def test_every_option_changes_the_loss(name, common, change, target, traces):
@@ -410,10 +421,11 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(name, target, trac
         assert p.grad is None
 
 
-def test_gradient_checkpointing_changes_nothing(target, traces):
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_gradient_checkpointing_changes_nothing(name, target, traces):
     batch, found = batch_of(traces), []
     for checkpointed in (False, True):
-        recipe = make("eagle3", target, traces)
+        recipe = make(name, target, traces)
         recipe.drafter.train()
         if checkpointed:
             recipe.drafter.gradient_checkpointing_enable()
@@ -423,8 +435,9 @@ def test_gradient_checkpointing_changes_nothing(target, traces):
         torch.testing.assert_close(a, b)
 
 
-def test_a_response_of_one_token_trains_nothing_but_does_not_break(target, traces):
-    recipe = make("eagle3", target, traces)
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_response_of_one_token_trains_nothing_but_does_not_break(name, target, traces):
+    recipe = make(name, target, traces)
     batch = collate([[5, 6, 7]], [[8]], ["target"])
     for total, count, _ in terms_of(recipe, batch):
         assert float(count) == 0

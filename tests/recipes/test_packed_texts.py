@@ -28,9 +28,10 @@ from tests.helpers.tiny import ARCHITECTURES
 from trainer.errors import UserError
 
 ROW = 64
-HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3", "dflash")
 OPTIONS = {"eagle3": {"layers": [0, 1], "steps": 4}, "hydrapp": {"dropout": 0.0},
-           "eagle": {"steps": 3, "feature_noise": 0.0}}  # fmt: skip
+           "eagle": {"steps": 3, "feature_noise": 0.0},
+           "dflash": {"block_size": 5, "draft_layers": 1, "anchors": 4}}  # fmt: skip
 
 
 def texts_of(target, folder, count=16, **options):

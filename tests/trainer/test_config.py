@@ -353,6 +353,8 @@ PUBLISHED = {  # what the papers and their code state, by recipe and preset
     ("eagle", "published"): "trainer.lr=3e-5 trainer.lr_warmup_steps=2000 method.feature_noise=0.1",
     ("eagle", "hass"): "trainer.lr=1e-5 method.steps=3 method.top_weight=1 method.base_lr=3e-5",
     ("eagle3", "published"): "trainer.lr=5e-5 trainer.lr_warmup_steps=12000 method.steps=7",
+    ("dflash", "published"): "trainer.lr=6e-4 method.block_size=16 method.draft_layers=5 "
+    "method.anchors=512 method.divergence=ce_hard eval.K=15",
     ("gto", "published"): "trainer.lr=5e-6 method.num_groups=16 method.group_size=8 "
     "method.base_preset=published method.aggregation=lse method.omega=0.5",
     ("osd", "published"): "method.K=5 trainer.batch_size=8 trainer.lr=1e-4 data.max_new_tokens=128 "

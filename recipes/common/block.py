@@ -1,0 +1,126 @@
+"""Settings, recipe and objective that the recipes of block drafters share.
+
+A block is trained behind some tokens of each text, its anchors, which are drawn anew in every
+epoch: behind each of them all slots predict at once, so that every token as an anchor would cost as
+many times the work of a step. The loss is that of `recipes.common.heads`, slot by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch.nn import functional as F
+
+from data.batches import Batch
+from data.traces import Trace
+from drafters.base import TrainedDrafter
+from drafters.block import BlockDrafter, BlockSettings, default_captures
+from drafters.layers import layer_config
+from drafters.mask_token import check_mask_token, default_mask_token
+from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
+from target.model import check_layers
+from target.outputs import LayerId
+from trainer.errors import UserError
+from trainer.keys import key
+from trainer.shift import supervised
+
+
+@dataclass
+class BlockConfig(HeadConfig):
+    """Settings of every block drafter."""
+
+    # the loss of slot j weighs depth_decay ** (j - 1): exp(-1 / 4), published for blocks of 8
+    depth_decay: float = key(0.78, gt=0)
+    block_size: int = key(8, ge=2)  # slots of a block, of which the first one is the anchor
+    draft_layers: int = key(5, ge=1)  # layers of the drafter
+    # layers of the target whose outputs are read, from 0; []: five from 1 to L-3 of L layers
+    layers: list[int] = field(default_factory=list)
+    # anchors that are drawn in each text, all where it has fewer; 0: all that decoding visits
+    anchors: int = key(32, ge=0)
+    causal: bool = False  # a slot sees those before it alone, else its whole block
+    from_anchor: bool = False  # the anchor's slot predicts too: one more token of a block
+    # id that stands for a token to predict, a special one or a row of the embedding without a
+    # token; null: the tokenizer's mask token, else its padding, such a row, a spare special token,
+    # or the end of text, the first of them whose row of the embedding is not 0
+    mask_token: int | None = key(None, ge=0)
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - 1 + self.from_anchor
+
+
+ConfigT = TypeVar("ConfigT", bound=BlockConfig)
+
+
+class BlockRecipe(HeadRecipe[ConfigT]):
+    """A recipe that trains a block drafter in one stage."""
+
+    drafter_type = BlockDrafter
+
+    def make_objective(self) -> HeadObjective:
+        return BlockObjective(self.config, self.target, self.depth, self.captures)
+
+    @staticmethod
+    def max_depth(method: BlockConfig) -> int:
+        return method.depth
+
+    @property
+    def depth(self) -> int:
+        return self.config.depth if self.given is None else self.given.max_depth or 0
+
+    @property
+    def captures(self) -> tuple[LayerId, ...]:
+        if self.given is not None:
+            return self.given.target_layers
+        count = self.target.num_layers
+        return check_layers(self.config.layers or default_captures(count), count)
+
+    def check_given(self, drafter: TrainedDrafter) -> None:
+        super().check_given(drafter)
+        if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
+            raise UserError(
+                f"model.drafter reads the layers {list(drafter.target_layers)}, got "
+                f"method.layers={self.config.layers}: leave method.layers out"
+            )
+
+    def build(self, traces: Sequence[Trace]) -> BlockDrafter:
+        config, target = self.config, self.target
+        token = config.mask_token
+        mask = default_mask_token(target) if token is None else check_mask_token(token, target)
+        layers = layer_config(target.model.config)
+        layers.num_hidden_layers = config.draft_layers
+        settings = BlockSettings(
+            list(self.captures), mask, config.block_size, config.causal, config.from_anchor
+        )
+        return BlockDrafter(settings, layers, target)
+
+
+class BlockObjective(HeadObjective):
+    """The loss of heads behind some anchors of each text. `config.anchors`: how many."""
+
+    config: BlockConfig
+
+    def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
+        return drawn_anchors(batch, self.config.anchors) if self.config.anchors else None
+
+
+def drawn_anchors(batch: Batch, count: int) -> torch.Tensor:
+    """Draw `count` tokens of each text, [B, L] bool, of those behind which a round can draft a
+    token that is trained; all of them where a text has fewer."""
+    possible = F.pad(supervised(batch.loss_mask, 1, batch.documents), (0, 1)).flatten()
+    numbers = torch.where(possible, batch.uniform("anchors").flatten(), torch.inf)
+    texts = batch.documents
+    if texts is None:
+        rows = torch.arange(len(batch.input_ids), device=numbers.device)
+        texts = rows.unsqueeze(1).expand_as(batch.input_ids)
+    order = numbers.argsort()
+    order = order[texts.flatten()[order].argsort(stable=True)]  # text by text
+    ordered = texts.flatten()[order]
+    ranks = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    drawn = torch.zeros_like(possible)
+    drawn[order] = ranks < count
+    return (drawn & possible).view_as(batch.input_ids)
