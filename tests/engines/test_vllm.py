@@ -111,7 +111,6 @@ def export_speculators(drafter, target, folder):
 
 
 eagle3 = head("eagle3", 40, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
-BLOCK = {"block_size": K + 1, "draft_layers": 1, "anchors": 0}
 CASES = [
     Case("draft_model", "draft_model", load_causal_lm, export_causal_lm),
     Case("medusa", "medusa", head("medusa"), export_flat),
@@ -119,8 +118,6 @@ CASES = [
     Case("eagle", "eagle", head("eagle", steps=2), export_flat),
     Case("eagle3", "eagle3", eagle3, export_flat),
     Case("eagle3 whole vocabulary", "eagle3", head("eagle3", 40, steps=K), export_flat),
-    Case("dflash", "dflash", head("dflash", 40, **BLOCK), export_flat),
-    Case("dflash causal", "dflash", head("dflash", 40, **BLOCK, causal=True), export_flat),
     Case("eagle3 speculators", "eagle3", eagle3, export_speculators),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
