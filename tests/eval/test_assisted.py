@@ -86,7 +86,7 @@ def ours(model, draft, prompts, K, eos):
 @pytest.mark.parametrize("with_eos", [False, True])
 def test_rounds_equal_assisted_generation_round_for_round(pair, assisted, K, with_eos):
     model, draft = pair
-    prompts = list(enumerate(prompts_of([3, 12, 7, 20, 5] * 2)))
+    prompts = list(enumerate(prompts_of([3, 12, 7, 20, 5] * (4 if with_eos else 2))))
     eos: tuple[int, ...] = ()
     if with_eos:
         free = ours(model, draft, prompts, K, ())
