@@ -133,7 +133,7 @@ def test_a_copy_comes_before_the_head(frozen, tmp_path):
     prompts = [prompt * 3 for prompt in prompts_of(target, 8)]
     prompts.append(prompts[0])
     head = exported(drafters_of(target)["whole"], file, tmp_path / "drafter")
-    both = dataclasses.replace(head, types=(COPIES, *head.types), ngram=2)
+    both = dataclasses.replace(head, types=(COPIES, *head.types), ngram=4)
     jobs = {"plain": None, "head": head, "both": both}
     found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
     assert found["both"].tokens == found["plain"].tokens == found["head"].tokens
