@@ -127,7 +127,7 @@ def _check_names(config: EvalConfig) -> None:
     require(once, "eval.baselines", "name each drafter once", config.baselines)
     if is_training_free(config.drafter):
         copies = parse_training_free(str(config.drafter), "eval.drafter")
-        engine = "llamacpp" if copies.llamacpp and config.engine == "llamacpp" else "own"
+        engine = "llamacpp" if copies.in_llamacpp and config.engine == "llamacpp" else "own"
         for key, plain in (("tree", []), ("policy", "fixed"), ("engine", engine)):
             rule = f"be {plain or 'null'} for {config.drafter}, which drafts chains of copies"
             rule += "; ngram_simple:<size> is what llama.cpp copies" * (config.engine == "llamacpp")

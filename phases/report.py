@@ -20,10 +20,9 @@ from drafters.export.gguf import FILE
 from drafters.kinds import KINDS
 from drafters.served_dtype import in_served_dtype
 from drafters.training_free.base import TrainingFree
-from engines.llamacpp_run import COPIES
 from eval.costs import read_per_round
 from eval.report.render import with_interval
-from eval.report.rows import Report
+from eval.report.rows import GREEDY_DRAFTS, Report
 from eval.report.schema import (
     build_report,
     headline_numbers,
@@ -100,11 +99,9 @@ def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
     assert K is not None, "a chain has a length"
     commands = f"llama-server -m {shlex.quote(target)}\n{llama_server(target, drafter, method, K)}"
     lines = ["\nin llama.cpp, without the drafter and with it:", textwrap.indent(commands, " " * 4)]
-    timed = [
-        row
-        for row in rows
-        if row.measured_by == "llamacpp" and row.speedup is not None and COPIES not in row.drafter
-    ]
+    alone = ("after", f"after{GREEDY_DRAFTS}")
+    found = [row for row in rows if row.measured_by == "llamacpp" and row.drafter in alone]
+    timed = [row for row in found if row.speedup is not None]
     if timed:
         lines.append(f"timed with {timed[0].cost_source}:")
     else:

@@ -10,7 +10,6 @@ from drafters.export.card import SPEC_TYPES, Export
 from drafters.export.gguf import FILE
 from drafters.kinds import kind_of
 from drafters.training_free.base import TrainingFree
-from drafters.training_free.ngram_simple import NgramSimple
 from drafters.trees.copy import CopyTree
 from engines import llamacpp_run
 from engines.llamacpp_run import Drafting
@@ -78,11 +77,11 @@ def _of_llamacpp(
     assert gguf is not None, "check_model_pair has asked for it"
     prompts = [trace.prompt_ids for trace in bench.traces]
     with tempfile.TemporaryDirectory() as scratch:
-        if isinstance(drafter, NgramSimple):
-            assert drafter.llamacpp is not None
-            jobs = {name: Drafting((drafter.llamacpp,), None, config.K, drafter.size)}
+        if isinstance(drafter, TrainingFree):
+            assert drafter.in_llamacpp is not None, "EvalConfig refuses other copies"
+            kind, ngram = drafter.in_llamacpp
+            jobs = {name: Drafting((kind,), None, config.K, ngram)}
         else:
-            assert isinstance(drafter, TrainedDrafter), "EvalConfig refuses other copies"
             jobs = _with_copies(config, name, drafter, Path(scratch) / "drafter", gguf)
             if bench.sampling.temperature > 0:
                 jobs = {f"{job}{GREEDY_DRAFTS}": one for job, one in jobs.items()}

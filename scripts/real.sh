@@ -46,7 +46,7 @@ else
 fi
 times=${size[0]}
 # measured in llama.cpp, too, where it is installed and loads heads for such a target
-if [[ -z $other && ${size[1]} == @(llama|qwen3) ]] &&
+if [[ -z $other && ${size[1]} =~ ^(llama|qwen3)$ ]] &&
     .venv/bin/python -c 'from engines.llamacpp_run import check_wheel; check_wheel()' 2>/dev/null; then
     defaults+=(eval.engine=llamacpp)
 fi
@@ -84,7 +84,7 @@ of_target() { # seconds with SmolLM2
     minutes $(($1 * times / 1000))
 }
 # Tokens per second of two quiet cores. An answer has nine tenths of its longest length, and a row of
-# text has its prompt of about 70 tokens, too. They are of 135 M parameters, and fewer of more.
+# text has its prompt of about 70 tokens, too. A larger target has fewer, by its parameters.
 # The report decodes ten times in batches, then one by one: chain and tree, two temperatures, with a
 # drafter and without, after one prompt that warms up.
 generated=150 read=430 trained=450 decoded=90 one_by_one=18
@@ -111,5 +111,5 @@ real target: $((SECONDS - start)) s
 Open the report.html named above in a browser. More text and steps give a better drafter: the same
 command with data.num_prompts=1400 trainer.max_steps=350, and your own prompts=
 In llama.cpp a file of Q4_1, as SmolLM2's, is slower with a drafter on two cores, at every size that was
-measured: verifying two tokens takes twice one. Q4_0 gains with eval.K=1: benchmarks/README.md, llama.cpp.
+measured: verifying four tokens takes three times one. Q4_0 gains with eval.K=1: benchmarks/README.md, llama.cpp.
 END

@@ -33,7 +33,7 @@ def others_seconds() -> float:
     other virtual machines, since they were started; not for what this process started, once it has
     ended."""
     every, own = psutil.cpu_times(percpu=True), psutil.Process().cpu_times()
-    children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+    children = own.children_user + own.children_system  # of those that have ended
     busy = 0.0
     for core in cores():
         times = every[core]._asdict()

@@ -20,7 +20,12 @@ class TrainingFree(Drafter):
     """
 
     name: ClassVar[str]
-    llamacpp: ClassVar[str | None] = None  # the --spec-type of llama.cpp that drafts by this rule
+
+    @property
+    def in_llamacpp(self) -> tuple[str, int] | None:
+        """llama.cpp's --spec-type that drafts by this rule, and the tokens of its n-gram; None: it
+        has none."""
+        return None
 
     def continuation(self, context: np.ndarray, count: int) -> list[int]:
         """Up to `count` ids that may follow `context` [S] int64; [] where there are none."""

@@ -22,11 +22,14 @@ class NgramSimple(TrainingFree):
     """`size`: tokens of the n-gram that is looked up; llama.cpp's default is 12."""
 
     name: ClassVar[str] = "ngram_simple"
-    llamacpp: ClassVar[str | None] = "ngram-simple"
     size: int = 12
 
     def __post_init__(self) -> None:
         require(self.size >= 1, "size", "be >= 1", self.size)
+
+    @property
+    def in_llamacpp(self) -> tuple[str, int]:
+        return "ngram-simple", self.size
 
     def continuation(self, context: np.ndarray, count: int) -> list[int]:
         """The ids after the latest earlier occurrence of the last `size` ids of `context`, `count`

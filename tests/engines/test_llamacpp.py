@@ -119,7 +119,7 @@ def test_its_own_copies_are_those_of_ngram_simple(size, frozen):
     target, file = frozen
     prompts = [prompt * 3 for prompt in prompts_of(target, 8)]
     drafter = NgramSimple(size)
-    jobs = {"plain": None, "copies": Drafting((drafter.llamacpp,), None, K, size)}
+    jobs = {"plain": None, "copies": Drafting(("ngram-simple",), None, K, size)}
     found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
     assert same_as_ours(found["copies"], found["plain"], target, drafter, prompts) > 10
 
@@ -141,20 +141,40 @@ def test_a_copy_comes_before_the_head(frozen, tmp_path):
     assert found["both"].counters[0].accepted < found["both"].counters[-1].accepted
     for counted, tokens in zip(found["both"].counters, found["both"].tokens, strict=True):
         assert plain_steps(counted, len(tokens) - 1) <= 1
-    assert 0 < found["both"].drafting_share() < found["head"].drafting_share() < 1
+    assert all(0 < found[name].drafting_share() < 1 for name in ("both", "head"))
 
 
 @pytest.mark.slow
-def test_forwards_are_timed_by_their_rows(frozen, tmp_path):
-    """Of rounds whose drafts are all rejected: a draft in each, none of it kept."""
+def test_forwards_are_timed_by_their_rows(frozen, tmp_path, monkeypatch):
+    """Of rounds whose drafts are all rejected: a draft in each that has room, none of it kept. A
+    clock of ours tells what is left of an answer without the short one."""
     pytest.importorskip("xllamacpp")
     target, file = frozen
     head = exported(drafters_of(target)["whole"], file, tmp_path / "drafter")
-    found = seconds_by_rows(file, head, prompts_of(target, 2))
+    prompts, asked = prompts_of(target, 2), []
+    run = llamacpp_run._run
+
+    def clocked(name, job):
+        version, answers, _ = run(name, job)
+        asked.append((job, answers))
+        K, lengths = job["K"], [len(one["tokens"]) for one in answers]
+        spent = [0.5 + n * (0.02 + 0.004 * K) for n in lengths]  # 0.5: what both answers have
+        timed = [{**one, "seconds": s} for one, s in zip(answers, spent, strict=True)]
+        return version, timed, [0.1 + 0.003 * K * n if K else 0.0 for n in lengths]
+
+    monkeypatch.setattr(llamacpp_run, "_run", clocked)
+    found = seconds_by_rows(file, head, prompts)
     assert tuple(found) == ROWS
-    assert all(0 < verified < 1 for verified, _ in found.values())
-    assert found[1][1] == 0
-    assert all(0 < drafted < 1 for rows, (_, drafted) in found.items() if rows > 1)
+    for rows, (verified, drafted) in found.items():
+        K = rows - 1
+        assert drafted == pytest.approx(0.003 * K)
+        assert verified == pytest.approx(0.02 + 0.001 * K)
+    for job, answers in asked:
+        for one, limit in zip(answers, job["limits"], strict=True):
+            assert one["accepted"] == 0
+            rounds = limit - 1
+            assert one["drafts"] == (rounds - 1 if job["K"] else 0)  # the last has no room
+            assert one["drafted"] == sum(min(job["K"], left - 1) for left in range(1, limit))
 
 
 def test_times_of_drafting_are_of_the_log_and_a_changed_log_is_a_fault():
