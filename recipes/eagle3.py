@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from data.traces import Trace
-from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings, default_captures
+from recipes.common.chosen_layers import ChosenLayers
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe
-from target.model import check_layers
 from target.outputs import LayerId
-from trainer.errors import UserError
 from trainer.keys import key
 
 
@@ -37,23 +35,15 @@ class Config(VocabularyConfig):
     norm_output: bool = False  # EAGLE-3.1: the next step reads the normed state
 
 
-class Recipe(VocabularyRecipe[Config]):
+class Recipe(ChosenLayers[Config], VocabularyRecipe[Config]):
     drafter_type = Eagle3Drafter
 
     @property
-    def captures(self) -> tuple[LayerId, ...]:
-        if self.given is not None:
-            return self.given.target_layers
-        count = self.target.num_layers
-        return check_layers(self.config.layers or default_captures(count), count)
+    def named_layers(self) -> list[int]:
+        return self.config.layers
 
-    def check_given(self, drafter: TrainedDrafter) -> None:
-        super().check_given(drafter)
-        if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
-            raise UserError(
-                f"model.drafter reads the layers {list(drafter.target_layers)}, got "
-                f"method.layers={self.config.layers}: leave method.layers out"
-            )
+    def usual_layers(self, count: int) -> list[LayerId]:
+        return default_captures(count)
 
     @property
     def depth(self) -> int:

@@ -16,14 +16,12 @@ from torch.nn import functional as F
 
 from data.batches import Batch
 from data.traces import Trace
-from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter, BlockSettings, default_captures
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
-from recipes.common.heads import HeadConfig, HeadObjective, HeadRecipe
-from target.model import check_layers
+from recipes.common.chosen_layers import ChosenLayers
+from recipes.common.heads import HeadConfig, HeadObjective
 from target.outputs import LayerId
-from trainer.errors import UserError
 from trainer.keys import key
 from trainer.shift import supervised
 
@@ -56,7 +54,7 @@ class BlockConfig(HeadConfig):
 ConfigT = TypeVar("ConfigT", bound=BlockConfig)
 
 
-class BlockRecipe(HeadRecipe[ConfigT]):
+class BlockRecipe(ChosenLayers[ConfigT]):
     """A recipe that trains a block drafter in one stage."""
 
     drafter_type = BlockDrafter
@@ -73,19 +71,11 @@ class BlockRecipe(HeadRecipe[ConfigT]):
         return self.config.depth if self.given is None else self.given.max_depth or 0
 
     @property
-    def captures(self) -> tuple[LayerId, ...]:
-        if self.given is not None:
-            return self.given.target_layers
-        count = self.target.num_layers
-        return check_layers(self.config.layers or default_captures(count), count)
+    def named_layers(self) -> list[int]:
+        return self.config.layers
 
-    def check_given(self, drafter: TrainedDrafter) -> None:
-        super().check_given(drafter)
-        if self.config.layers and tuple(self.config.layers) != drafter.target_layers:
-            raise UserError(
-                f"model.drafter reads the layers {list(drafter.target_layers)}, got "
-                f"method.layers={self.config.layers}: leave method.layers out"
-            )
+    def usual_layers(self, count: int) -> list[LayerId]:
+        return default_captures(count)
 
     def build(self, traces: Sequence[Trace]) -> BlockDrafter:
         config, target = self.config, self.target
