@@ -3,12 +3,13 @@ with blocks that begin behind it."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from target.attention import Capability, Pair, Visible, flex
+from target.attention import Capability, Pair, Visible, flex, with_own
 from trainer.losses import wide
 
 SLOTS = 128  # of the blocks that are attended together: as many keys that one block sees none of
@@ -112,45 +113,75 @@ def _by_further_dimensions(
     return mixed.flatten(1, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Blocks:
     """What the slots of blocks see: the text up to their block's column, and their own block.
 
-    `columns` [B, A] int64: the last key of the text that the slots of each block see; `documents`
-    [B, T] int64, None: one per row; `causal`: a slot sees its block up to itself, else all of it.
+    `columns` [B, A] int64: the last key of the text that the slots of each block see; `size`: slots
+    of a block S; `length`: keys of the text T; `documents` [B, T] int64, None: one per row;
+    `causal`: a slot sees its block up to itself, else all of it.
     """
 
     columns: torch.Tensor
+    size: int
+    length: int
     documents: torch.Tensor | None = None
     causal: bool = False
 
-    def mask(self, columns: torch.Tensor, size: int, length: int) -> torch.Tensor:
-        """The mask [B, a * size, T + a * size] bool of some of the blocks, those of `columns`
-        [B, a]: `length` T keys of the text, and behind them their slots, `size` for each block."""
-        text = Visible(length, columns, self.documents).dense
+    @functools.cached_property
+    def own(self) -> torch.Tensor:
+        """The slots of its block that each slot sees, [S, S] bool."""
+        seen = torch.ones(self.size, self.size, dtype=torch.bool, device=self.columns.device)
+        return seen.tril() if self.causal else seen
+
+    @functools.cached_property
+    def text(self) -> Visible:
+        """What all slots, a row of A * S queries, see of the text; made once for all layers."""
+        columns = self.columns.repeat_interleave(self.size, 1)
+        return Visible(self.length, columns, self.documents)
+
+    def dense(self, columns: torch.Tensor) -> torch.Tensor:
+        """The mask [B, a * S, T + a * S] bool of some of the blocks, those of `columns` [B, a]:
+        keys of the text, and behind them the slots of these blocks."""
+        text = Visible(self.length, columns, self.documents).dense
         assert text is not None
-        slots = torch.arange(columns.shape[1] * size, device=columns.device)
-        own = slots.unsqueeze(1) // size == slots // size
-        if self.causal:
-            own = own & (slots <= slots.unsqueeze(1))
-        return torch.cat([text.repeat_interleave(size, 1), own.expand(len(text), -1, -1)], -1)
+        own = torch.block_diag(*[self.own] * columns.shape[1])
+        own = own.expand(len(text), -1, -1)
+        return torch.cat([text.repeat_interleave(self.size, 1), own], -1)
 
 
 def attend_blocks(queries: torch.Tensor, text: Pair, own: Pair, blocks: Blocks) -> torch.Tensor:
-    """Attention of the slots of A blocks to the text and to their own block, SLOTS at a time, so
-    that no mask holds every slot beside every slot.
+    """Attention of the slots of A blocks to the text and to their own block.
 
     queries [B, H, A * S, D]; text: keys and values [B, G, T, D]; own: those of the slots,
     [B, G, A * S, D] -> [B, H, A * S, D]
     """
-    size, length = queries.shape[2] // blocks.columns.shape[1], text[0].shape[2]
-    mixed, step = [], max(1, SLOTS // size)
+    values, count = text[1], blocks.columns.shape[1]
+    fused = Capability.here(values.device, values.dtype, values.shape[-1]).flex
+    if not fused or count * blocks.size <= SLOTS:
+        return _by_dense_masks(queries, text, own, blocks)
+    mixed, total = flex(queries, *text, blocks.text.blocks)
+    # [B, H, A * S, ..] -> [B * A, H, S, ..]
+    by_block = [
+        one.unflatten(2, (count, blocks.size)).transpose(1, 2).flatten(0, 1)
+        for one in (mixed, total, queries, *own)
+    ]
+    mixed, total, queries, keys, values = by_block
+    scale = queries.shape[-1] ** -0.5
+    found = with_own(mixed, total, queries, (keys, values), blocks.own.unsqueeze(0), scale)
+    return found.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_dense_masks(queries: torch.Tensor, text: Pair, own: Pair, blocks: Blocks) -> torch.Tensor:
+    """`attend_blocks` by SDPA, SLOTS at a time, so that no mask holds every slot beside every
+    slot."""
+    mixed, step = [], max(1, SLOTS // blocks.size)
     for first, columns in enumerate(blocks.columns.split(step, 1)):
-        slots = slice(first * step * size, (first * step + columns.shape[1]) * size)
+        begin = first * step * blocks.size
+        slots = slice(begin, begin + columns.shape[1] * blocks.size)
         keys, values = (
             torch.cat([shared, mine[:, :, slots]], 2)
             for shared, mine in zip(text, own, strict=True)
         )
-        seen = blocks.mask(columns, size, length)
-        mixed.append(attend(queries[:, :, slots], keys, values, seen))
+        mixed.append(attend(queries[:, :, slots], keys, values, blocks.dense(columns)))
     return torch.cat(mixed, 2)

@@ -189,7 +189,8 @@ class BlockDrafter(TrainedDrafter):
         context, positions = self.context_states(outputs.hidden), text.positions
         anchors = (columns + 1).clamp(max=length - 1)
         hidden, places = self.slots(text.ids[rows, anchors], positions[rows, anchors], depth)
-        blocks = Blocks(columns, text.documents, self.settings.causal)
+        size = places.shape[1] // columns.shape[1]
+        blocks = Blocks(columns, size, length, text.documents, self.settings.causal)
         for layer in self.layers:
             assert isinstance(layer, BlockLayer)
             if self.checkpointed and self.training:
@@ -252,7 +253,7 @@ class BlockDrafter(TrainedDrafter):
         hidden, places = self.slots(state.ids.gather(1, last), last, budget.max_tokens)
         self.start_width = places.shape[1]
         used = min(self._slots[0].capacity, -(-(state.max_length - 1) // 16) * 16)
-        blocks = Blocks(last - 1, causal=self.settings.causal)
+        blocks = Blocks(last - 1, places.shape[1], used, causal=self.settings.causal)
         for layer, slots in zip(self.layers, self._slots, strict=True):
             hidden = layer(hidden, places, slots.read(used), blocks)
         made = self.predicted(hidden, 1, budget.max_tokens)[:, 0]

@@ -240,10 +240,10 @@ def branched(
     flat = queries.transpose(0, 1).flatten(1, 2).unsqueeze(0)
     mixed, total = flex(flat, *text, branches.visible.blocks, scale)
     mixed, total = (one[0].unflatten(1, (rows, count)).transpose(0, 1) for one in (mixed, total))
-    return _with_own(mixed, total, queries, own, branches.allowed, scale)
+    return with_own(mixed, total, queries, own, branches.allowed, scale)
 
 
-def _with_own(
+def with_own(
     mixed: torch.Tensor,
     total: torch.Tensor,
     queries: torch.Tensor,
@@ -251,8 +251,11 @@ def _with_own(
     allowed: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Add the nodes of the own tree to attention over the text, `mixed` [R, H, n, D], by `total`
-    [R, H, n], the log-sum-exp of its scores: one softmax over both, in float32."""
+    """Add the nodes of the own tree, or the slots of the own block, to attention over the text,
+    `mixed` [R, H, n, D], by `total` [R, H, n], the log-sum-exp of its scores: one softmax over
+    both, in float32.
+
+    own: keys and values [R, G, m, D]; `allowed` [R or 1, n, m] bool: which of them a query sees."""
     groups = own[0].shape[1]
     keys, values = (wide(one).unsqueeze(2) for one in own)  # [R, G, 1, m, D]
     scores = wide(queries).unflatten(1, (groups, -1)) @ keys.transpose(-1, -2) * scale

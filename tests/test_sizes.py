@@ -17,10 +17,12 @@ from data.batches import collate
 from data.packing import PackedTraces
 from data.shares import TextShares
 from data.traces import Trace
+from drafters.block import BlockDrafter, BlockSettings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
+from drafters.layers import layer_config
 from drafters.round import Budget
 from eval.offline import OfflineEvaluator
-from recipes import distillspec, eagle3
+from recipes import dflash, distillspec, eagle3
 from target.outputs import TargetOutputs
 from target.padding import MOST_TOKENS
 from target.sampling import Sampling
@@ -36,7 +38,13 @@ GB = 10**9
 CHUNK = 2**27
 SLOW = pytest.mark.slow
 KEPT_TEACHER = 16 * GB  # on a GPU it is kept where it fits
-WIDTHS = (VOCABULARY, 32_000, 3 * 4096, 12_288)  # of tensors that do not grow with the text
+WIDTHS = (
+    VOCABULARY,
+    32_000,
+    3 * 4096,
+    5 * 4096,
+    12_288,
+)  # of tensors that do not grow with the text
 
 
 def test_bytes_are_counted_from_when_a_storage_is_made_until_nobody_holds_it():
@@ -104,6 +112,15 @@ def eagle3_of(target, drafted=None):
     return recipe.objective, drafter
 
 
+def dflash_of(target):
+    """As published: blocks of 16, five layers, 512 anchors of each text."""
+    recipe = dflash.Recipe(dflash.Config(block_size=16, anchors=512), target)
+    layers = layer_config(target.model.config)
+    layers.num_hidden_layers = recipe.config.draft_layers
+    drafter = BlockDrafter(BlockSettings(list(recipe.captures), 5, 16), layers, target)
+    return recipe.objective, drafter
+
+
 def distillspec_of(target):
     recipe = distillspec.Recipe(distillspec.Config(), target)
     recipe.distillation.begin(1)
@@ -159,7 +176,10 @@ def counts_of_a_step(
     """`processes`: that share the text; counted is the first of them."""
     with counting() as counts, one_of(processes):
         target = target_of_8b()
-        made = distillspec_of(target) if recipe == "distillspec" else eagle3_of(target, drafted)
+        if recipe == "eagle3":
+            made = eagle3_of(target, drafted)
+        else:
+            made = {"dflash": dflash_of, "distillspec": distillspec_of}[recipe](target)
         batch = batch_of(length, packed)
         if processes > 1:
             source = types.SimpleNamespace(at=lambda index: batch)
@@ -183,7 +203,7 @@ def grows_twice(shape, length, processes=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "packed"),
-    [("eagle3", False), ("eagle3", True), ("distillspec", True)],
+    [("eagle3", False), ("eagle3", True), ("distillspec", True), ("dflash", False)],
 )
 def test_a_step_makes_no_tensor_of_length_squared(recipe, packed):
     """At 32,768 tokens, by target and drafter."""
@@ -242,6 +262,18 @@ def test_processes_that_share_a_text_share_its_products():
 def test_a_distillspec_step_at_8b_fits_a_gpu(length, packed, checkpointed, bound):
     counts = counts_of_a_step("distillspec", length, packed, checkpointed)
     assert counts.peak < bound * GB, counts.largest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "checkpointed"), [(2**13, False), (2**15, True)])
+def test_a_dflash_step_at_8b_fits_a_gpu(length, checkpointed):
+    """512 anchors are as many blocks of 16 in a text of any length, so that it takes 50.8 GB and,
+    checkpointed, 43.1. No mask has their slots beside the text."""
+    counts = counts_of_a_step("dflash", length, False, checkpointed)
+    assert counts.peak < 56 * GB, counts.largest()
+    assert any(512 * 16 in shape for shape in counts.shapes)
+    if length > 512 * 16:
+        assert not [shape for shape in counts.shapes if {512 * 16, length} <= set(shape)]
 
 
 @pytest.mark.slow

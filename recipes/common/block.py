@@ -102,7 +102,7 @@ def drawn_anchors(batch: Batch, count: int) -> torch.Tensor:
     """Draw `count` tokens of each text, [B, L] bool, of those behind which a round can draft a
     token that is trained; all of them where a text has fewer."""
     possible = F.pad(supervised(batch.loss_mask, 1, batch.documents), (0, 1)).flatten()
-    numbers = torch.where(possible, batch.uniform("anchors").flatten(), torch.inf)
+    numbers = batch.uniform("anchors").flatten().masked_fill(~possible, torch.inf)
     texts = batch.documents
     if texts is None:
         rows = torch.arange(len(batch.input_ids), device=numbers.device)

@@ -35,6 +35,7 @@ from tests.helpers.heads import (
     randomised,
     state_of,
 )
+from tests.helpers.kernels import chosen_as_on_a_gpu
 from tests.helpers.tiny import (
     EOS,
     PAD,
@@ -201,20 +202,33 @@ def test_fewer_tokens_are_the_first_of_the_block(kind, target):
     close(full.probs[0], law.softmax(-1))
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_of_blocks_is_that_of_each_block_alone(causal, monkeypatch):
-    """In chunks or not; texts of a row, blocks and slots behind do not see each other."""
+    """In chunks or not, by the kernel of a GPU too, and its gradients; texts of a row, blocks and
+    slots behind do not see each other."""
     torch.manual_seed(0)
     batch, heads, groups, width, length, count, size = 2, 4, 2, 8, 9, 5, 3
-    queries = torch.randn(batch, heads, count * size, width)
-    text, own = (tuple(torch.randn(2, batch, groups, n, width)) for n in (length, count * size))
+    queries = torch.randn(batch, heads, count * size, width, requires_grad=True)
+    text, own = (
+        tuple(torch.randn(2, batch, groups, n, width, requires_grad=True))
+        for n in (length, count * size)
+    )
+    inputs = (queries, *text, *own)
     columns = torch.tensor([[0, 3, 4, 7, 8], [1, 2, 2, 5, 6]])
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [2] * 3 + [3] * 6])
-    found = {}
+    found, blocks = [], Blocks(columns, size, length, documents, causal)
     for slots in (1, 7, 128):
         monkeypatch.setattr("drafters.attention.SLOTS", slots)
-        found[slots] = attend_blocks(queries, text, own, Blocks(columns, documents, causal))
+        found.append(attend_blocks(queries, text, own, blocks))
+    monkeypatch.setattr("drafters.attention.SLOTS", 1)
+    with chosen_as_on_a_gpu():
+        found.append(attend_blocks(queries, text, own, blocks))
+    weights = torch.randn_like(queries)
+    by_masks, by_kernel = (
+        torch.autograd.grad((one * weights).sum(), inputs, retain_graph=True) for one in found[-2:]
+    )
+    for one, other in zip(by_masks, by_kernel, strict=True):
+        close(one, other)
     for row in range(batch):
         for block, column in enumerate(columns[row].tolist()):
             mine = slice(block * size, (block + 1) * size)
@@ -227,7 +241,7 @@ def test_attention_of_blocks_is_that_of_each_block_alone(causal, monkeypatch):
             inside = inside.tril() if causal else inside
             mask = torch.nn.functional.pad(inside, (len(seen), 0), value=True)[None]
             expected = attend(queries[row : row + 1, :, mine], keys, values, mask)
-            for one in found.values():
+            for one in found:
                 close(one[row : row + 1, :, mine], expected)
 
 
