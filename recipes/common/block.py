@@ -2,12 +2,13 @@
 
 A block is trained behind some tokens of each text, its anchors, which are drawn anew in every
 epoch: behind each of them all slots predict at once, so that every token as an anchor would cost as
-many times the work of a step. The loss is that of `recipes.common.heads`, slot by slot.
+many times the work of a step. The loss is that of `recipes.common.heads`, slot by slot, by default
+weighed by depth, else by `recipes.common.survival`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,12 +17,15 @@ from torch.nn import functional as F
 
 from data.batches import Batch
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter, BlockSettings, default_captures
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from recipes.common.chosen_layers import ChosenLayers
-from recipes.common.heads import HeadConfig, HeadObjective
+from recipes.common.heads import HeadConfig, HeadObjective, Trained
+from recipes.common.survival import SURVIVAL, slot_weights
 from target.outputs import LayerId
+from trainer.errors import require
 from trainer.keys import key
 from trainer.shift import supervised
 
@@ -32,6 +36,11 @@ class BlockConfig(HeadConfig):
 
     # the loss of slot j weighs depth_decay ** (j - 1): exp(-1 / 4), published for blocks of 8
     depth_decay: float = key(0.78, gt=0)
+    # what the slots of a block weigh against each other; decay: depth_decay; dpace: how much of the
+    # accepted length hangs on a slot, by the probabilities of the labels so far; accept_until_fail:
+    # 1 up to the first slot whose best token is not the label, 0 behind it. The latter two replace
+    # depth_decay
+    weights: str = key("decay", one_of=("decay", *SURVIVAL))
     block_size: int = key(8, ge=2)  # slots of a block, of which the first one is the anchor
     draft_layers: int = key(5, ge=1)  # layers of the drafter
     # layers of the target whose outputs are read, from 0; []: five from 1 to L-3 of L layers
@@ -44,6 +53,13 @@ class BlockConfig(HeadConfig):
     # token; null: the tokenizer's mask token, else its padding, such a row, a spare special token,
     # or the end of text, the first of them whose row of the embedding is not 0
     mask_token: int | None = key(None, ge=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights != "decay":
+            usual = type(self).depth_decay
+            rule = f"be 1 or left out with method.weights={self.weights}, which replaces it"
+            require(self.depth_decay in (1, usual), "method.depth_decay", rule, self.depth_decay)
 
     @property
     def depth(self) -> int:
@@ -96,6 +112,23 @@ class BlockObjective(HeadObjective):
 
     def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
         return drawn_anchors(batch, self.config.anchors) if self.config.anchors else None
+
+    def trained(
+        self,
+        drafter: TrainedDrafter,
+        batch: Batch,
+        where: list[torch.Tensor],
+        unrolled: Iterator[torch.Tensor],
+    ) -> Iterator[Trained]:
+        """Weigh the slots of a block against each other, all of which are there at once."""
+        depths, weighting = super().trained(drafter, batch, where, unrolled), self.config.weights
+        if weighting == "decay":
+            yield from depths
+            return
+        known = list(depths)
+        found = slot_weights(weighting, drafter, known, batch.input_ids.shape)
+        for one, weights in zip(known, found, strict=True):
+            yield one._replace(weights=one.weights * weights, scale=1.0)
 
 
 def drawn_anchors(batch: Batch, count: int) -> torch.Tensor:

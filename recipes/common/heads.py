@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -122,6 +122,17 @@ def rounds_of(batch: Batch, where: list[torch.Tensor]) -> Text:
     """The texts of a batch with the columns t of rounds: `where` has t + depth for some depth."""
     columns = [F.pad(one, (0, depth + 1))[:, depth:] for depth, one in enumerate(where, start=1)]
     return batch.text(torch.stack(columns).any(0))
+
+
+class Trained(NamedTuple):
+    """The N trained positions of a depth."""
+
+    at: tuple[torch.Tensor, torch.Tensor]  # rows and logit indices, [N] int64 each
+    states: torch.Tensor  # [N, d]
+    labels: torch.Tensor  # [N] int64
+    weights: torch.Tensor  # [N] float32, no gradient
+    count: torch.Tensor  # [] float32, their denominator
+    scale: float  # what the depth weighs
 
 
 class HeadObjective(Objective):
@@ -233,13 +244,11 @@ class HeadObjective(Objective):
         """Compute the terms at the `positions` `where` from each depth's states [B, L, d]. With
         `joint` they share one gradient by the output head."""
         config, output = self.config, LossOutput({})
-        for depth, (states, trained) in enumerate(zip(unrolled, where, strict=True), start=1):
-            rows, index = trained.nonzero(as_tuple=True)  # [N] each
-            picked, labels = states[rows, index], batch.input_ids[rows, index + 1]  # [N, d], [N]
-            texts = batch.texts_of(rows, index)
-            weights, count = position_weights(texts, len(batch.prompts), config.reduction)
+        depths = self.trained(drafter, batch, where, unrolled)
+        for depth, (at, picked, labels, weights, count, scale) in enumerate(depths, start=1):
+            rows, index = at
             own, logits = drafter.output_head(depth), teacher.at(rows, index)
-            scale, found = config.depth_decay ** (depth - 1), dict[str, ChunkedLoss]()
+            found = dict[str, ChunkedLoss]()
             for name, (divergence, weight) in self.divergences.items():
                 term = f"depth_{depth}_{name}"
                 # 0 where nobody has a position of this depth
@@ -258,6 +267,22 @@ class HeadObjective(Objective):
             output.metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
             output.metrics[f"match_{depth}"] = (value.match.float().sum(), number)
         return output
+
+    def trained(
+        self,
+        drafter: TrainedDrafter,
+        batch: Batch,
+        where: list[torch.Tensor],
+        unrolled: Iterator[torch.Tensor],
+    ) -> Iterator[Trained]:
+        """Yield the positions `where` of each depth with their states, out of [B, L, d], and what
+        they weigh."""
+        for number, (states, trained) in enumerate(zip(unrolled, where, strict=True)):
+            rows, index = trained.nonzero(as_tuple=True)
+            texts = batch.texts_of(rows, index)
+            weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
+            labels, scale = batch.input_ids[rows, index + 1], self.config.depth_decay**number
+            yield Trained((rows, index), states[rows, index], labels, weights, count, scale)
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Add uniform noise to states [B, L, H], as wide in each text as 512 / its tokens (Li et
