@@ -97,7 +97,8 @@ def chunked_divergence(
     positions). Only ce_hard needs no teacher; all of p is then on the label.
 
     With head.kept, p is restricted to these ids and renormalised for the divergence. A position
-    whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0.
+    whose first choice of p (ce_hard: whose label) is not among them has value and gradient 0. A
+    divergence with `whole_mass`, which measures acceptance, takes p as it is and every position.
 
     The gradients are complete when this returns; backward only scales them, in place, so it can run
     once. With `joint`, the gradient by the head is complete once all terms are computed; `factor`,
@@ -105,6 +106,8 @@ def chunked_divergence(
     """
     name = divergence.name
     require(teacher is not None or name == "ce_hard", "teacher", f"be given for {name}", teacher)
+    if head.kept is not None:
+        divergence.check_reduced()
     # Casts once, for all chunks, the weights that autocast would cast in each.
     dtype, device = head.weight.dtype, head.weight.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -163,7 +166,9 @@ class _Job:
         if target is None:
             return _Chunk(draft, None, None, None, place, known)
         best, best_known = places(kept, target.first)
-        if self.divergence.name != "ce_hard":
+        if self.divergence.whole_mass:
+            known = torch.ones_like(known)
+        elif self.divergence.name != "ce_hard":
             place, known = best, best_known
         best = torch.where(best_known, best, -1)
         return _Chunk(draft, target.logits, target.log_z, best, place, known)
@@ -181,6 +186,13 @@ class _Chunk:
     best: Tensor | None
     labels: Tensor  # [n] int64
     counted: Tensor  # [n] bool
+
+    @property
+    def log_mass(self) -> Tensor | None:
+        """Log of what the target has of its mass on the W tokens, [n]; None: all of it."""
+        if self.target is None or self.log_z is None:
+            return None
+        return wide(self.target).logsumexp(-1) - self.log_z
 
 
 class _Chunked(torch.autograd.Function):
@@ -275,7 +287,9 @@ def _score(
     Values [n], differentiable in the logits; overlap [n]; whether the drafter's first choice is the
     target's, whether all this is sound, and whether the position counts, [n] bool."""
     draft = chunk.draft if transform is None else transform(chunk.draft)
-    values, good = divergence.unchecked(draft, chunk.target, chunk.labels, mean_reward=mean_reward)
+    values, good = divergence.unchecked(
+        draft, chunk.target, chunk.labels, mean_reward=mean_reward, log_mass=chunk.log_mass
+    )
     values, good = torch.where(chunk.counted, values, 0), good | ~chunk.counted
     draft = draft.detach()
     first = draft.argmax(-1)
@@ -301,7 +315,9 @@ def _complain(job: _Job, states: Tensor, good: Tensor, mean_reward: Tensor | Non
         log_z = wide(draft).logsumexp(-1)
         if not bool((log_z + whole).isfinite().all()):
             complain("overlap", draft, torch.cat([chunk.target, whole[:, None]], -1), log_z)
-    values, _ = job.divergence.unchecked(draft, chunk.target, chunk.labels, mean_reward=mean_reward)
+    values, _ = job.divergence.unchecked(
+        draft, chunk.target, chunk.labels, mean_reward=mean_reward, log_mass=chunk.log_mass
+    )
     own = None if chunk.target is None else chunk.target[chunk.counted]
     job.divergence.complain(draft[chunk.counted], own, values[chunk.counted])
 

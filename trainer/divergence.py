@@ -26,7 +26,7 @@ from trainer.losses import (
     warm,
     wide,
 )
-from trainer.specs import parse
+from trainer.specs import parse, spelled
 
 # A KL in float32 is off by the rounding of the two log-sums and of a sum over V: a few 1e-6 for
 # large vocabularies. Anything lower means that precision was lost before the logits came here.
@@ -43,6 +43,9 @@ class Divergence:
 
     name: ClassVar[str] = ""
     formula: ClassVar[Callable[..., Tensor]]
+    # whether it measures acceptance, for which p has the mass that it has over its own vocabulary
+    # where the drafter's is reduced; the others take p renormalised to the ids that are kept
+    whole_mass: ClassVar[bool] = False
 
     draft_temperature: float = field(default=1.0, kw_only=True)
     teacher_temperature: float = field(default=1.0, kw_only=True)
@@ -82,6 +85,18 @@ class Divergence:
                 f"use fkl, the full logits, or {key}=bucket"
             )
 
+    def check_reduced(self, key: str = "divergence") -> None:
+        """UserError where a reduced draft vocabulary cannot have this divergence; `key`: its
+        setting."""
+        if self.whole_mass and self.teacher_temperature != 1:
+            raise UserError(
+                "must have teacher_temperature=1 where the draft vocabulary is reduced: how much "
+                "of p lies outside of it is known there alone",
+                key=key,
+                value=spelled(self),
+                remedy="leave it out, or train with method.draft_vocab_size=0",
+            )
+
     def __call__(
         self,
         draft_logits: Tensor,
@@ -117,8 +132,12 @@ class Divergence:
         *,
         approx: str | None = None,
         mean_reward: Tensor | None = None,
+        log_mass: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The divergence per position, and where it is sound, [N] bool; it waits for no device."""
+        """The divergence per position, and where it is sound, [N] bool; it waits for no device.
+
+        log_mass: see `losses.tvd`, for a divergence with `whole_mass`.
+        """
         require(approx in (None, "bucket"), "approx", "be null or bucket", approx)
         draft = warm(draft_logits, self.draft_temperature)
         sound = torch.ones((), dtype=torch.bool, device=draft.device)
@@ -140,8 +159,10 @@ class Divergence:
                 q, p = bucket(draft, teacher)
             else:
                 q, p = draft, warm(teacher, self.teacher_temperature)
-            means = {"mean_reward": mean_reward} if self.name == "tvd_pp" else {}
-            values = formula(q, p, **self.options, **means)
+            further = {"mean_reward": mean_reward} if self.name == "tvd_pp" else {}
+            if self.whole_mass:
+                further["log_mass"] = log_mass
+            values = formula(q, p, **self.options, **further)
         if isinstance(teacher, CompressedTeacher):
             sound = sound & sums_to_one(teacher)
         # the surrogate has any sign
@@ -159,12 +180,17 @@ class Divergence:
 
 def _named(formula: Callable[..., Tensor]) -> type[Divergence]:
     """The class of a formula; its options are the parameters that are numbers."""
+    parameters = inspect.signature(formula).parameters
     options: list[tuple[str, type, float]] = [
         (parameter.name, float, parameter.default)
-        for parameter in inspect.signature(formula).parameters.values()
+        for parameter in parameters.values()
         if isinstance(parameter.default, float)
     ]
-    own = {"name": formula.__name__, "formula": staticmethod(formula)}
+    own = {
+        "name": formula.__name__,
+        "formula": staticmethod(formula),
+        "whole_mass": "log_mass" in parameters,
+    }
     return dataclasses.make_dataclass(
         formula.__name__, options, bases=(Divergence,), namespace=own, frozen=True
     )

@@ -118,36 +118,46 @@ def jsd(draft_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5) -> Tens
     return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
 
 
-def tvd(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+def tvd(draft_logits: Tensor, teacher_logits: Tensor, log_mass: Tensor | None = None) -> Tensor:
     """Total variation 1/2 sum |p - q| = 1 - acceptance rate, [N] (Leviathan et al. 2023, Sec. 3).
 
     Gradient q (s - E_q s), s = 1/2 sign(q - p), 0 at ties. It shrinks with the overlap: from a cold
     start use fkl, nla or lk_hybrid first (Zhou et al. 2023, DistillSpec).
+    log_mass: [N] float, log of what p has of its mass on the V tokens that q is over, whose logits
+    these are; None: all of it. What it has on others is never accepted.
     """
     log_q, log_p = both_log_probs(draft_logits, teacher_logits)
-    return _tvd(log_q, log_p)
+    return _tvd(log_q, log_p, log_mass)
 
 
-def _tvd(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+def _tvd(log_q: Tensor, log_p: Tensor, log_mass: Tensor | None) -> Tensor:
+    if log_mass is None:
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    own = (log_p + log_mass[:, None]).exp()
+    return 0.5 * ((own - log_q.exp()).abs().sum(-1) - log_mass.expm1())
 
 
-def nla(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+def nla(draft_logits: Tensor, teacher_logits: Tensor, log_mass: Tensor | None = None) -> Tensor:
     """Negative log acceptance -log sum min(p, q), [N]; gradient that of tvd / overlap (LK losses).
 
-    Summed in log space: finite down to overlaps that float32 cannot hold.
+    Summed in log space: finite down to overlaps that float32 cannot hold. log_mass: see `tvd`.
     """
     log_q, log_p = both_log_probs(draft_logits, teacher_logits)
+    if log_mass is not None:
+        log_p = log_p + log_mass[:, None]
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-def lk_hybrid(draft_logits: Tensor, teacher_logits: Tensor, eta: float = 3.0) -> Tensor:
+def lk_hybrid(
+    draft_logits: Tensor, teacher_logits: Tensor, eta: float = 3.0, log_mass: Tensor | None = None
+) -> Tensor:
     """w fkl + (1 - w) tvd, w = exp(-eta * overlap) without gradient, [N] (LK losses).
 
-    fkl while the overlap is small and tvd gives no signal, tvd once it is large.
+    fkl while the overlap is small and tvd gives no signal, tvd once it is large. log_mass: see
+    `tvd`; fkl goes without.
     """
     log_q, log_p = both_log_probs(draft_logits, teacher_logits)
-    variation = _tvd(log_q, log_p)
+    variation = _tvd(log_q, log_p, log_mass)
     weight = torch.exp(-eta * (1 - variation.detach()))
     return weight * _kl(log_p, log_q) + (1 - weight) * variation
 

@@ -131,7 +131,7 @@ class Trained(NamedTuple):
     states: torch.Tensor  # [N, d]
     labels: torch.Tensor  # [N] int64
     weights: torch.Tensor  # [N] float32, no gradient
-    count: torch.Tensor  # [] float32, their denominator
+    denominator: torch.Tensor  # [] float32, of the weights
     scale: float  # what the depth weighs
 
 
@@ -164,6 +164,8 @@ class HeadObjective(Objective):
         self.config, self.target, self.depth, self.captures = config, target, depth, captures
         self.is_reduced = is_reduced
         self.divergence: Divergence = config.parsed_divergence
+        if is_reduced:
+            self.divergence.check_reduced("method.divergence")
         self._kept_head: OutputHead | None = None  # the rows of the target's head that are kept
 
     def target_request(self, batch: Batch, step: int) -> TargetRequest | None:

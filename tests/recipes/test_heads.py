@@ -294,6 +294,22 @@ def test_the_last_supervised_token_is_reached_at_every_depth_it_can_be():
     assert found == {0: [2, 3, 4, 5], 1: [3, 4, 5], 2: [4, 5], 3: [5], 4: []}
 
 
+@pytest.mark.parametrize("draft_vocab_size", [30, 0])
+def test_acceptance_at_another_temperature_of_the_target_needs_the_whole_vocabulary(
+    draft_vocab_size, target
+):
+    def made(divergence):
+        options = {"divergence": divergence, "draft_vocab_size": draft_vocab_size}
+        return recipe_of("medusa", target, **options).objective
+
+    made("fkl,teacher_temperature=2")
+    if not draft_vocab_size:
+        made("lk_hybrid,teacher_temperature=2")
+        return
+    with pytest.raises(UserError, match=r"method\.divergence must have teacher_temperature=1"):
+        made("lk_hybrid,teacher_temperature=2")
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_prompts_and_padding_do_not_change_the_loss_of_a_row(name, target, traces):
     recipe = make(name, target, traces)

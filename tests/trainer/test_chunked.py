@@ -18,6 +18,7 @@ from trainer.logits import CHUNK_ELEMENTS, OutputHead, ReducedLogits, chunk_rows
 
 N, D, V = 7, 4, 12
 KEPT = [0, 2, 3, 5, 8, 9, 11]
+ACCEPTANCE = ("tvd", "nla", "lk_hybrid")  # with the whole mass of p over a reduced vocabulary
 WARM = {"draft_temperature": 1.7, "teacher_temperature": 0.6, "temperature_scale": True}
 CASES = {
     "plain": {},
@@ -53,19 +54,37 @@ def _problem(dtype=torch.float64, kept=None, bias=False, cap=False, padding=0, w
     return states, head, teacher, labels, draw(N).abs() if weights else None
 
 
+def _by_acceptance(name, logits, teacher, ids, draft_temperature=1.0, temperature_scale=False):
+    """The divergences that measure acceptance, over the whole vocabulary: q is 0 outside of `ids`,
+    p is not renormalised but in the KL of lk_hybrid."""
+    own = (logits / draft_temperature).softmax(-1)
+    q, p = torch.zeros_like(teacher).index_copy(1, ids, own), teacher.softmax(-1)
+    accepted = torch.minimum(p, q).sum(-1)
+    values = -accepted.log() if name == "nla" else (p - q).abs().sum(-1) / 2
+    if name == "lk_hybrid":
+        share = (-3 * accepted.detach()).exp()
+        kept = p[:, ids] / p[:, ids].sum(-1, keepdim=True)
+        values = share * (kept * (kept / own).log()).sum(-1) + (1 - share) * values
+    return values * draft_temperature**2 if temperature_scale else values
+
+
 def _expected(name, states, head, teacher, labels, weights, options):
     """Total with its graph, values, overlap, match, counted, of all logits at once."""
     logits = head.logits(states)
     kept = range(V) if head.kept is None else head.kept.tolist()
     ids = torch.tensor(list(kept))
     best = teacher.argmax(-1)
-    counted = torch.isin(labels if name == "ce_hard" else best, ids)
-    places = torch.tensor([list(kept).index(y) if y in kept else 0 for y in labels.tolist()])
-    some = divergence(
-        name, logits[counted], teacher[counted][:, ids], places[counted], beta=0.3, **options
-    )
-    values = torch.zeros_like(logits[:, 0])
-    values[counted] = some
+    if head.kept is not None and name in ACCEPTANCE:
+        counted = torch.ones(N, dtype=torch.bool)
+        values = _by_acceptance(name, logits, teacher, ids, **options)
+    else:
+        counted = torch.isin(labels if name == "ce_hard" else best, ids)
+        places = torch.tensor([list(kept).index(y) if y in kept else 0 for y in labels.tolist()])
+        some = divergence(
+            name, logits[counted], teacher[counted][:, ids], places[counted], beta=0.3, **options
+        )
+        values = torch.zeros_like(logits[:, 0])
+        values[counted] = some
     q = torch.zeros_like(teacher).index_copy(1, ids, logits.detach().softmax(-1))
     overlap = torch.minimum(teacher.softmax(-1), q).sum(-1)
     total = (values * (1 if weights is None else weights)).sum()
@@ -83,12 +102,15 @@ def _gradients(total, states, head):
 def test_equals_the_divergence_of_all_logits_at_once(name, case, dtype, tolerance):
     spec = CASES[case]
     states, head, teacher, labels, weights = _problem(dtype, **spec)
-    options = spec.get("options", {})
+    options = dict(spec.get("options", {}))
+    if head.kept is not None and name in ACCEPTANCE:  # refused there
+        options.pop("teacher_temperature", None)
     problem = states, head, teacher, labels, weights
     total, *others = _expected(name, *problem, options)
     gradients = _gradients(total, states, head)
     close = {"rtol": tolerance, "atol": tolerance}
-    assert head.kept is None or 0 < others[-1].sum() < N  # some positions count, some do not
+    some = 0 < others[-1].sum() < N
+    assert head.kept is None or some != (name in ACCEPTANCE)  # some positions count, some do not
     for chunk in (1, 3, N, None):
         got = chunked_divergence(
             name, states, head, teacher.__getitem__, labels, weights,
@@ -99,6 +121,27 @@ def test_equals_the_divergence_of_all_logits_at_once(name, case, dtype, toleranc
         torch.testing.assert_close(found, tuple(others), **close)
         assert not any(x.requires_grad for x in found)
         torch.testing.assert_close(_gradients(got.total, states, head), gradients, **close)
+
+
+def test_acceptance_over_a_reduced_vocabulary_counts_what_it_lacks():
+    """Also where the target's first choice is not among the ids kept."""
+    states, head, teacher, labels, _ = _problem(kept=KEPT)
+    out = chunked_divergence("tvd", states, head, teacher.__getitem__, labels)
+    torch.testing.assert_close(out.values, 1 - out.overlap)
+    teacher[2, 4] = teacher[2].max() + 0.1  # not kept
+    later = chunked_divergence("tvd", states, head, teacher.__getitem__, labels)
+    assert later.counted.all()
+    assert later.values[2] > out.values[2]
+    assert _gradients(later.total, states, head)[0][2].any()
+    whole = chunked_divergence(
+        "tvd", states, head, teacher.__getitem__, labels, draft_temperature=2
+    )
+    assert not torch.equal(whole.values, later.values)
+    warm = {"teacher_temperature": 2.0}
+    for name in ACCEPTANCE:
+        with pytest.raises(UserError, match=f"{name},teacher_temperature=2"):
+            chunked_divergence(name, states, head, teacher.__getitem__, labels, **warm)
+    chunked_divergence("fkl", states, head, teacher.__getitem__, labels, **warm)
 
 
 def test_hard_labels_need_no_teacher():
@@ -114,12 +157,13 @@ def test_hard_labels_need_no_teacher():
 
 
 # lk_hybrid and tvd_pp hold a stop-gradient, so finite differences do not apply to them.
+@pytest.mark.parametrize("kept", [None, KEPT])
 @pytest.mark.parametrize("name", [n for n in DIVERGENCES if n not in ("lk_hybrid", "tvd_pp")])
-def test_gradient_matches_finite_differences(name):
-    states, head, teacher, labels, weights = _problem(bias=True, cap=True, weights=True)
+def test_gradient_matches_finite_differences(name, kept):
+    states, head, teacher, labels, weights = _problem(kept=kept, bias=True, cap=True, weights=True)
 
     def loss(states, weight, bias):
-        head = OutputHead(weight, bias, transform=_cap)
+        head = OutputHead(weight, bias, None if kept is None else torch.tensor(kept), _cap)
         get = teacher.__getitem__
         return chunked_divergence(name, states, head, get, labels, weights, chunk_positions=3).total
 
