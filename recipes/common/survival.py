@@ -60,7 +60,7 @@ def slot_weights(
     right, trained = (torch.zeros_like(probability, dtype=torch.bool) for _ in range(2))
     for number, one in enumerate(depths):
         head = drafter.output_head(number + 1)
-        found = chunked_divergence(CE_HARD, one.states.detach(), head, None, one.labels)
+        found = chunked_divergence(CE_HARD, one.states, head, None, one.labels)
         block = number, one.at[0], one.at[1] - (number + 1)
         # all of p is on the label: the overlap is what the drafter gives it, 0 if it lacks it
         probability[block], right[block] = found.overlap.to(dtype), found.match
