@@ -177,6 +177,12 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """
         raise NotImplementedError
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether no token of a round depends on those drafted before it, so that the drafter gives
+        the distributions of all of them at once, as `drafters.round.Slots`."""
+        return False
+
     def acceptance_score(self) -> torch.Tensor:
         """Probability, [B] float32, that the token which `extend` fed last is accepted."""
         return acceptance_of(self).probability(self.hidden)

@@ -241,9 +241,14 @@ class BlockDrafter(TrainedDrafter):
         columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
         self._write(self.context_states(outputs.hidden), columns, rows)
 
-    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+    @property
+    def has_slots(self) -> bool:
+        return True
+
+    def slot_logits(self, state: DraftState, budget: Budget) -> torch.Tensor:
         """Write the context that may be new since the last round, at most that of a full round, and
-        compute the block behind the last committed token. No slot of it is kept."""
+        compute the block behind the last committed token, logits [B, K, vocab_size]. No slot of it
+        is kept."""
         assert state.outputs is not None
         back = torch.arange(-2 - budget.max_tokens, -1, device=state.ids.device)
         columns = (state.lengths.unsqueeze(1) + back).clamp(min=0)
@@ -257,7 +262,10 @@ class BlockDrafter(TrainedDrafter):
         for layer, slots in zip(self.layers, self._slots, strict=True):
             hidden = layer(hidden, places, slots.read(used), blocks)
         made = self.predicted(hidden, 1, budget.max_tokens)[:, 0]
-        self._logits = self.project(made, 1)
+        return self.project(made, 1)
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        self._logits = self.slot_logits(state, budget)
         return self._logits[:, 0]
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:

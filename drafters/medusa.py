@@ -120,20 +120,27 @@ class MedusaDrafter(TrainedDrafter):
 
     # --- proposing -------------------------------------------------------------------------------
 
-    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        """Compute all heads of this round on the last position whose target state is known."""
+    @property
+    def has_slots(self) -> bool:
+        return True
+
+    def slot_logits(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Compute all heads of this round on the last position whose target state is known, logits
+        [B, K, vocab_size]."""
         assert state.outputs is not None
         rows = torch.arange(len(state.lengths), device=state.ids.device)
         last = state.outputs.hidden["final_norm"][rows, state.lengths - 2]
         states = [block(last) for block in self.blocks[: budget.max_tokens]]
         if self.settings.own_head:
-            self._logits = [self.project(one, depth) for depth, one in enumerate(states, 1)]
-        else:  # one pass over the shared matrix
-            self._logits = list(self.project(torch.stack(states, 1), 1).unbind(1))
-        return self._logits[0]
+            return torch.stack([self.project(one, depth) for depth, one in enumerate(states, 1)], 1)
+        return self.project(torch.stack(states, 1), 1)  # one pass over the shared matrix
+
+    def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        self._logits = self.slot_logits(state, budget)
+        return self._logits[:, 0]
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._logits[depth].unsqueeze(1).expand(-1, tokens.shape[1], -1)
+        return self._logits[:, depth].unsqueeze(1).expand(-1, tokens.shape[1], -1)
 
     # --- own format ------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A round of drafting: the face of a drafter, what it is given, and the shapes of what it proposes.
 
-A shape grows itself out of the two steps of a drafter, `start` and `extend`.
+A shape grows itself out of the two steps of a drafter, `start` and `extend`, or of all slots of one
+that makes them at once.
 """
 
 from __future__ import annotations
@@ -218,6 +219,17 @@ class Steps(Protocol):
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor: ...
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor: ...
+
+
+class Slots(Protocol):
+    """A drafter whose tokens of a round do not depend on each other, see `has_slots` of
+    `drafters.base.TrainedDrafter`."""
+
+    start_width: int
+
+    def slot_logits(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Begin a round: logits [B, K, vocab_size] of all its tokens, K those of the budget."""
+        ...
 
 
 class ChainSteps(Steps, Protocol):

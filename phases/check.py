@@ -73,6 +73,20 @@ def check_depth(config: EvalConfig, most: int | None) -> None:
         )
 
 
+def check_slots(config: EvalConfig, has_slots: bool) -> None:
+    """Refuse trees that are grown from the distributions of all depths at once, where the drafter
+    has them (`has_slots`) only given the tokens before."""
+    for text, tree in trees_of(config):
+        if tree.needs_slots and not has_slots:
+            raise UserError(
+                "is grown from the distributions of all depths at once, and this drafter drafts "
+                "each token from those before it",
+                key="eval.tree",
+                value=text,
+                remedy="name dynamic:<num_nodes>:<depth> or another tree",
+            )
+
+
 def check_address(data: DataConfig) -> None:
     """UserError where states are to come from a server that does not answer, before the target is
     loaded. Where states of a server are stored already, none may be needed: it is not asked yet."""
@@ -271,6 +285,7 @@ def check_drafter(
     if parse_policy(config.policy).uses_head and not trains_acceptance:
         acceptance_of(drafter)
     check_depth(config, drafter.max_depth)
+    check_slots(config, drafter.has_slots)
     asked = max(config.K, tree_depth(config))
     if drafter.target_layers:
         context = target.context

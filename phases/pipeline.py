@@ -9,7 +9,7 @@ from types import ModuleType
 import yaml
 
 from phases import exits, export, generate, received, report, run, train
-from phases.check import check_address, check_depth
+from phases.check import check_address, check_depth, check_slots
 from phases.commands import command_of
 from phases.help import recipe_help
 from phases.source import RunText
@@ -29,6 +29,7 @@ def run_words(words: list[str]) -> int:
     require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
     module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_depth(config.eval, module.Recipe.max_depth(config.method))
+    check_slots(config.eval, module.Recipe.has_slots(config.method))
     command = command_of(["train.py"], words)
     run.check_folder(config, command)
     if config.dry_run:

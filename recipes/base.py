@@ -233,6 +233,11 @@ class Recipe:
         return None
 
     @staticmethod
+    def has_slots(method: Any) -> bool:  # noqa: ANN401 - the recipe's own `Config`
+        """Whether a drafter of these settings drafts each token without those before it."""
+        return False
+
+    @staticmethod
     def check_launch(config: Config, num_processes: int) -> None:
         """Refuse settings that `num_processes` processes cannot train, before anything is
         loaded."""

@@ -38,6 +38,10 @@ class Recipe(VocabularyRecipe[Config]):
     def max_depth(method: Config) -> int:
         return method.num_heads
 
+    @staticmethod
+    def has_slots(method: Config) -> bool:
+        return True
+
     @property
     def depth(self) -> int:
         return self.config.num_heads

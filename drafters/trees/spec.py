@@ -20,13 +20,15 @@ class TreeSpec(ABC):
 
     `siblings`: how the children of a node are chosen at temperatures above 0, where there is a
     choice; `needs_accuracy`: whether it is built from the accuracies of a drafter's ranks;
-    `drafter_alone`: whether all its tokens are the drafter's.
+    `drafter_alone`: whether all its tokens are the drafter's; `needs_slots`: whether it is grown
+    from the distributions of all depths at once, which some drafters have.
     """
 
     name: ClassVar[str]
     siblings: str = field(default=TOP, init=False)
     needs_accuracy: ClassVar[bool] = False
     drafter_alone: ClassVar[bool] = True
+    needs_slots: ClassVar[bool] = False
 
     @abstractmethod
     def deepest(self, K: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drafters.round import Shape
+from drafters.trees.best_first import BestFirstTree
 from drafters.trees.calibrated import CalibratedTree
 from drafters.trees.copy import CopyTree
 from drafters.trees.dynamic import DynamicTree
@@ -15,11 +16,23 @@ from trainer.specs import parse
 
 TREES: dict[str, type[TreeSpec]] = {
     one.name: one
-    for one in (EagleTree, DynamicTree, Eagle2Tree, CalibratedTree, FileTree, CopyTree)
+    for one in (
+        EagleTree,
+        DynamicTree,
+        Eagle2Tree,
+        CalibratedTree,
+        BestFirstTree,
+        FileTree,
+        CopyTree,
+    )
 }
 
 # those that every drafter drafts alike, and alone
-SHAPES = {name: one for name, one in TREES.items() if one.drafter_alone and not one.needs_accuracy}
+SHAPES = {
+    name: one
+    for name, one in TREES.items()
+    if one.drafter_alone and not one.needs_accuracy and not one.needs_slots
+}
 
 
 def parse_tree(text: str, key: str = "eval.tree") -> TreeSpec:

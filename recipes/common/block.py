@@ -82,6 +82,10 @@ class BlockRecipe(ChosenLayers[ConfigT]):
     def max_depth(method: BlockConfig) -> int:
         return method.depth
 
+    @staticmethod
+    def has_slots(method: BlockConfig) -> bool:
+        return True
+
     @property
     def depth(self) -> int:
         return self.config.depth if self.given is None else self.given.max_depth or 0

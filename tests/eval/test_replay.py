@@ -8,6 +8,7 @@ import torch
 from data.traces import Trace
 from drafters.medusa import MedusaDrafter, MedusaSettings
 from drafters.round import Budget
+from drafters.trees.best_first import BestFirst
 from drafters.trees.calibrated import MAX_RANKS
 from drafters.trees.copy import CopyOrDraft
 from drafters.trees.dynamic import DynamicTree
@@ -60,7 +61,9 @@ def traces(target):
 
 
 @pytest.mark.parametrize(
-    "shape", [BUSHY, DynamicTree(4, 3, 2), CopyOrDraft(1, 4, K)], ids=["static", "dynamic", "copy"]
+    "shape",
+    [BUSHY, DynamicTree(4, 3, 2), CopyOrDraft(1, 4, K), BestFirst(4, 4, K)],
+    ids=["static", "dynamic", "copy", "best first"],
 )
 def test_replayed_counters_of_a_tree_are_those_of_decoding(target, drafter, traces, shape):
     budget = Budget(K, tree=shape)

@@ -12,6 +12,7 @@ import torch
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.round import Budget, DraftState
+from drafters.trees.best_first import BestFirst
 from drafters.trees.dynamic import DynamicTree
 from drafters.trees.static import static_tree
 from drafters.trees.table import parse_tree
@@ -45,6 +46,11 @@ class Tabular(TrainedDrafter):
 
     def extend(self, tokens, parents, depth):
         return self.table[tokens].log()
+
+    def slot_logits(self, state, budget):
+        """The rows of the table in their order, from that of the last token."""
+        last = state.ids.gather(1, state.lengths[:, None] - 1)
+        return self.table[(last + torch.arange(budget.max_tokens)) % len(self.table)].log()
 
 
 def sampled(tree):
@@ -106,7 +112,9 @@ WIDE = static_tree([[0], [1], [2], [0, 0], [0, 1], [0, 2]])  # every token is a 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
-    "tree", [STATIC, WIDE, DynamicTree(4, 2, 2)], ids=["two", "all", "dynamic"]
+    "tree",
+    [STATIC, WIDE, DynamicTree(4, 2, 2), BestFirst(5, 3, 2)],
+    ids=["two", "all", "dynamic", "best first"],
 )
 def test_deterministic_trees_leave_the_targets_law(tree, seed):
     assert error(Budget(2, tree=tree), seed) < 1e-12
