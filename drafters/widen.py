@@ -8,6 +8,7 @@ from torch import nn
 from drafters.base import TrainedDrafter
 from drafters.output_head import copy_rows
 from target.model import Target
+from trainer.errors import UserError
 
 RIDGE = 1e-4  # of the mean square
 ROWS = 8192  # of a matrix that are held in float64 at a time
@@ -23,6 +24,11 @@ def widen(drafter: TrainedDrafter, kept: torch.Tensor | None, target: Target) ->
     the known ones best (least squares; a little is added to the diagonal, for few rows).
     """
     buffer = drafter.output_head(1).kept
+    if drafter.output_head(1).extra is not None:
+        raise UserError(
+            "a drafter with method.correction keeps the tokens that it drafts: leave "
+            "method.draft_vocab_size out"
+        )
     assert buffer is not None, "there are tokens to add"
     known = buffer.cpu()
     ids = torch.arange(target.vocab_size) if kept is None else kept

@@ -51,22 +51,27 @@ class JointGradients:
     `factor`, and c, the same number for all of them, may be known later."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[OutputHead, _ByHead]] = {}
+        # with the parameter, or its id may become another's
+        self._of: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
-    def of(self, head: OutputHead) -> tuple[_ByHead, bool]:
-        """Return the gradients by weight and bias of `head`, None where there is none, and whether
-        this term is the first to ask for them, whose backward pass returns them."""
-        own = id(head.weight)
-        if own in self._of:
-            return self._of[own][1], False
-        by_head = _ByHead(_sum_for(head.weight), _sum_for(head.bias))
-        self._of[own] = head, by_head  # with the head, or its id may become another's
-        return by_head, True
+    def of(self, head: OutputHead) -> tuple[_ByHead, _ByHead]:
+        """Return the gradients by the parameters of `head`, None where there is none, and those of
+        them that no earlier term has asked for, which this one's backward pass returns."""
+        found: list[Tensor | None] = []
+        first: list[Tensor | None] = []
+        for parameter in (head.weight, head.bias, head.extra):
+            is_first = id(parameter) not in self._of
+            if is_first:
+                self._of[id(parameter)] = parameter, _sum_for(parameter)
+            found.append(self._of[id(parameter)][1])
+            first.append(found[-1] if is_first else None)
+        return _ByHead(*found), _ByHead(*first)
 
 
 class _ByHead(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
+    extra: Tensor | None
 
 
 def _sum_for(parameter: Tensor | None) -> Tensor | None:
@@ -91,7 +96,8 @@ def chunked_divergence(
     """`divergence` of head.logits(states), chunk by chunk, with the same errors on a CPU. On a
     device that the host would have to wait for, what is not sound is NaN instead.
 
-    states: [N, d] float; labels: [N] int64 target ids; weights: [N] float, no gradient, default 1.
+    states: [N, d] float, with head.extra [N, d + r]; labels: [N] int64 target ids; weights: [N]
+    float, no gradient, default 1.
     teacher(span) gives the target's logits [n, V] of states[span], or what head.kept needs of them;
     it is called without gradient, once a chunk, for tvd_pp twice (its moments are those of all
     positions). Only ce_hard needs no teacher; all of p is then on the label.
@@ -116,6 +122,7 @@ def chunked_divergence(
     bias = None if head.bias is None else head.bias.detach()[: head.vocab_size].to(dtype)
     plain = copy.copy(head)  # `replace` would check `kept` again, for which the host waits
     plain.weight, plain.bias, plain.vocab_size, plain.blocked = weight, bias, None, None
+    plain.extra = None if head.extra is None else head.extra.detach().to(dtype)
     if chunk_positions is None:
         chunk_positions = chunk_rows(states.device, head.target_width)
     require(chunk_positions >= 1, "chunk_positions", "be >= 1", chunk_positions)
@@ -125,7 +132,8 @@ def chunked_divergence(
     weights = weights.to(torch.promote_types(dtype, torch.float32))
     by_head, first = (joint or JointGradients()).of(head)
     job = _Job(divergence, plain, teacher, labels, weights, spans, factor, by_head, first)
-    outputs = _Chunked.apply(states, head.weight, head.bias, job, torch.is_grad_enabled())
+    own = head.weight, head.bias, head.extra
+    outputs = _Chunked.apply(states, *own, job, torch.is_grad_enabled())
     return ChunkedLoss(*outputs)
 
 
@@ -139,7 +147,7 @@ class _Job:
     spans: list[slice]
     factor: float  # that the gradients have before backward
     by_head: _ByHead
-    returns_by_head: bool
+    returned: _ByHead
 
     @property
     def width(self) -> int:
@@ -147,8 +155,11 @@ class _Job:
         return len(self.head.weight)
 
     def read(self, states: Tensor, span: slice) -> _Chunk:
-        rows, kept = states[span].to(self.head.weight.dtype), self.head.kept
-        draft = F.linear(rows, self.head.weight, self.head.bias)
+        head, kept = self.head, self.head.kept
+        rows, more = _parted(states[span].to(head.weight.dtype), head)
+        draft = F.linear(rows, head.weight, head.bias)
+        if head.extra is not None:
+            draft += F.linear(more, head.extra)
         target = None if self.teacher is None else self.teacher(span)
         if kept is not None and isinstance(target, Tensor):
             target = ReducedLogits.of(target, kept)
@@ -202,6 +213,7 @@ class _Chunked(torch.autograd.Function):
         states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        extra: Tensor | None,
         job: _Job,
         with_grad: bool,
     ) -> tuple[Tensor, ...]:
@@ -233,8 +245,7 @@ class _Chunked(torch.autograd.Function):
             shared.masked_fill_(~good, math.nan)
         elif not bool(good.all()):
             _complain(job, states, good, mean_reward)
-        returned = job.by_head if job.returns_by_head else (None, None)
-        ctx.save_for_backward(by_states, *returned)  # type: ignore[arg-type] - None is allowed
+        ctx.save_for_backward(by_states, *job.returned)  # type: ignore[arg-type] - None is allowed
         ctx.factor = job.factor  # type: ignore[attr-defined] - as custom functions keep numbers
         ctx.mark_non_differentiable(values, shared, match, counted)
         return (values * job.weights).sum(), values, shared, match, counted
@@ -322,20 +333,37 @@ def _complain(job: _Job, states: Tensor, good: Tensor, mean_reward: Tensor | Non
     job.divergence.complain(draft[chunk.counted], own, values[chunk.counted])
 
 
+def _parted(states: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
+    """The columns of states [n, d + r] that the weight reads, and those that `extra` does."""
+    width = states.shape[1] if head.extra is None else head.weight.shape[1]
+    return states[:, :width], states[:, width:]
+
+
 def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tensor | None) -> None:
-    """Add the gradients of one chunk to those by states, weight and bias, in place."""
-    rows, width = states[span].to(by_logits.dtype), by_logits.shape[1]  # without padding rows
-    by_states, by_weight, by_bias = into
+    """Add the gradients of one chunk to those by states, weight, bias and extra, in place."""
+    head, width = job.head, by_logits.shape[1]  # without padding rows
+    rows, more = _parted(states[span].to(by_logits.dtype), head)
+    by_states, by_weight, by_bias, by_extra = into
     if by_states is not None:
-        by_states[span] = by_logits @ job.head.weight
+        by_rows, by_more = _parted(by_states[span], head)
+        by_rows.copy_(by_logits @ head.weight)
+        if head.extra is not None:
+            by_more.copy_(by_logits @ head.extra)
     if by_bias is not None:
         by_bias[:width] += by_logits.sum(0, dtype=by_bias.dtype)
-    if by_weight is not None and by_weight.dtype == by_logits.dtype:
-        by_weight[:width].addmm_(by_logits.T, rows)
-    elif by_weight is not None and adds_products_in_float32(by_weight.device):  # autocast
-        into_rows = by_weight[:width]
-        torch.addmm(into_rows, by_logits.T, rows, out_dtype=torch.float32, out=into_rows)
-    elif by_weight is not None:  # the product has another dtype, so take it in pieces
+    if by_weight is not None:
+        _add_product(by_weight[:width], by_logits, rows)
+    if by_extra is not None:
+        _add_product(by_extra, by_logits, more)
+
+
+def _add_product(into: Tensor, by_logits: Tensor, rows: Tensor) -> None:
+    """Add by_logits.T @ rows, of [n, W] and [n, d], to `into` [W, d]."""
+    if into.dtype == by_logits.dtype:
+        into.addmm_(by_logits.T, rows)
+    elif adds_products_in_float32(into.device):  # autocast
+        torch.addmm(into, by_logits.T, rows, out_dtype=torch.float32, out=into)
+    else:  # the product has another dtype, so take it in pieces
         block = chunk_rows(rows.device, rows.shape[1])
-        for i in range(0, width, block):
-            by_weight[i : min(i + block, width)] += by_logits[:, i : i + block].T @ rows
+        for i in range(0, len(into), block):
+            into[i : i + block] += by_logits[:, i : i + block].T @ rows

@@ -24,5 +24,6 @@ def _head_weights(drafter: nn.Module) -> set[int]:
         output_head = getattr(module, "output_head", None)
         if output_head is not None:
             depths = range(1, (getattr(module, "max_depth", None) or 1) + 1)
-            found |= {id(output_head(depth).weight) for depth in depths}
+            heads = [output_head(depth) for depth in depths]
+            found |= {id(weight) for head in heads for weight in (head.weight, head.extra)}
     return found

@@ -42,6 +42,9 @@ class OutputHead:
 
     Computed in the dtype of the weight, or in that of autocast. `transform` works elementwise, is
     differentiable and has no parameters that train: soft-capping, a logit scale.
+
+    With `extra` states are d + r wide, and their last r columns times extra.T are added before
+    `transform`: a correction of low rank, such as one by the token before.
     """
 
     weight: Tensor  # [W, d] float
@@ -50,6 +53,7 @@ class OutputHead:
     transform: Callable[[Tensor], Tensor] | None = None
     vocab_size: int | None = None  # true vocabulary of a padded head; not together with `kept`
     blocked: Tensor | None = None  # `weight` again, see `blocked_linear`; for logits without grad
+    extra: Tensor | None = None  # [W or vocab_size, r] float
     target_width: int = field(init=False)  # target ids that logits in chunks go over, at least
 
     def __post_init__(self) -> None:
@@ -63,6 +67,9 @@ class OutputHead:
             good = self.blocked.shape == self.weight.shape
             rule = f"have the shape of the weight, {tuple(self.weight.shape)}"
             require(good, "blocked", rule, tuple(self.blocked.shape))
+        if self.extra is not None:
+            good = self.extra.ndim == 2 and len(self.extra) == self.target_width
+            require(good, "extra", f"have {self.target_width} rows", tuple(self.extra.shape))
         if self.kept is not None:
             good = self.kept.shape == (width,) and bool((self.kept.diff() > 0).all())
             rule = f"be {width} ascending ids, one for each row of the head"
@@ -70,14 +77,34 @@ class OutputHead:
             self.target_width = int(self.kept[-1]) + 1
 
     def logits(self, states: Tensor) -> Tensor:
-        """states: [..., d] float -> [..., W or vocab_size], all at once and through autograd."""
+        """states: [..., d or d + r] float -> [..., W or vocab_size], all at once and through
+        autograd."""
+        width = self.weight.shape[1]
+        if self.extra is None:
+            return self.finished(self.base(states))
+        return self.finished(self.base(states[..., :width]), states[..., width:])
+
+    def base(self, states: Tensor) -> Tensor:
+        """states: [..., d] float -> [..., W or vocab_size] before `extra` and `transform`."""
         if self.blocked is not None and not torch.is_grad_enabled():
             logits = blocked_linear(states.to(self.weight.dtype), self.blocked, self.bias)
-            logits = logits[..., : self.vocab_size]
-        else:
-            bias = None if self.bias is None else self.bias[: self.vocab_size]
-            logits = F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
-        return logits if self.transform is None else self.transform(logits)
+            return logits[..., : self.vocab_size]
+        bias = None if self.bias is None else self.bias[: self.vocab_size]
+        return F.linear(states.to(self.weight.dtype), self.weight[: self.vocab_size], bias)
+
+    def finished(self, base: Tensor, more: Tensor | None = None) -> Tensor:
+        """The logits [..., W or vocab_size] of `base`, and with `extra` of the further columns
+        `more` [..., r] of the states."""
+        if self.extra is not None:
+            assert more is not None, "states have columns for `extra`"
+            base = base + F.linear(more.to(self.extra.dtype), self.extra)
+        return base if self.transform is None else self.transform(base)
+
+    def plain(self) -> OutputHead:
+        """The head without `extra`."""
+        out = copy.copy(self)
+        out.extra = None
+        return out
 
     def teacher_logits(self, states: Tensor) -> Tensor:
         """`logits` in the dtype of the weight, as the target serves them, under autocast too."""
@@ -90,6 +117,7 @@ class OutputHead:
         out = copy.copy(self)  # `replace` would check `kept`, for which the host waits
         out.weight = self.weight.index_select(0, kept)
         out.bias = None if self.bias is None else self.bias.index_select(0, kept)
+        out.extra = None if self.extra is None else self.extra.index_select(0, kept)
         out.kept, out.vocab_size, out.blocked = kept, None, None
         return out
 

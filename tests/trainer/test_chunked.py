@@ -27,6 +27,8 @@ CASES = {
     "reduced": {"kept": KEPT},
     "reduced everything": {"kept": KEPT, "bias": True, "cap": True, "weights": True}
     | {"options": WARM},
+    "extra": {"extra": 3, "bias": True, "padding": 3, "weights": True},
+    "reduced extra": {"extra": 3, "kept": KEPT, "cap": True},
 }
 
 
@@ -34,21 +36,25 @@ def _cap(logits):
     return 2 * torch.tanh(logits / 2)
 
 
-def _problem(dtype=torch.float64, kept=None, bias=False, cap=False, padding=0, weights=False, **_):
-    """States and head that need a gradient, the target's logits, labels and weights."""
+def _problem(
+    dtype=torch.float64, kept=None, bias=False, cap=False, padding=0, weights=False, extra=0, **_
+):
+    """States and head that need a gradient, the target's logits, labels and weights. `extra`: rank
+    of the head's correction."""
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape, scale=1.0):
         return (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(dtype)
 
     width = len(kept) if kept else V + padding
-    states, teacher = draw(N, D).requires_grad_(), draw(N, V, scale=2.0)
+    states, teacher = draw(N, D + extra).requires_grad_(), draw(N, V, scale=2.0)
     head = OutputHead(
         draw(width, D).requires_grad_(),
         draw(width).requires_grad_() if bias else None,
         torch.tensor(kept) if kept else None,
         _cap if cap else None,
         V if padding else None,
+        extra=draw(width - padding, extra).requires_grad_() if extra else None,
     )
     labels = torch.tensor([0, 1, 11, 3, 4, 5, 8])
     return states, head, teacher, labels, draw(N).abs() if weights else None
@@ -92,8 +98,8 @@ def _expected(name, states, head, teacher, labels, weights, options):
 
 
 def _gradients(total, states, head):
-    inputs = [states, head.weight] + ([head.bias] if head.bias is not None else [])
-    return torch.autograd.grad(total, inputs)
+    own = [x for x in (head.weight, head.bias, head.extra) if x is not None]
+    return torch.autograd.grad(total, [states, *own])
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -444,12 +450,13 @@ def test_gradient_is_skipped_where_nothing_needs_it():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_projects_in_bfloat16_and_takes_the_softmax_in_float32(autocast, monkeypatch):
     monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 5 * D)  # the head in several pieces
-    states, head, teacher, labels, _ = _problem(torch.float32, bias=True, padding=2)
+    states, head, teacher, labels, _ = _problem(torch.float32, bias=True, padding=2, extra=3)
     if not autocast:
-        leaves = [x.detach().bfloat16().requires_grad_() for x in (head.weight, head.bias)]
+        leaves = (head.weight, head.bias, head.extra)
+        weight, bias, more = (x.detach().bfloat16().requires_grad_() for x in leaves)
         states, head = (
             states.detach().bfloat16().requires_grad_(),
-            OutputHead(*leaves, vocab_size=V),
+            OutputHead(weight, bias, vocab_size=V, extra=more),
         )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = head.logits(states)
