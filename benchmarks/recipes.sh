@@ -21,7 +21,7 @@ run() { # recipe, its settings
 rest=("$@")
 steps=(trainer.max_steps=600 trainer.batch_size=32)
 run distillspec "${steps[@]}"
-for recipe in medusa hydra hydrapp eagle eagle3 dflash; do
+for recipe in medusa hydra hydrapp eagle eagle3 dflash block_head dspark domino; do
     run $recipe "${steps[@]}"
 done
 run medusa2 trainer.max_steps=300 trainer.batch_size=32 # in each of its two stages

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
@@ -134,7 +134,11 @@ class TrainedDrafter(torch.nn.Module, Drafter):
 
     def project(self, states: torch.Tensor, depth: int) -> torch.Tensor:
         """Project [..., d] to float logits [..., vocab_size], -inf outside a reduced vocabulary."""
-        logits, kept = self.own_logits(states, depth), self.output_head(depth).kept
+        return self.spread(self.own_logits(states, depth), depth)
+
+    def spread(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [..., W] over the tokens that it can draft, as `project` gives them."""
+        kept = self.output_head(depth).kept
         if kept is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
@@ -182,6 +186,23 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         """Whether no token of a round depends on those drafted before it, so that the drafter gives
         the distributions of all of them at once, as `drafters.round.Slots`."""
         return False
+
+    @property
+    def judges(self) -> bool:
+        """Whether it says how likely its tokens are accepted, for rules that end chains by that."""
+        return self.acceptance is not None
+
+    def judged(
+        self, drafts: Sequence[torch.Tensor], depth: int, rows: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """What `acceptance_score` gives, [B, n], where the text's tokens behind the logit indices
+        `index` [B, n] are drafted at `depth`; `drafts`: what `states` yields, deeper than that."""
+        after = (index + 1).clamp(max=drafts[0].shape[1] - 1)  # the state at a token judges it
+        return acceptance_of(self).probability(drafts[depth][rows, after])
+
+    def judging_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that `acceptance_score` reads."""
+        return list(acceptance_of(self).parameters())
 
     def acceptance_score(self) -> torch.Tensor:
         """Probability, [B] float32, that the token which `extend` fed last is accepted."""
@@ -231,7 +252,8 @@ class TrainedDrafter(torch.nn.Module, Drafter):
         return min(K, self.max_depth or K)
 
     def drafting_parameters(self, depth: int | None = None) -> Iterable[torch.nn.Parameter]:
-        """The parameters that drafting reads, without the acceptance head's.
+        """The parameters that drafting reads, without the acceptance head's; one that each token of
+        a round reads anew, in a drafter with `one_pass`, as often.
 
         `depth`: of the round; a drafter with `one_pass` leaves out what no depth up to it reads.
         None: as deep as it can draft.

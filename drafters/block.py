@@ -18,13 +18,15 @@ enters. Embedding and output matrix are the target's.
 
 A block is always computed whole, however few of its tokens a round asks for: where slots see each
 other, what one of them predicts depends on their number. A causal one leaves out the last slots,
-which change nothing.
+which change nothing. With `correction` (`drafters.block_heads`) the slots are computed in one pass
+all the same, and their logits one after the other, as the tokens before become known.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +37,10 @@ from transformers import LlamaConfig
 
 from drafters.attention import Blocks, Pair, attend_blocks
 from drafters.base import TrainedDrafter
+from drafters.block_heads import CORRECTIONS, Confidence, correction_of
 from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys
 from drafters.round import Budget, DraftState
-from drafters.stored import read_stored, restore, save_tensors
+from drafters.stored import read_stored, restore, save_tensors, without
 from drafters.text import Text
 from target.model import Target, check_layers
 from target.outputs import LayerId, TargetOutputs
@@ -55,7 +58,8 @@ class BlockSettings:
 
     `captures`: the target's layers that it reads, ids as in `target.model`; `block_size`: slots of
     a block, the anchor's included; `mask_token`: the id that stands for a token to predict;
-    `causal`, `from_anchor`: see the module.
+    `causal`, `from_anchor`: see the module; `correction`, of rank `correction_rank`, with a GRU of
+    width `correction_width`, and `confidence`: see `drafters.block_heads`.
     """
 
     captures: list[LayerId]
@@ -63,9 +67,17 @@ class BlockSettings:
     block_size: int = 8
     causal: bool = False
     from_anchor: bool = False
+    correction: str = "none"
+    correction_rank: int = 256
+    correction_width: int = 1024
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         require(self.block_size >= 2, "method.block_size", "be >= 2", self.block_size)
+        rule = f"be one of {', '.join(CORRECTIONS)}"
+        require(self.correction in CORRECTIONS, "method.correction", rule, self.correction)
+        for name in ("correction_rank", "correction_width"):
+            require(getattr(self, name) >= 1, f"method.{name}", "be >= 1", getattr(self, name))
 
     @property
     def max_depth(self) -> int:
@@ -122,6 +134,13 @@ class BlockDrafter(TrainedDrafter):
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(width, eps=eps)
+        drafted = target.vocab_size
+        self.correction = correction_of(
+            settings.correction, settings.correction_rank, settings.correction_width, width,
+            drafted, self.shared,
+        )  # fmt: skip
+        read = width if self.correction is None else width + settings.correction_rank
+        self.confidence = Confidence(read, self.max_depth) if settings.confidence else None
         self.checkpointed = False
         self.to(target.device)
 
@@ -129,8 +148,12 @@ class BlockDrafter(TrainedDrafter):
         return BlockDrafter(self.settings, self.config, self.shared.target).eval()
 
     def network(self) -> dict[str, object]:
-        layers = {"draft_layers": self.config.num_hidden_layers}
-        return {**dataclasses.asdict(self.settings), **layers}
+        own = dataclasses.asdict(self.settings)
+        if self.settings.correction != "gru":
+            own = without(own, "correction_width")
+        if self.settings.correction == "none":
+            own = without(own, "correction_rank")
+        return {**own, "draft_layers": self.config.num_hidden_layers}
 
     @property
     def context(self) -> int:
@@ -138,9 +161,19 @@ class BlockDrafter(TrainedDrafter):
 
     @property
     def unserved(self) -> str | None:
+        if self.settings.correction != "none":
+            return f"no export has block drafters with method.correction={self.settings.correction}"
         if not self.settings.from_anchor:
             return None
         return "no engine has DFlash drafters with method.from_anchor=true"
+
+    def drafting_parameters(self, depth: int | None = None) -> list[nn.Parameter]:
+        """The blocks' once, and those of the correction for every token."""
+        behind = ("acceptance", "correction", "confidence")
+        own = [p for name, p in self.named_parameters() if name.split(".")[0] not in behind]
+        if self.correction is None:
+            return own
+        return own + self.correction.weights_read() * (depth or self.settings.max_depth)
 
     def served_tokens(self, K: int) -> int:
         """All of a block where its slots see each other: engines make one of as many slots as they
@@ -200,6 +233,11 @@ class BlockDrafter(TrainedDrafter):
                 hidden = _layer(layer, context, positions, hidden, places, blocks)
             assert isinstance(hidden, torch.Tensor)
         made = self.predicted(hidden, columns.shape[1], depth)
+        if self.correction is not None:
+            before = columns.unsqueeze(-1) + torch.arange(1, depth + 1, device=columns.device)
+            tokens = text.ids[rows.unsqueeze(-1), before.clamp(max=length - 1)]  # [B, A, depth]
+            z, _ = self.correction(made.flatten(0, 1), tokens.flatten(0, 1))
+            made = torch.cat([made, z.unflatten(0, made.shape[:2])], -1)
         made = torch.where(begins[..., None, None], made, 0.0)
         for number in range(1, depth + 1):
             spread = made.new_zeros(batch, length, made.shape[-1])
@@ -211,7 +249,24 @@ class BlockDrafter(TrainedDrafter):
         self.checkpointed = True
 
     def output_head(self, depth: int = 1) -> OutputHead:
-        return self.shared.target.head
+        head = self.shared.target.head
+        if self.correction is not None:
+            head = copy.copy(head)  # `replace` would check it again
+            head.extra = self.correction.out.weight
+        return head
+
+    @property
+    def judges(self) -> bool:
+        return self.confidence is not None
+
+    def judged(
+        self, drafts: Sequence[torch.Tensor], depth: int, rows: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.confidence is not None
+        return self.confidence(drafts[depth - 1][rows, index], depth)
+
+    def judging_parameters(self) -> list[nn.Parameter]:
+        return [] if self.confidence is None else list(self.confidence.parameters())
 
     # --- proposing -------------------------------------------------------------------------------
 
@@ -243,12 +298,12 @@ class BlockDrafter(TrainedDrafter):
 
     @property
     def has_slots(self) -> bool:
-        return True
+        return self.correction is None
 
-    def slot_logits(self, state: DraftState, budget: Budget) -> torch.Tensor:
+    def _block(self, state: DraftState, budget: Budget) -> torch.Tensor:
         """Write the context that may be new since the last round, at most that of a full round, and
-        compute the block behind the last committed token, logits [B, K, vocab_size]. No slot of it
-        is kept."""
+        compute the block behind the last committed token: the states [B, K, d] that the output head
+        reads. No slot of it is kept."""
         assert state.outputs is not None
         back = torch.arange(-2 - budget.max_tokens, -1, device=state.ids.device)
         columns = (state.lengths.unsqueeze(1) + back).clamp(min=0)
@@ -261,15 +316,51 @@ class BlockDrafter(TrainedDrafter):
         blocks = Blocks(last - 1, places.shape[1], used, causal=self.settings.causal)
         for layer, slots in zip(self.layers, self._slots, strict=True):
             hidden = layer(hidden, places, slots.read(used), blocks)
-        made = self.predicted(hidden, 1, budget.max_tokens)[:, 0]
-        return self.project(made, 1)
+        return self.predicted(hidden, 1, budget.max_tokens)[:, 0]
+
+    def slot_logits(self, state: DraftState, budget: Budget) -> torch.Tensor:
+        """Compute the block behind the last committed token: logits [B, K, vocab_size]."""
+        return self.project(self._block(state, budget), 1)
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        self._logits = self.slot_logits(state, budget)
-        return self._logits[:, 0]
+        self._made = self._block(state, budget)
+        # of the slots, before their correction
+        self._logits = self.output_head().base(self._made)
+        self._memory: torch.Tensor | None = None  # of the correction, of the root and the nodes fed
+        self._judges = budget.stop is not None and budget.stop.uses_head
+        last = state.ids.gather(1, state.lengths.unsqueeze(1) - 1)
+        return self._children(last, None, 0)[:, 0]
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._logits[:, depth].unsqueeze(1).expand(-1, tokens.shape[1], -1)
+        if self._judges and self.confidence is not None:  # of the token of a chain that is fed
+            self._score = self.confidence(self._read[:, 0], depth)
+        return self._children(tokens, parents, depth)
+
+    def _children(
+        self, tokens: torch.Tensor, parents: torch.Tensor | None, slot: int
+    ) -> torch.Tensor:
+        """Logits [B, n, vocab_size] of a slot, counted from 0, behind the nodes `tokens` [B, n]
+        int64, as `extend` takes them; `parents`: None for the root."""
+        logits, states = self._logits[:, slot, None], self._made[:, slot, None]
+        states, z = states.expand(-1, tokens.shape[1], -1), None
+        if self.correction is not None:
+            memory = None
+            if self._memory is not None and parents is not None:
+                rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+                memory = self._memory[rows, parents + 1].flatten(0, 1)
+            one_slot = states.flatten(0, 1).unsqueeze(1), tokens.flatten().unsqueeze(1)
+            z, memory = self.correction(*one_slot, memory)
+            z = z.view(*tokens.shape, -1)
+            if memory is not None:
+                known = [] if self._memory is None else [self._memory]
+                self._memory = torch.cat([*known, memory.view(*tokens.shape, -1)], 1)
+            states = torch.cat([states, z], -1)
+        self._read = states  # by the output head
+        logits = self.spread(self.output_head().finished(logits, z), 1)
+        return logits.expand(-1, tokens.shape[1], -1)
+
+    def acceptance_score(self) -> torch.Tensor:
+        return super().acceptance_score() if self.confidence is None else self._score
 
     # --- own format ------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-"""The drafter's confidence against acceptance, for the report's plot."""
+"""Probabilities of acceptance against acceptance itself: the report's bins, and the error."""
 
 from __future__ import annotations
 
+import math
 from typing import TypedDict
 
 import numpy as np
+import torch
 
 CONFIDENCE_BINS = 10
 
@@ -43,3 +45,27 @@ def calibration(confidence: list[np.ndarray], agreement: list[np.ndarray]) -> Ca
                 }
             )
     return {"bins": rows}
+
+
+def calibration_error(predicted: torch.Tensor, accept: torch.Tensor) -> float:
+    """The expected calibration error of probabilities `predicted` [n] of acceptance: the gap
+    between mean prediction and mean acceptance in each of ten bins, weighted by its share of the
+    tokens. `accept` [n], in [0, 1]: whether, or how probably, a token is accepted."""
+    predicted, accept = predicted.double(), accept.double()
+    bins = (predicted * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
+    gaps = torch.zeros(CONFIDENCE_BINS, dtype=torch.double, device=predicted.device)
+    gaps.index_add_(0, bins, accept - predicted)
+    return float(gaps.abs().sum() / len(predicted))
+
+
+TEMPERATURES = torch.logspace(-3, 3, 61, base=2.0).tolist()  # from 1 / 8 to 8
+
+
+def best_temperature(logits: torch.Tensor, accept: torch.Tensor) -> float:
+    """The temperature of a grid at which sigmoid(logits / T) [n] has the least calibration error;
+    the nearest to 1 of several, since a few tokens decide between them."""
+    errors = {
+        T: calibration_error((logits.double() / T).sigmoid(), accept)
+        for T in sorted(TEMPERATURES, key=lambda T: abs(math.log(T)))
+    }
+    return min(errors, key=lambda T: errors[T])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from drafters.base import TrainedDrafter, acceptance_of
+from drafters.base import TrainedDrafter
 from drafters.causal_lm import parameters_read
 from drafters.round import Budget, Drafter, DraftState
 from eval.policies.base import Recorder
@@ -170,7 +170,7 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
         return Cost(0.0, verify, 0.0, 0.0, source)
     read = read_per_round(drafter, budget.max_tokens)
     if budget.stop is not None and budget.stop.uses_head:
-        head = list(acceptance_of(drafter).parameters())
+        head = drafter.judging_parameters()
         counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
         read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
     whole = read_per_step(target.model)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from data.traces import Trace
-from drafters.base import TrainedDrafter, acceptance_of
+from drafters.base import TrainedDrafter
 from drafters.round import Budget, StopRule
 from drafters.text import Text
 from drafters.training_free.base import TrainingFree
@@ -267,13 +267,12 @@ class OfflineEvaluator:
         width = accept.shape[1]
         positions = np.arange(width)
         weights = found.weight.cpu().numpy()
-        for j, states in enumerate(drafts):
+        for j in range(len(drafts)):
             accept[:, :, j] = weights[j][:, positions + j]
             if signals is not None:
                 judged = None
-                if signals.uses_head:  # the state at a token, not before it
-                    at = (where + 1).clamp(max=ids.shape[1] - 1)
-                    judged = acceptance_of(drafter).probability(states[batch, at])
+                if signals.uses_head and j:
+                    judged = drafter.judged(drafts, j, batch, where)
                 signals.add((found.confidence[j], found.own[j]), judged)
         overlaps = [one[:, :width].cpu().numpy() for one in found.overlap]
         greedy = found.match[:, :width].double().cpu().numpy()

@@ -282,7 +282,7 @@ def check_drafter(
     policy of the acceptance head needs one, or `trains_acceptance`, a training that makes one."""
     kind_of(drafter)  # a network without a row there could not be saved or exported in the end
     check_engine(drafter, config)
-    if parse_policy(config.policy).uses_head and not trains_acceptance:
+    if parse_policy(config.policy).uses_head and not (trains_acceptance or drafter.judges):
         acceptance_of(drafter)
     check_depth(config, drafter.max_depth)
     check_slots(config, drafter.has_slots)

@@ -93,6 +93,7 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     held_out = generate.held_out_in(this, eval_prompts)
     trained, results = train.train_stages(this, recipe, start, text, held_out)
     if config.run.stage is None and this.accelerator.is_main_process:
+        recipe.calibrate(trained["after"], text.dev)
         about = recipe.about()
         report.finish(this, start, trained, results, eval_prompts, text.dev, about, unread)
     this.target.sync()

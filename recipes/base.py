@@ -250,6 +250,10 @@ class Recipe:
         """Describe for `dry_run` what the stages read beside the traces."""
         return ""
 
+    def calibrate(self, drafter: TrainedDrafter, dev: Sequence[Trace]) -> None:
+        """Fit to held-out text what the trained drafter says of its own tokens, before it is
+        measured and saved."""
+
     def about(self) -> dict[str, object]:
         """Return what the report says of the trained drafter beside the usual facts."""
         return {}

@@ -161,7 +161,8 @@ class JointObjective(HeadObjective):
         teacher = self.teacher(drafter, where, head, states.detach())
         output = self._of_target(batch, original, states, head)
         joint = None if denominators is None else JointGradients()
-        heads = self.of_depths(drafter, batch, where, teacher, denominators, joint, unrolled)
+        given = drafter, batch, where, teacher, denominators, joint, step
+        heads = self.of_depths(*given, unrolled)
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
         # published: the first head too weighs less than 1; its `weight` here is 1

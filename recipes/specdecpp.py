@@ -27,6 +27,7 @@ from drafters.acceptance import check_exposed, fresh_head
 from drafters.acceptance_head import ACCEPT, AcceptanceHead, calibrate
 from drafters.base import TrainedDrafter, acceptance_of
 from drafters.text import Text
+from eval.calibration import calibration_error
 from recipes import base, distillspec
 from recipes.base import Context, Evaluate, Metrics, Needs, Objective, Stage, Start, unwrapped
 from target.model import Target
@@ -41,7 +42,6 @@ from trainer.losses import LossOutput, Term
 from trainer.shift import supervised
 
 DEV_BATCH = 16
-BINS = 10  # of the calibration error
 
 
 @dataclass
@@ -354,14 +354,12 @@ def quality(f: torch.Tensor, accept: torch.Tensor, reject_weight: float) -> dict
     is an accepted and a rejected share; expected calibration error in ten bins after inversion."""
     a = calibrate(f.double(), reject_weight)
     accept = accept.double()
-    bins = (a * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.double, device=a.device).index_add(0, bins, accept - a)
     return {
         "binary_kl": float(binary_kl(accept, a).mean()),
         "binary_kl_as_trained": float(binary_kl(accept, f).mean()),
         "binary_kl_constant": float(binary_kl(accept, accept.mean().expand_as(accept)).mean()),
         "auc": area(a, accept),
-        "calibration_error": float(gaps.abs().sum() / len(a)),
+        "calibration_error": calibration_error(a, accept),
     }
 
 

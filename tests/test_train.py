@@ -38,6 +38,8 @@ from tests.helpers.tiny import ARCHITECTURES, EOS, save_tiny
 from trainer.errors import UserError
 
 CAUSAL_LM = ("distillspec", "fastdraft", "osd", "specdecpp")  # what these train drafts as one
+BLOCKS = ("block_head", "dflash", "domino", "dspark")  # their own K is another one
+NO_ENGINE = ("hydra", "hydrapp", "domino", "dspark")
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
 K = 4
 CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
@@ -56,7 +58,7 @@ def check_run_folder(folder, recipe="distillspec", temperatures=(0.0,), control=
     )
     places = {**dict.fromkeys(CAUSAL_LM, "transformers"), "medusa2": "vllm/drafter"}
     exported = f"export/{places.get(recipe, 'vllm')}/model.safetensors"
-    own = () if recipe.startswith("hydra") else (exported,)  # no engine loads Hydra
+    own = () if recipe in NO_ENGINE else (exported,)
     for name in (*names.split(), "report.html", *own):
         assert (folder / name).stat().st_size, name
     assert not [p for p in folder.rglob("*") if p.name.endswith((".part", ".tmp"))]
@@ -156,7 +158,7 @@ def test_every_recipe_trains_two_steps_on_eight_layers(tmp_path, tiny_folder, re
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
     words += own_words(recipe, tmp_path)
-    if recipe in ("dflash", "fastdraft"):  # whose own K is another one
+    if recipe in (*BLOCKS, "fastdraft"):
         words += [f"eval.K={K}"]
     if recipe == "gto":
         words += ["trainer.lr_warmup_steps=0"]

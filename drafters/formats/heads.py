@@ -107,7 +107,8 @@ def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
     fit."""
     assert head.layer is not None
     check_head(head, target)
-    settings = BlockSettings(head.captures, head.mask_token, head.block_size, **head.flags)
+    causal, from_anchor = head.flags["causal"], head.flags["from_anchor"]
+    settings = BlockSettings(head.captures, head.mask_token, head.block_size, causal, from_anchor)
     drafter = BlockDrafter(settings, head.layer, target)
     own = {name.replace("self_attn.", ""): t.float() for name, t in head.tensors.items()}
     drafter.load_state_dict({name: t for name, t in own.items() if name != "embed_tokens.weight"})

@@ -281,7 +281,7 @@ def own_rounds(
     groups = ()
     if own:
         offline = OfflineEvaluator(target, own, sampling, Budget(K), engine_counters=False)
-        groups = offline.along(drafter, draft_sampling, drafter.acceptance is not None)
+        groups = offline.along(drafter, draft_sampling, drafter.judges)
     for group in groups:
         at, size = torch.tensor([rows[id(t)] for t in group.traces]), group.accept.shape[1]
         accept[at, :size] = torch.from_numpy(group.accept)
@@ -326,7 +326,7 @@ def _group(
     rows = torch.arange(len(texts), device=device)
     prompt = TargetOutputs({layer: states[:, :-1] for layer, states in outputs.hidden.items()})
     drafter.prefill(rows, ids[:, : longest - 1], lengths - 1, prompt)
-    recorder = Recorder(drafter.acceptance is not None)
+    recorder = Recorder(drafter.judges)
     state = DraftState(ids, lengths, longest, draft_sampling, random, outputs)
     tree = drafter.propose(state, Budget(K, recorder))
     found = _judged(target, ids, lengths, tree, sampling)

@@ -32,12 +32,14 @@ def make_budget(policy: str, K: int, K_min: int = 1) -> Budget:
 def budget_for(drafter: object, policy: str, K: int) -> Budget:
     """`make_budget` for this drafter; chains of fixed length where the policy does not apply.
 
-    Baselines have no acceptance head, and copied tokens have no distribution.
+    Baselines may not judge their tokens, and copied ones have no distribution.
     """
     rule = parse_policy(policy)
     if not isinstance(drafter, TrainedDrafter):
         return Budget(K)
     if not rule.uses_head:
         return rule.budget(K)
+    if not drafter.judges:
+        return Budget(K)
     head = drafter.acceptance
-    return Budget(K) if head is None else rule.budget(K, head.settings.K_min)
+    return rule.budget(K) if head is None else rule.budget(K, head.settings.K_min)

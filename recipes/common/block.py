@@ -19,6 +19,7 @@ from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter, BlockSettings, default_captures
+from drafters.block_heads import CORRECTIONS
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from recipes.common.chosen_layers import ChosenLayers
@@ -47,6 +48,11 @@ class BlockConfig(HeadConfig):
     layers: list[int] = field(default_factory=list)
     # anchors that are drawn in each text, all where it has fewer; 0: all that decoding visits
     anchors: int = key(32, ge=0)
+    # what is added to the logits of a slot by the tokens drafted before it: none, markov (the last
+    # one), gated (the same through a gate), gru (all of the block)
+    correction: str = key("none", one_of=CORRECTIONS)
+    correction_rank: int = key(256, ge=1)  # of the correction's matrices
+    correction_width: int = key(1024, ge=1)  # of the GRU's state
     causal: bool = False  # a slot sees those before it alone, else its whole block
     from_anchor: bool = False  # the anchor's slot predicts too: one more token of a block
     # id that stands for a token to predict, a special one or a row of the embedding without a
@@ -60,6 +66,11 @@ class BlockConfig(HeadConfig):
             usual = type(self).depth_decay
             rule = f"be 1 or left out with method.weights={self.weights}, which replaces it"
             require(self.depth_decay in (1, usual), "method.depth_decay", rule, self.depth_decay)
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the drafter says how likely its tokens are accepted."""
+        return False
 
     @property
     def depth(self) -> int:
@@ -84,7 +95,7 @@ class BlockRecipe(ChosenLayers[ConfigT]):
 
     @staticmethod
     def has_slots(method: BlockConfig) -> bool:
-        return True
+        return method.correction == "none"
 
     @property
     def depth(self) -> int:
@@ -104,8 +115,10 @@ class BlockRecipe(ChosenLayers[ConfigT]):
         layers = layer_config(target.model.config)
         layers.num_hidden_layers = config.draft_layers
         settings = BlockSettings(
-            list(self.captures), mask, config.block_size, config.causal, config.from_anchor
-        )
+            list(self.captures), mask, config.block_size, config.causal, config.from_anchor,
+            config.correction, config.correction_rank, config.correction_width,
+            config.has_confidence,
+        )  # fmt: skip
         return BlockDrafter(settings, layers, target)
 
 

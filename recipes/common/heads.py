@@ -187,21 +187,34 @@ class HeadObjective(Objective):
         counts = {}
         for depth, where in enumerate(self.positions(batch, step), start=1):
             count = batch.count(where, self.config.reduction)
-            counts |= {f"depth_{depth}_{name}": count for name in self.terms}
+            counts |= {f"depth_{depth}_{name}": count for name in self.terms(step)}
         return counts
 
-    @property
-    def terms(self) -> list[str]:
-        """The names of the terms of a depth."""
-        return [*self.divergences, *["states"] * (self.config.feature_weight > 0)]
+    def terms(self, step: int) -> list[str]:
+        """List the names of the terms of a depth."""
+        return [*self.divergences(step), *["states"] * (self.config.feature_weight > 0)]
 
-    @property
-    def divergences(self) -> dict[str, tuple[Divergence, float]]:
-        """The divergences of a depth and their weights, by the name of the term."""
+    def divergences(self, step: int) -> dict[str, tuple[Divergence, float]]:
+        """Return the divergences of a depth and their weights by the name of the term, the same
+        names in every step; one with weight 0 is not computed."""
         found = {"divergence": (self.divergence, self.config.divergence_weight)}
         if self.config.top_weight:
             found["top"] = (DIVERGENCES["ce_top"](), self.config.top_weight)
         return found
+
+    def projected(
+        self, name: str, states: torch.Tensor, head: OutputHead
+    ) -> tuple[torch.Tensor, OutputHead]:
+        """Return the states [N, d] and the output head that make the logits of this divergence, out
+        of those of the drafter."""
+        return states, head
+
+    def further(
+        self, drafter: TrainedDrafter, states: torch.Tensor, found: ChunkedLoss
+    ) -> dict[str, tuple[torch.Tensor, float]]:
+        """Return further terms of a depth by name, each its values [N] and its weight, from the
+        states [N, d] and what the term "divergence" has found."""
+        return {}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
@@ -213,7 +226,8 @@ class HeadObjective(Objective):
         teacher = self.teacher(network, where, self.target.head, final, target_outputs.summary)
         hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
         joint = None if denominators is None else JointGradients()
-        score = partial(self.of_depths, network, batch, where, teacher, denominators, joint)
+        given = network, batch, where, teacher, denominators, joint, step
+        score = partial(self.of_depths, *given)
         return drafter(rounds_of(batch, where), TargetOutputs(hidden), self.depth, score)
 
     def teacher(
@@ -241,6 +255,7 @@ class HeadObjective(Objective):
         teacher: TargetLogits,
         denominators: Mapping[str, float] | None,
         joint: JointGradients | None,
+        step: int,
         unrolled: Iterator[torch.Tensor],
     ) -> LossOutput:
         """Compute the terms at the `positions` `where` from each depth's states [B, L, d]. With
@@ -251,21 +266,30 @@ class HeadObjective(Objective):
             rows, index = at
             own, logits = drafter.output_head(depth), teacher.at(rows, index)
             found = dict[str, ChunkedLoss]()
-            for name, (divergence, weight) in self.divergences.items():
+            for name, (divergence, weight) in self.divergences(step).items():
                 term = f"depth_{depth}_{name}"
                 # 0 where nobody has a position of this depth
                 divisor = denominators[term] or 1 if denominators else 1
+                if not weight:
+                    output.terms[term] = Term(picked.new_zeros(()), count, 0.0)
+                    continue
                 found[name] = chunked_divergence(
-                    divergence, picked, own, logits, labels, weights,
+                    divergence, *self.projected(name, picked, own), logits, labels, weights,
                     joint=joint, factor=scale * weight / divisor,
                 )  # fmt: skip
                 output.terms[term] = Term(found[name].total, count, scale * weight)
             if config.feature_weight:
                 wanted = teacher.final[rows, index].float()
-                error = F.smooth_l1_loss(picked.float(), wanted, reduction="none").mean(-1)  # [N]
+                width = wanted.shape[1]  # without the columns that correct logits
+                error = F.smooth_l1_loss(picked[:, :width].float(), wanted, reduction="none").mean(
+                    -1
+                )  # [N]
                 total, weight = (error * weights).sum(), scale * config.feature_weight
                 output.terms[f"depth_{depth}_states"] = Term(total, count, weight)
             number, value = float(len(rows)), found["divergence"]
+            for name, (values, weight) in self.further(drafter, picked, value).items():
+                total = (values * weights).sum()
+                output.terms[f"depth_{depth}_{name}"] = Term(total, count, scale * weight)
             output.metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
             output.metrics[f"match_{depth}"] = (value.match.float().sum(), number)
         return output

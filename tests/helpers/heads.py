@@ -257,7 +257,9 @@ def assert_starts_before_the_text_are_zero(drafter, target, K):
     unrolled = list(drafter.states(Text(ids), outputs, K))
     assert len(unrolled) == K
     for depth, states in enumerate(unrolled, start=1):
-        assert states.shape == (1, 6, target.hidden_size)
+        extra = drafter.output_head(depth).extra
+        corrected = 0 if extra is None else extra.shape[1]
+        assert states.shape == (1, 6, target.hidden_size + corrected)
         assert not bool(states[:, :depth].any())
         assert bool(states[:, depth:].any(-1).all())
     short = torch.tensor(prompts_of([2]))

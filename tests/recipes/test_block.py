@@ -144,6 +144,12 @@ def test_a_trained_drafter_keeps_its_network(key, value, target, traces):
         plain_recipe(target, other, layers=[1])
 
 
+def test_jetspecs_block_is_causal_and_learns_distributions(target, traces):
+    recipe = recipe_of("block_head", target)
+    assert recipe.build(traces).settings.causal
+    assert recipe.objective.divergence.name == "fkl"
+
+
 def plain_recipe(target, given, **options):
     """With the defaults of the recipe's `Config`, not those of the tests."""
     return dflash.Recipe(dflash.Config(**options), target, given)

@@ -28,10 +28,13 @@ from tests.helpers.tiny import ARCHITECTURES
 from trainer.errors import UserError
 
 ROW = 64
-HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3", "dflash")
+HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3", "dflash", "dspark", "domino")
 OPTIONS = {"eagle3": {"layers": [0, 1], "steps": 4}, "hydrapp": {"dropout": 0.0},
            "eagle": {"steps": 3, "feature_noise": 0.0},
-           "dflash": {"block_size": 5, "draft_layers": 1, "anchors": 4}}  # fmt: skip
+           "dflash": {"block_size": 5, "draft_layers": 1, "anchors": 4},
+           "dspark": {"block_size": 4, "draft_layers": 1, "anchors": 4, "correction_rank": 8},
+           "domino": {"block_size": 5, "draft_layers": 1, "anchors": 4, "correction_rank": 8,
+                      "correction_width": 8}}  # fmt: skip
 
 
 def texts_of(target, folder, count=16, **options):

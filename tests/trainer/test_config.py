@@ -355,6 +355,14 @@ PUBLISHED = {  # what the papers and their code state, by recipe and preset
     ("eagle3", "published"): "trainer.lr=5e-5 trainer.lr_warmup_steps=12000 method.steps=7",
     ("dflash", "published"): "trainer.lr=6e-4 method.block_size=16 method.draft_layers=5 "
     "method.anchors=512 method.divergence=ce_hard eval.K=15",
+    ("dspark", "published"): "method.block_size=7 method.from_anchor=true method.correction=markov "
+    "method.correction_rank=256 method.label_weight=0.1 method.divergence_weight=1.8 "
+    "method.confidence_weight=1 method.depth_decay=0.78 trainer.lr=6e-4 eval.K=7",
+    ("domino", "published"): "method.correction=gru method.correction_rank=256 "
+    "method.correction_width=1024 method.anchors=256 method.depth_decay=0.867 "
+    "method.divergence=ce_hard method.base_share=1 eval.K=15",
+    ("block_head", "published"): "method.causal=true method.block_size=16 method.divergence=fkl "
+    "eval.K=15",
     ("gto", "published"): "trainer.lr=5e-6 method.num_groups=16 method.group_size=8 "
     "method.base_preset=published method.aggregation=lse method.omega=0.5",
     ("osd", "published"): "method.K=5 trainer.batch_size=8 trainer.lr=1e-4 data.max_new_tokens=128 "

@@ -1,0 +1,134 @@
+"""What a block drafter has behind its slots: a correction by the tokens before, and a confidence.
+
+One pass predicts all tokens of a block, so that no slot knows what was drafted at those before it.
+A correction adds W_2 z_k to the logits of slot k, which follows the token x_{k-1}; x_0 is the
+anchor, h_k the slot's state that the output matrix reads, e the target's embedding:
+
+    markov   z_k = W_1[x_{k-1}]                                      (DSpark, arXiv:2607.05147)
+    gated    z_k = sigmoid(G [h_k ; W_1[x_{k-1}]]) * W_1[x_{k-1}]    (its gated variant)
+    gru      z_k = SiLU(P [h_k ; g_k]), g_k = GRU(e(x_0), .., e(x_{k-1})), and z_1 = 0
+                                                                     (Domino, arXiv:2605.29707)
+
+In training the tokens before are those of the text, in a round those of a node's own path. The
+papers do not say what the gate is: here it is one for each of the r numbers. W_2 starts at zero, so
+that a fresh correction changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drafters.layers import Shared
+
+CORRECTIONS = ("none", "markov", "gated", "gru")
+
+
+class Correction(nn.Module):
+    """A correction of rank r; `out` is W_2, over the tokens that the drafter can draft."""
+
+    def __init__(self, rank: int, drafted: int):
+        super().__init__()
+        self.out = nn.Linear(rank, drafted, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """z [N, T, r] of T slots in their order, with states hidden [N, T, d], and tokens [N, T]
+        int64 before each.
+
+        `memory` [N, w]: what the call for the slots before has returned beside, None where the
+        first of these is the first that predicts. A correction by one token has none.
+        """
+        raise NotImplementedError
+
+    def weights_read(self) -> list[nn.Parameter]:
+        """What every drafted token reads whole: not the rows that are looked up."""
+        return list(self.parameters())
+
+
+class Markov(Correction):
+    def __init__(self, rank: int, drafted: int, vocab_size: int):
+        super().__init__(rank, drafted)
+        self.lookup = nn.Embedding(vocab_size, rank)
+        nn.init.normal_(self.lookup.weight, std=rank**-0.5)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.lookup(tokens), None
+
+    def weights_read(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p is not self.lookup.weight]
+
+
+class Gated(Markov):
+    def __init__(self, rank: int, drafted: int, vocab_size: int, width: int):
+        super().__init__(rank, drafted, vocab_size)
+        self.gate = nn.Linear(width + rank, rank)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = self.lookup(tokens)
+        return self.gate(torch.cat([hidden, found], -1)).sigmoid() * found, None
+
+
+class Recurrent(Correction):
+    def __init__(self, rank: int, drafted: int, width: int, state: int, shared: Shared):
+        super().__init__(rank, drafted)
+        self.shared = shared
+        self.gru = nn.GRU(width, state, batch_first=True)
+        self.mix = nn.Linear(width + state, rank)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with torch.no_grad():
+            embedded = self.shared.target.embedding(tokens).to(self.mix.weight.dtype)
+        before = None if memory is None else memory.unsqueeze(0)
+        states, last = self.gru(embedded, before)
+        z = F.silu(self.mix(torch.cat([hidden, states], -1)))
+        if memory is None:
+            z = F.pad(z[:, 1:], (0, 0, 1, 0))
+        return z, last[0]
+
+
+def correction_of(
+    name: str, rank: int, state: int, width: int, drafted: int, shared: Shared
+) -> Correction | None:
+    """The correction of that name; `state`: width of the GRU's, `width`: of the slots'."""
+    if name == "none":
+        return None
+    if name == "gru":
+        return Recurrent(rank, drafted, width, state, shared)
+    vocab_size = shared.target.vocab_size
+    if name == "gated":
+        return Gated(rank, drafted, vocab_size, width)
+    return Markov(rank, drafted, vocab_size)
+
+
+class Confidence(nn.Module):
+    """The probability that the token of slot k is accepted, before it is drawn: c_k = sigmoid(w .
+    s_k / T_k), of the state s_k that the output head reads: [h_k ; z_k] (DSpark, arXiv:2607.05147).
+
+    `temperatures` [K] float: T_k, 1 until they are calibrated.
+    """
+
+    temperatures: torch.Tensor
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.out = nn.Linear(width, 1, bias=False)
+        nn.init.zeros_(self.out.weight)
+        self.register_buffer("temperatures", torch.ones(depth))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """w . s of states [..., d + r], [...] float32."""
+        return self.out(states.to(self.out.weight.dtype))[..., 0].float()
+
+    def forward(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """c [...] float32 of states [..., d + r] of this depth, counted from 1."""
+        return (self.logits(states) / self.temperatures[depth - 1].float()).sigmoid()
