@@ -37,7 +37,7 @@ from transformers import LlamaConfig
 
 from drafters.attention import Blocks, Pair, attend_blocks
 from drafters.base import TrainedDrafter
-from drafters.block_heads import CORRECTIONS, Confidence, correction_of
+from drafters.block_heads import CORRECTIONS, Confidence, Round, correction_of
 from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys
 from drafters.round import Budget, DraftState
 from drafters.stored import read_stored, restore, save_tensors, without
@@ -323,41 +323,15 @@ class BlockDrafter(TrainedDrafter):
         return self.project(self._block(state, budget), 1)
 
     def start(self, state: DraftState, budget: Budget) -> torch.Tensor:
-        self._made = self._block(state, budget)
-        # of the slots, before their correction
-        self._logits = self.output_head().base(self._made)
-        self._memory: torch.Tensor | None = None  # of the correction, of the root and the nodes fed
+        self._round = Round(self._block(state, budget), self.output_head(), self.correction)
         self._judges = budget.stop is not None and budget.stop.uses_head
         last = state.ids.gather(1, state.lengths.unsqueeze(1) - 1)
-        return self._children(last, None, 0)[:, 0]
+        return self.spread(self._round.children(last, None, 0), 1)[:, 0]
 
     def extend(self, tokens: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
         if self._judges and self.confidence is not None:  # of the token of a chain that is fed
-            self._score = self.confidence(self._read[:, 0], depth)
-        return self._children(tokens, parents, depth)
-
-    def _children(
-        self, tokens: torch.Tensor, parents: torch.Tensor | None, slot: int
-    ) -> torch.Tensor:
-        """Logits [B, n, vocab_size] of a slot, counted from 0, behind the nodes `tokens` [B, n]
-        int64, as `extend` takes them; `parents`: None for the root."""
-        logits, states = self._logits[:, slot, None], self._made[:, slot, None]
-        states, z = states.expand(-1, tokens.shape[1], -1), None
-        if self.correction is not None:
-            memory = None
-            if self._memory is not None and parents is not None:
-                rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-                memory = self._memory[rows, parents + 1].flatten(0, 1)
-            one_slot = states.flatten(0, 1).unsqueeze(1), tokens.flatten().unsqueeze(1)
-            z, memory = self.correction(*one_slot, memory)
-            z = z.view(*tokens.shape, -1)
-            if memory is not None:
-                known = [] if self._memory is None else [self._memory]
-                self._memory = torch.cat([*known, memory.view(*tokens.shape, -1)], 1)
-            states = torch.cat([states, z], -1)
-        self._read = states  # by the output head
-        logits = self.spread(self.output_head().finished(logits, z), 1)
-        return logits.expand(-1, tokens.shape[1], -1)
+            self._score = self.confidence(self._round.read[:, 0], depth)
+        return self.spread(self._round.children(tokens, parents, depth), 1)
 
     def acceptance_score(self) -> torch.Tensor:
         return super().acceptance_score() if self.confidence is None else self._score

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drafters.layers import Shared
+from trainer.logits import OutputHead
 
 CORRECTIONS = ("none", "markov", "gated", "gru")
 
@@ -108,6 +109,44 @@ def correction_of(
     if name == "gated":
         return Gated(rank, drafted, vocab_size, width)
     return Markov(rank, drafted, vocab_size)
+
+
+class Round:
+    """The slots of a round, whose logits follow one after the other.
+
+    `read` [B, n, d + r]: the states from which the output head has made the last ones.
+    """
+
+    read: torch.Tensor
+
+    def __init__(self, states: torch.Tensor, head: OutputHead, correction: Correction | None):
+        """`states` [B, K, d] of the slots that predict; `head`: with the correction's matrix."""
+        self.states, self.head, self.correction = states, head, correction
+        self.base = head.base(states)  # one pass over the matrix, before the correction
+        self.memory: torch.Tensor | None = None  # [B, 1 + fed, w] of the root and the nodes fed
+
+    def children(
+        self, tokens: torch.Tensor, parents: torch.Tensor | None, slot: int
+    ) -> torch.Tensor:
+        """Logits [B, n, W] of a slot, counted from 0, behind nodes, as `extend` is given them;
+        `parents`: None for the root, the anchor."""
+        count = tokens.shape[1]
+        base, states = self.base[:, slot, None], self.states[:, slot, None].expand(-1, count, -1)
+        if self.correction is None:
+            self.read = states
+            return self.head.finished(base).expand(-1, count, -1)
+        memory = None
+        if self.memory is not None and parents is not None:
+            rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+            memory = self.memory[rows, parents + 1].flatten(0, 1)
+        alone = states.flatten(0, 1).unsqueeze(1), tokens.flatten().unsqueeze(1)  # one slot each
+        z, memory = self.correction(*alone, memory)
+        z = z.view(*tokens.shape, -1)
+        if memory is not None:
+            known = [] if self.memory is None else [self.memory]
+            self.memory = torch.cat([*known, memory.view(*tokens.shape, -1)], 1)
+        self.read = torch.cat([states, z], -1)
+        return self.head.finished(base, z)
 
 
 class Confidence(nn.Module):

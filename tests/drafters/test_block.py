@@ -103,7 +103,11 @@ def test_the_anchors_state_does_not_move_what_is_drafted_behind_it(kind, target)
         prefilled(drafter, target, [text], [anchor])
         state = state_of(ids, [anchor + 1], outputs)
         state.outputs = TargetOutputs(hidden)
-        return torch.stack(states), drafter.start(state, Budget(K)).clone(), drafter._logits.clone()
+        return (
+            torch.stack(states),
+            drafter.start(state, Budget(K)).clone(),
+            drafter._round.base.clone(),
+        )
 
     plain = drafted(outputs.hidden)
     moved = {layer: states.clone() for layer, states in outputs.hidden.items()}

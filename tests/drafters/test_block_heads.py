@@ -43,6 +43,7 @@ from tests.helpers.heads import (
 )
 from tests.helpers.tiny import PAD, VOCAB_SIZE, prompts_of
 from trainer.errors import UserError
+from trainer.hidden import hidden_layers
 
 K, RANK, WIDTH = 4, 6, 7
 
@@ -297,6 +298,13 @@ def test_a_drafter_with_a_correction_keeps_its_vocabulary(target):
 def test_bad_settings_are_refused(options, says, target):
     with pytest.raises(UserError, match=says):
         made(target, "gru", **options)
+
+
+def test_the_matrix_that_makes_logits_is_no_hidden_layer(target):
+    """Which LoRA adapts and Muon updates."""
+    names = [name for name, _ in hidden_layers(made(target, "gated"))]
+    assert "correction.gate" in names
+    assert "correction.out" not in names
 
 
 def test_settings_that_a_correction_does_not_have_are_no_part_of_its_network(target):

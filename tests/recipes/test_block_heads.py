@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.text import Text
 from eval.calibration import best_temperature, calibration_error
@@ -101,6 +102,28 @@ def test_the_label_of_the_confidence_has_no_gradient(target, traces):
     assert own.drafter.correction.out.weight.grad is None
     assert own.drafter.confidence.out.weight.grad.any()
     assert own.drafter.fc.weight.grad.any()  # of the state that it reads
+
+
+@pytest.mark.parametrize("name", ["dspark", "domino"])
+def test_logits_live_for_a_few_positions_at_a_time(name, target, traces, monkeypatch):
+    """Corrected ones too, in both passes."""
+    monkeypatch.setattr("trainer.logits.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr("recipes.common.target_logits.HOLD_BYTES", 10)
+    own, batch = make(name, target, traces), batch_of(traces)
+    outputs, rows = outputs_of(own, batch), []
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made = [out] if isinstance(out, torch.Tensor) else []
+            rows.extend(len(x) for x in made if x.ndim > 1 and x.shape[-1] == VOCAB_SIZE
+                        and func is not torch.ops.aten.t.default)  # fmt: skip
+            return out
+
+    with Rows():
+        terms = own.loss(batch, outputs, 0).terms.values()
+        sum(term.weight * term.total for term in terms).backward()
+    assert max(rows) == 3 < min(own.denominators(batch, 0).values())
 
 
 @pytest.mark.parametrize(
