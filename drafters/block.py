@@ -14,7 +14,8 @@ The context of a block is the target's captured states at positions before a, jo
 normed once: H_s = RMSNorm(fc [h_1(s) ; ... ; h_n(s)]). Every layer makes keys and values of it by
 its own projections, beside those of the slots, which see all of their block, or with `causal` the
 slots up to their own. The anchor's own state does not exist when a round begins, so it never
-enters. Embedding and output matrix are the target's.
+enters. The embedding is the target's, and so is the output matrix of a drafter that scores all of
+its tokens; one that scores some only (`kept`) has a matrix of its own.
 
 A block is always computed whole, however few of its tokens a round asks for: where slots see each
 other, what one of them predicts depends on their number. A causal one leaves out the last slots,
@@ -39,10 +40,11 @@ from drafters.attention import Blocks, Pair, attend_blocks
 from drafters.base import TrainedDrafter
 from drafters.block_heads import CORRECTIONS, Confidence, Round, correction_of
 from drafters.layers import DecoderLayer, RMSNorm, Shared, SlotKeys
+from drafters.output_head import copy_rows, head_over
 from drafters.round import Budget, DraftState
 from drafters.stored import read_stored, restore, save_tensors, without
 from drafters.text import Text
-from target.model import Target, check_layers
+from target.model import Target, check_layers, logit_scale
 from target.outputs import LayerId, TargetOutputs
 from target.rotary import served_context
 from trainer.errors import UserError, require
@@ -58,8 +60,9 @@ class BlockSettings:
 
     `captures`: the target's layers that it reads, ids as in `target.model`; `block_size`: slots of
     a block, the anchor's included; `mask_token`: the id that stands for a token to predict;
-    `causal`, `from_anchor`: see the module; `correction`, of rank `correction_rank`, with a GRU of
-    width `correction_width`, and `confidence`: see `drafters.block_heads`.
+    `causal`, `from_anchor`: see the module; `own_head`: an output matrix of its own, else the
+    target's; `correction`, of rank `correction_rank`, with a GRU of width `correction_width`, and
+    `confidence`: see `drafters.block_heads`.
     """
 
     captures: list[LayerId]
@@ -67,6 +70,7 @@ class BlockSettings:
     block_size: int = 8
     causal: bool = False
     from_anchor: bool = False
+    own_head: bool = False
     correction: str = "none"
     correction_rank: int = 256
     correction_width: int = 1024
@@ -116,9 +120,18 @@ class BlockDrafter(TrainedDrafter):
     kind = "dflash"
     one_pass = True
     layers: nn.ModuleList
+    lm_head: nn.Linear | None
+    kept: torch.Tensor | None
 
-    def __init__(self, settings: BlockSettings, config: LlamaConfig, target: Target):
-        """`config`: that of the layers, `num_hidden_layers` of them."""
+    def __init__(
+        self,
+        settings: BlockSettings,
+        config: LlamaConfig,
+        target: Target,
+        kept: torch.Tensor | None = None,
+    ):
+        """`config`: that of the layers, `num_hidden_layers` of them; `kept` [Vd] int64: ids of a
+        reduced vocabulary, ascending, of a drafter with an output matrix of its own."""
         super().__init__()
         if config.hidden_size != target.hidden_size:
             raise UserError(
@@ -134,18 +147,37 @@ class BlockDrafter(TrainedDrafter):
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(width, eps=eps)
-        drafted = target.vocab_size
+        assert settings.own_head or kept is None
+        rows = self.vocab_size if kept is None else len(kept)
+        self.lm_head = nn.Linear(width, rows, bias=False) if settings.own_head else None
+        self.register_buffer("kept", kept)
         self.correction = correction_of(
             settings.correction, settings.correction_rank, settings.correction_width, width,
-            drafted, self.shared,
+            rows, self.shared,
         )  # fmt: skip
         read = width if self.correction is None else width + settings.correction_rank
         self.confidence = Confidence(read, self.max_depth) if settings.confidence else None
         self.checkpointed = False
         self.to(target.device)
 
+    @classmethod
+    def build(
+        cls,
+        target: Target,
+        settings: BlockSettings,
+        config: LlamaConfig,
+        kept: torch.Tensor | None = None,
+    ) -> BlockDrafter:
+        """A fresh drafter; an output matrix of its own starts as the target's."""
+        drafter = cls(settings, config, target, kept)
+        if drafter.lm_head is not None:
+            copy_rows(target, drafter.lm_head, kept)
+            with torch.no_grad():
+                drafter.lm_head.weight.mul_(logit_scale(target.model))
+        return drafter
+
     def fresh(self) -> BlockDrafter:
-        return BlockDrafter(self.settings, self.config, self.shared.target).eval()
+        return BlockDrafter(self.settings, self.config, self.shared.target, self.kept).eval()
 
     def network(self) -> dict[str, object]:
         own = dataclasses.asdict(self.settings)
@@ -248,8 +280,13 @@ class BlockDrafter(TrainedDrafter):
         """Compute activations again in the backward pass instead of storing them."""
         self.checkpointed = True
 
+    def output_layers(self) -> list[nn.Linear]:
+        return [] if self.lm_head is None else [self.lm_head]
+
     def output_head(self, depth: int = 1) -> OutputHead:
         head = self.shared.target.head
+        if self.lm_head is not None:
+            head = head_over(self.lm_head, self.kept)
         if self.correction is not None:
             head = copy.copy(head)  # `replace` would check it again
             head.extra = self.correction.out.weight
@@ -349,7 +386,8 @@ class BlockDrafter(TrainedDrafter):
         """Load a folder of this project; UserError where the drafter does not fit the target."""
         about, tensors = read_stored(Path(folder), target)
         config = LlamaConfig.from_dict(about["layer"])
-        drafter = cls(BlockSettings(**about["settings"]), config, target)
+        settings = BlockSettings(**about["settings"])
+        drafter = cls(settings, config, target, tensors.get("kept"))
         restore(drafter, Path(folder), about, tensors)
         return drafter.eval()
 

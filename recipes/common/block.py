@@ -23,7 +23,8 @@ from drafters.block_heads import CORRECTIONS
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from recipes.common.chosen_layers import ChosenLayers
-from recipes.common.heads import HeadConfig, HeadObjective, Trained
+from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe, frequent_tokens
+from recipes.common.heads import HeadObjective, Trained
 from recipes.common.survival import SURVIVAL, slot_weights
 from target.outputs import LayerId
 from trainer.errors import require
@@ -32,7 +33,7 @@ from trainer.shift import supervised
 
 
 @dataclass
-class BlockConfig(HeadConfig):
+class BlockConfig(VocabularyConfig):
     """Settings of every block drafter."""
 
     # the loss of slot j weighs depth_decay ** (j - 1): exp(-1 / 4), published for blocks of 8
@@ -42,6 +43,10 @@ class BlockConfig(HeadConfig):
     # 1 up to the first slot whose best token is not the label, 0 behind it. The latter two replace
     # depth_decay
     weights: str = key("decay", one_of=("decay", *SURVIVAL))
+    # tokens that are drafted, the most frequent of the traces, by an output matrix of the drafter's
+    # own; 0 or null: all, by the target's. With model.drafter: null leaves it as it is, a larger
+    # number than it drafts adds the most frequent others, 0 all
+    draft_vocab_size: int | None = key(None, ge=0)
     block_size: int = key(8, ge=2)  # slots of a block, of which the first one is the anchor
     draft_layers: int = key(5, ge=1)  # layers of the drafter
     # layers of the target whose outputs are read, from 0; []: five from 1 to L-3 of L layers
@@ -81,13 +86,23 @@ class BlockConfig(HeadConfig):
 ConfigT = TypeVar("ConfigT", bound=BlockConfig)
 
 
-class BlockRecipe(ChosenLayers[ConfigT]):
+class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):
     """A recipe that trains a block drafter in one stage."""
 
     drafter_type = BlockDrafter
 
     def make_objective(self) -> HeadObjective:
-        return BlockObjective(self.config, self.target, self.depth, self.captures)
+        given = (self.depth, self.captures, self.is_reduced)
+        return BlockObjective(self.config, self.target, *given)
+
+    @property
+    def is_reduced(self) -> bool:
+        if self.given is not None:
+            return super().is_reduced
+        return bool(self.config.draft_vocab_size)
+
+    def kept(self, traces: Sequence[Trace]) -> torch.Tensor | None:
+        return frequent_tokens(traces, self.config.draft_vocab_size or 0, self.target)
 
     @staticmethod
     def max_depth(method: BlockConfig) -> int:
@@ -114,12 +129,14 @@ class BlockRecipe(ChosenLayers[ConfigT]):
         mask = default_mask_token(target) if token is None else check_mask_token(token, target)
         layers = layer_config(target.model.config)
         layers.num_hidden_layers = config.draft_layers
+        kept = self.kept(traces)
         settings = BlockSettings(
             list(self.captures), mask, config.block_size, config.causal, config.from_anchor,
-            config.correction, config.correction_rank, config.correction_width,
-            config.has_confidence,
+            own_head=kept is not None, correction=config.correction,
+            correction_rank=config.correction_rank, correction_width=config.correction_width,
+            confidence=config.has_confidence,
         )  # fmt: skip
-        return BlockDrafter(settings, layers, target)
+        return BlockDrafter.build(target, settings, layers, kept)
 
 
 class BlockObjective(HeadObjective):

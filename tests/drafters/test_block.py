@@ -54,14 +54,17 @@ KINDS = {
     "causal": BlockSettings([1], PAD, K + 1, causal=True),
     "from anchor": BlockSettings([1, 0], PAD, K, from_anchor=True),
     "both": BlockSettings(["final_norm"], PAD, K, causal=True, from_anchor=True),
+    "reduced": BlockSettings([0, 1], PAD, K + 1, own_head=True),
 }
+KEPT = torch.tensor([i for i in range(VOCAB_SIZE) if i % 3])
 
 
 def made(target, kind="dflash", layers=2) -> BlockDrafter:
     torch.manual_seed(0)
     config = layer_config(target.model.config)
     config.num_hidden_layers = layers
-    return BlockDrafter(KINDS[kind], config, target)
+    kept = KEPT if kind == "reduced" else None
+    return BlockDrafter.build(target, KINDS[kind], config, kept)
 
 
 @pytest.fixture
@@ -171,7 +174,11 @@ def by_hand(drafter, target, ids, hidden, column, depth):
         slots = out
     first = 1 - settings.from_anchor
     states = torch.stack([norm(x, "norm.weight") for x in slots[first : first + depth]])
-    return states @ target.head.weight.double().T
+    if not settings.own_head:
+        return (states @ target.head.weight.double().T)[:, :VOCAB_SIZE]
+    logits = torch.full((len(states), VOCAB_SIZE), -torch.inf, dtype=torch.float64)
+    logits[:, KEPT] = states @ weights["lm_head.weight"].T
+    return logits
 
 
 @torch.no_grad()
@@ -184,7 +191,7 @@ def test_a_block_is_the_networks_definition_slot_by_slot(kind, target):
     for column in (0, 4):
         expected = by_hand(drafter, target, ids[0], hidden, column, K)
         found = [drafter.draft_logits(ids, outputs, d)[0, column + d] for d in range(1, K + 1)]
-        close(torch.stack(found).double(), expected[:, :VOCAB_SIZE], 1e-4)
+        close(torch.stack(found).double(), expected, 1e-4)
 
 
 @torch.inference_mode()
@@ -278,6 +285,17 @@ def test_greedy_decoding_gives_the_targets_text(kind, target):
         budget = Budget(3, tree=shape)
         with_tree = assert_greedy_text_is_the_targets(drafter, target, budget)
         assert sum(with_tree) / len(with_tree) > sum(accepted) / len(accepted)
+
+
+def test_a_reduced_vocabulary_is_all_that_is_drafted(target):
+    """Its matrix starts as rows of the target's and is trained; the target's is not touched."""
+    drafter, ids = made(target, "reduced"), torch.tensor(prompts_of([12]))
+    assert torch.equal(drafter.lm_head.weight, target.head.weight[KEPT])
+    assert made(target).lm_head is None
+    logits = drafter.draft_logits(ids, outputs_of(drafter, target, ids), 2)
+    assert torch.equal(logits.isfinite().any(1)[0].nonzero()[:, 0], KEPT)
+    assert drafter.draft_vocab_size == len(KEPT)
+    assert fitted(drafter, target, K, steps=3).lm_head.weight.ne(target.head.weight[KEPT]).any()
 
 
 # --- parameters, storage, errors ------------------------------------------------------------------

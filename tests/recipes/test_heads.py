@@ -34,7 +34,8 @@ from trainer.losses import Term, ce_hard
 from trainer.shift import supervised
 
 HEADS = ("medusa", "hydra", "hydrapp", "eagle", "eagle3", "dflash")
-REDUCED = ("eagle3", "medusa", "hydra", "hydrapp")  # may draft some of the tokens only
+BY_DEFAULT = ("eagle3", "medusa", "hydra", "hydrapp")  # of a large vocabulary they draft some
+REDUCED = (*BY_DEFAULT, "dflash")  # may draft some of the tokens only
 SHARED = {"medusa": {"own_head": False}, "hydra": {"shared_lm_head": True}}
 EXTRA = {"eagle3": {"layers": [0, 1], "steps": 3}, "eagle": {"steps": 2, "feature_noise": 0.0},
          "hydrapp": {"dropout": 0.0},
@@ -99,7 +100,7 @@ def loss_of(recipe, batch):
 @pytest.mark.parametrize(
     ("name", "options"),
     [*((name, {}) for name in HEADS), *SHARED.items(), ("eagle3", {"draft_vocab_size": 20}),
-     ("eagle3", {"top_weight": 0.3, "feature_weight": 0.2})],
+     ("dflash", {"draft_vocab_size": 20}), ("eagle3", {"top_weight": 0.3, "feature_weight": 0.2})],
 )  # fmt: skip
 def test_depths_share_the_gradient_of_their_output_head(name, options, target, traces):
     """Where the denominators of all terms are known, those of other processes included, which are
@@ -368,6 +369,7 @@ def test_every_divergence_gives_another_loss(name, target, traces):
         ("dflash", {}, {"causal": True}),
         ("dflash", {}, {"from_anchor": True}),
         ("dflash", {}, {"mask_token": 2}),
+        ("dflash", {}, {"draft_vocab_size": 30}),
         ("dflash", {}, {"depth_decay": 0.9}),
         ("dflash", {}, {"feature_weight": 1.0}),
         ("dflash", {}, {"feature_noise": 0.1}),
@@ -526,13 +528,13 @@ def test_of_a_large_vocabulary_as_much_is_drafted_as_covers_the_text(
     shares = [sum(ranked[:n]) / sum(ranked) for n in (len(kept) - 4, len(kept))]
     assert shares[0] < 0.6 <= shares[1]
     assert f"method.draft_vocab_size=0 keeps all {VOCAB_SIZE}" in capsys.readouterr().out
-    for name in REDUCED:
+    for name in BY_DEFAULT:
         by_default = make(name, target, traces)
         assert torch.equal(by_default.drafter.kept, kept)
         assert by_default.drafter.output_head(2).weight.shape[0] == len(kept)
         assert by_default.recipe.builds_from_traces
         assert make(name, target, traces, draft_vocab_size=0).drafter.kept is None
-    for name, options in SHARED.items():
+    for name, options in (*SHARED.items(), ("dflash", {})):
         whole = make(name, target, traces, **options)
         assert whole.drafter.kept is None
         assert not whole.recipe.builds_from_traces
