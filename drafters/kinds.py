@@ -18,7 +18,7 @@ from drafters.block import BlockDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
-from drafters.export import gguf, hf, sglang, speculators, vllm
+from drafters.export import gguf, hf, hf_dflash, sglang, speculators, vllm
 from drafters.export.card import Export
 from drafters.formats import heads
 from drafters.formats.head import PublishedHead
@@ -118,7 +118,14 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             BlockDrafter, "A DFlash block drafter", BlockDrafter.from_pretrained, "dflash",
-            {"vllm": Writer(vllm.write_dflash, vllm.check_dflash)}, heads.dflash,
+            {
+                "vllm": Writer(vllm.write_dflash, vllm.check_dflash),
+                "transformers": Writer(hf_dflash.write_dflash, hf_dflash.check_dflash),
+                "speculators": Writer(speculators.write_dflash, speculators.check_dflash),
+                "sglang": Writer(sglang.write_dflash, sglang.check_dflash),
+                "llamacpp": Writer(gguf.write_dflash, gguf.check_dflash),
+            },
+            heads.dflash,
         ),
     )
 }  # fmt: skip

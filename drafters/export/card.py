@@ -17,7 +17,9 @@ from huggingface_hub.utils import validate_repo_id
 from trainer.redaction import shown
 
 # llama.cpp's --spec-type, by method
-SPEC_TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}
+SPEC_TYPES = {
+    "draft_model": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"
+}  # fmt: skip
 
 
 class MeasuredRow(Protocol):
@@ -79,7 +81,8 @@ def model_card(
     front = ModelCardData(
         pipeline_tag="text-generation",
         tags=["speculative-decoding", method.replace("_", "-"), "draftsmith"],
-        library_name=None if head else "transformers",  # the library with a loader for it
+        # the library with a loader for it
+        library_name="transformers" if engine == "transformers" or not head else None,
         license=license or None,
         base_model=target if hub_id else None,
         eval_results=measured or None,  # shown by the Hub as the `model-index`
@@ -97,10 +100,11 @@ def model_card(
         if run.get(key)
     )
     serving = [{"sglang": _serve_sglang, "llamacpp": _serve_llamacpp}.get(engine, _serve_vllm)]
-    if not head and engine != "llamacpp":
+    in_transformers = engine == "transformers" if head else engine != "llamacpp"
+    if in_transformers:
         serving.insert(0, _serve_transformers)
     commands = "\n".join(serve(target, revision, method, num_assistant_tokens) for serve in serving)
-    no_loader = head and engine != "llamacpp"
+    no_loader = head and method != "dflash" and engine != "llamacpp"
     loaders = "\nTransformers has no loader for such heads.\n" if no_loader else ""
     return f"""---
 {front.to_yaml()}
@@ -157,16 +161,20 @@ def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
 
 def _serve_transformers(target: str, revision: str | None, method: str, num_tokens: int) -> str:
     named = json.dumps(target) + (f", revision={json.dumps(revision)}" if revision else "")
+    loader, option = "AutoModelForCausalLM", ""
+    if method == "dflash":
+        loader, option = "AutoModel", ', speculation_type="dflash"'
+    loaders = ", ".join(sorted({loader, "AutoModelForCausalLM", "AutoTokenizer"}))
     return f"""transformers:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loaders}
 
 tokenizer = AutoTokenizer.from_pretrained({named})
 target = AutoModelForCausalLM.from_pretrained({named})
-drafter = AutoModelForCausalLM.from_pretrained("DRAFTER")
+drafter = {loader}.from_pretrained("DRAFTER")
 inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter)[0]))
+print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter{option})[0]))
 ```
 """
 
@@ -192,14 +200,16 @@ vllm serve {_word(target)}{_option(revision)} --speculative-config '{json.dumps(
 
 
 def _serve_sglang(target: str, revision: str | None, method: str, num_tokens: int) -> str:
-    """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree."""
+    """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree, but
+    for block drafters."""
+    chain = f"--speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\\n    "
+    chain = "" if method == "dflash" else chain
     return f"""SGLang:
 
 ```bash
 python -m sglang.launch_server --model-path {_word(target)}{_option(revision)} \\
     --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
-    --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\
-    --speculative-num-draft-tokens {num_tokens + 1}
+    {chain}--speculative-num-draft-tokens {num_tokens + 1}
 ```
 """
 

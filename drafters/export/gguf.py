@@ -1,13 +1,14 @@
-"""GGUF files for llama.cpp (run with build b11549): EAGLE-3 heads and draft models.
+"""GGUF files for llama.cpp (run with build b11549): EAGLE-3 heads, block drafters, draft models.
 
 Tensors have llama.cpp's names; the rows of Llama's query and key matrices are in its own order of
-rotary pairs. The tokenizer's keys are those of the target's own GGUF file, so that both agree and
-no pre-tokenizer has to be recognised. What llama.cpp would pass over without a word, or end of, is
-refused here:
+rotary pairs, those of a block drafter, which are Qwen3's, are not. The tokenizer's keys are those
+of the target's own GGUF file, so that both agree and no pre-tokenizer has to be recognised. What
+llama.cpp would pass over without a word, or end of, is refused here:
 
-- it reads the inputs of three layers, so the captures are shifted by one; the input of the layer
-  after the last one is empty in its `llama` and `qwen3` graphs;
-- an EAGLE-3 file has no place for the norms of EAGLE-3.1 or a scaled embedding;
+- it reads the inputs of layers, so the captures are shifted by one, of an EAGLE-3 head three; the
+  input of the layer after the last one is empty in its `llama` and `qwen3` graphs;
+- a file has no place for the norms of EAGLE-3.1 or a scaled embedding;
+- the mask of a block drafter is named among the tokenizer's keys and must be a token there;
 - other architectures of the target have no hook for captured layers: it ends by an assertion.
 """
 
@@ -21,12 +22,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from drafters.block import BlockDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
 from drafters.export.card import Export
 from drafters.export.heads import (
+    Mapped,
     captured_layers,
+    dflash_tensors,
     eagle3_tensors,
     own_embedding,
     reduced,
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FILE = "drafter.gguf"
+MASK = "tokenizer.ggml.mask_token_id"
 HOOKED = ("llama", "qwen3")  # targets whose captured layers were seen to arrive
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # of draft models
 Fields = dict[str, Any]  # key -> value, of Python's types
@@ -50,25 +55,46 @@ Fields = dict[str, Any]  # key -> value, of Python's types
 def check_eagle3(drafter: Eagle3Drafter) -> None:
     """Raise UserError for an EAGLE-3 head that llama.cpp cannot serve."""
     vllm.check_eagle3(drafter)
-    settings, target = drafter.settings, drafter.shared.target
-    layers, kind = captured_layers(drafter), target.model.config.get_text_config().model_type
+    settings, count = drafter.settings, len(captured_layers(drafter))
     for refused, why in (
-        (kind not in HOOKED, f"reads layers of {' and '.join(HOOKED)} targets only, not of {kind}"),
-        (len(layers) != 3, f"reads three layers, this head {len(layers)}"),
-        (
-            layers[-1] == target.num_layers - 1,
-            f"reads an empty state for the output of the last layer ({layers[-1]})",
-        ),
+        (count != 3, f"reads three layers, this head {count}"),
         (settings.fc_norm, "has no fc_norm"),
         (settings.norm_output, "has no norm_output"),
-        (own_embedding(drafter) is not None, "gives heads the unscaled table of embeddings"),
-        (_rope(drafter.config) is None, "gets only plain rotary embeddings from here"),
+        *_unserved(drafter),
     ):
         if refused:
-            raise UserError(
-                f"llama.cpp {why}: train another head, or use another engine", key="script.engine",
-                value="llamacpp",
-            )  # fmt: skip
+            raise _refused(why)
+
+
+def check_dflash(drafter: BlockDrafter) -> None:
+    """Raise UserError for a block drafter that llama.cpp cannot serve."""
+    vllm.check_dflash(drafter)
+    for refused, why in _unserved(drafter):
+        if refused:
+            raise _refused(why)
+
+
+def _unserved(drafter: Mapped) -> list[tuple[bool, str]]:
+    """What llama.cpp has not of drafters that read layers of the target: whether it is so, and a
+    clause on it."""
+    target, last = drafter.shared.target, captured_layers(drafter)[-1]
+    kind = target.model.config.get_text_config().model_type
+    return [
+        (kind not in HOOKED, f"reads layers of {' and '.join(HOOKED)} targets only, not of {kind}"),
+        (
+            last == target.num_layers - 1,
+            f"reads an empty state for the output of the last layer ({last})",
+        ),
+        (own_embedding(drafter) is not None, "gives heads the unscaled table of embeddings"),
+        (_rope(drafter.config) is None, "gets only plain rotary embeddings from here"),
+    ]
+
+
+def _refused(why: str) -> UserError:
+    return UserError(
+        f"llama.cpp {why}: train another head, or use another engine", key="script.engine",
+        value="llamacpp",
+    )  # fmt: skip
 
 
 def check_causal_lm(drafter: CausalLMDrafter) -> None:
@@ -110,12 +136,47 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
         "l.mlp.down_proj.weight": "blk.0.ffn_down.weight",
     }
     tensors = eagle3_tensors(drafter, "l")
-    found = {new: tensors[old].detach().cpu() for old, new in named.items()}
+    found = {new: tensors[old].detach().cpu() for old, new in named.items()} | _ids(drafter)
     _pair_rows(found, config)
-    if reduced(drafter):
-        assert drafter.kept is not None
-        found["d2t"] = drafter.kept.cpu()  # the target's ids themselves
     return _write(folder, "eagle3", fields, found, drafter.tokenizer, asked)
+
+
+def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a block drafter."""
+    config, settings = drafter.config, drafter.settings
+    fields = _layer_fields(config, config.num_hidden_layers) | {
+        "target_layers": [layer + 1 for layer in captured_layers(drafter)],
+        "block_size": settings.block_size,
+        "attention.causal": settings.causal,
+        "vocab_size": drafter.fingerprint["vocab_size"],
+    }
+    named = {
+        "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output"
+    }  # fmt: skip
+    of_layers = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"}, "self_attn.o_proj": "attn_output",
+        **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
+        **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
+    }  # fmt: skip
+    for number in range(config.num_hidden_layers):
+        named |= {f"layers.{number}.{old}": f"blk.{number}.{new}" for old, new in of_layers.items()}
+    tensors = dflash_tensors(drafter)
+    found = {
+        f"{new}.weight": tensors[f"{old}.weight"].detach().cpu()
+        for old, new in named.items()
+        if f"{old}.weight" in tensors
+    }
+    return _write(
+        folder, "dflash", fields, found | _ids(drafter), drafter.tokenizer, asked,
+        mask=settings.mask_token,
+    )  # fmt: skip
+
+
+def _ids(drafter: Mapped) -> dict[str, torch.Tensor]:
+    """Of a reduced vocabulary the target's ids themselves, [Vd] int64."""
+    kept = drafter.kept
+    return {"d2t": kept.cpu()} if kept is not None and reduced(drafter) else {}
 
 
 def write_causal_lm(drafter: CausalLMDrafter, folder: str | Path, asked: Export) -> Path:
@@ -188,22 +249,32 @@ def _write(
     tensors: Mapping[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     asked: Export,
+    mask: int | None = None,
 ) -> Path:
-    """Write one file, complete or not at all, after it was read back and compared."""
+    """Write one file, complete or not at all, after it was read back and compared. `mask`: the id
+    of a mask token, which the tokenizer's keys name."""
     from gguf import GGUFWriter
 
     refuse_not_finite(tensors)
     own = read(_target_file(asked), "model.target_gguf")
     tokens = own.fields["tokenizer.ggml.tokens"].contents()
     _check_tokens(tokens, tokenizer, asked)
+    if mask is not None and mask >= len(tokens):
+        raise UserError(
+            f"has {len(tokens)} tokens, and the mask of this drafter is row {mask}, without a "
+            "token: train one with method.mask_token=<a special token>",
+            key="model.target_gguf", value=str(asked.gguf),
+        )  # fmt: skip
     with whole_folder(folder, asked.ours) as partial:
         writer = GGUFWriter(partial / FILE, architecture)
         for key, value in fields.items():
             _add(writer, f"{architecture}.{key}", value)
         for key, field in own.fields.items():
-            if key.startswith("tokenizer."):
+            if key.startswith("tokenizer.") and (mask is None or key != MASK):
                 kind, *inner = field.types
                 writer.add_key_value(key, field.contents(), kind, inner[-1] if inner else None)
+        if mask is not None:
+            _add(writer, MASK, mask)
         for name, tensor in tensors.items():
             writer.add_tensor(name, _stored(tensor))
         writer.write_header_to_file()
@@ -211,7 +282,9 @@ def _write(
         writer.write_tensors_to_file()
         writer.close()
         (partial / "README.md").write_text(asked.card, encoding="utf-8")
-        _reread(partial / FILE, architecture, fields, tensors, tokens)
+        expected = {f"{architecture}.{key}": value for key, value in fields.items()}
+        expected |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
+        _reread(partial / FILE, expected | ({} if mask is None else {MASK: mask}), tensors)
     return Path(folder)
 
 
@@ -254,17 +327,9 @@ def _stored(tensor: torch.Tensor) -> np.ndarray:
     return (tensor if as_is else tensor.float()).contiguous().numpy()
 
 
-def _reread(
-    file: Path,
-    architecture: str,
-    fields: Fields,
-    tensors: Mapping[str, torch.Tensor],
-    tokens: list[str],
-) -> None:
+def _reread(file: Path, expected: Fields, tensors: Mapping[str, torch.Tensor]) -> None:
     """Compare a file with what it was written from, value by value; RunFault where they differ."""
     found = read(file, "script.out")
-    expected = {f"{architecture}.{key}": value for key, value in fields.items()}
-    expected |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
     for key, value in expected.items():
         field = found.get_field(key)
         got = None if field is None else field.contents()

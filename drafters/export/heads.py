@@ -2,9 +2,9 @@
 
 Engines count the vocabulary as the target's configuration does, which may be wider than the
 tokenizer. A head over the whole vocabulary is padded with the mean of its real rows, for the reason
-`hf` gives. A reduced vocabulary of EAGLE-3 needs no padding: `d2t` says for each of its rows how
-far the target's id lies from the row's number, `t2d` which target ids are among them. vLLM refuses
-both where the vocabularies are equal.
+`hf` gives. A reduced vocabulary of EAGLE-3 or DFlash needs no padding: `d2t` says for each of its
+rows how far the target's id lies from the row's number, `t2d` which target ids are among them. vLLM
+refuses both where the vocabularies are equal.
 
 Engines join the captured states in the order of the layers, so the columns of `fc` are put into
 that order.
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, BlockLayer
 from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
@@ -34,6 +34,7 @@ from trainer.files import whole_folder
 
 Layout = tuple[dict[str, object], dict[str, torch.Tensor]]  # config.json, model.safetensors
 Layered = EagleDrafter | BlockDrafter  # drafters with layers, on captured states
+Mapped = Eagle3Drafter | BlockDrafter  # those that may draft some of the target's tokens only
 
 
 @torch.no_grad()
@@ -196,26 +197,50 @@ def eagle3_tensors(drafter: Eagle3Drafter, prefix: str) -> dict[str, torch.Tenso
     if settings.fc_norm:
         for new, old in enumerate(order):
             tensors[f"fc_norm.{new}.weight"] = drafter.fc_norms[old].weight  # type: ignore[assignment]
-    if reduced(drafter):
-        kept = drafter.kept.cpu()  # type: ignore[union-attr]
-        tensors["lm_head.weight"] = drafter.lm_head.weight
-        tensors["d2t"] = kept - torch.arange(len(kept))
-        tensors["t2d"] = torch.zeros(configured_vocab_size(drafter), dtype=torch.bool)
-        tensors["t2d"][kept] = True
-    else:
-        tensors["lm_head.weight"] = padded_rows(drafter, drafter.lm_head.weight)
+    tensors |= _output_tensors(drafter)
     embedding = own_embedding(drafter)
     return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
 
 
-def reduced(drafter: Eagle3Drafter) -> bool:
+@torch.no_grad()
+def dflash_tensors(drafter: BlockDrafter) -> dict[str, torch.Tensor]:
+    """Tensors of a block drafter in Qwen3's names, without tables of tokens that are the
+    target's."""
+    tensors = {
+        "fc.weight": ordered_projection(drafter),
+        "hidden_norm.weight": drafter.hidden_norm.weight,
+        "norm.weight": drafter.norm.weight,
+    }
+    for number, layer in enumerate(drafter.layers):
+        assert isinstance(layer, BlockLayer)
+        prefix = f"layers.{number}"
+        tensors |= layer_tensors(layer, prefix)
+        tensors[f"{prefix}.input_layernorm.weight"] = layer.input_layernorm.weight
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = getattr(layer, name).weight
+    return tensors | (_output_tensors(drafter) if drafter.lm_head is not None else {})
+
+
+def _output_tensors(drafter: Mapped) -> dict[str, torch.Tensor]:
+    """The output matrix of a drafter's own, with the maps of a reduced vocabulary."""
+    assert drafter.lm_head is not None
+    weight, kept = drafter.lm_head.weight, drafter.kept
+    if kept is None or not reduced(drafter):
+        return {"lm_head.weight": padded_rows(drafter, weight)}
+    kept, known = kept.cpu(), torch.zeros(configured_vocab_size(drafter), dtype=torch.bool)
+    known[kept] = True
+    return {"lm_head.weight": weight, "d2t": kept - torch.arange(len(kept)), "t2d": known}
+
+
+def reduced(drafter: Mapped) -> bool:
     """Whether the draft vocabulary is smaller than the target's."""
     return drafter.kept is not None and len(drafter.kept) < configured_vocab_size(drafter)
 
 
-def draft_vocab_size(drafter: Eagle3Drafter) -> int:
+def draft_vocab_size(drafter: Mapped) -> int:
     """Rows of the exported output head."""
-    return len(drafter.lm_head.weight) if reduced(drafter) else configured_vocab_size(drafter)
+    kept = drafter.kept
+    return len(kept) if kept is not None else configured_vocab_size(drafter)
 
 
 def ordered_projection(drafter: Layered) -> torch.Tensor:

@@ -27,7 +27,6 @@ from trainer.errors import RunFault, UserError
 TOLERANCE = 1e-5  # in units of the largest logit, for drafters in float32
 COMPARED_TOKENS = 12
 COMPARED_DEPTHS = 3  # for heads without an output matrix for each depth
-TARGETS_ROWS = ("eagle", "dflash")  # kinds that are projected by the target's output matrix
 
 
 @torch.no_grad()
@@ -73,7 +72,7 @@ def reread(folder: str | Path, drafter: EagleDrafter | MedusaDrafter | BlockDraf
         expected = drafter.draft_logits(ids[None].to(target.device), outputs, depth)
         expected = expected[0, depth:].cpu().double()
         found = logits(head, ids, hidden, embedding, rows, depth)
-        padded = head.kind not in TARGETS_ROWS and head.target_ids is None
+        padded = head.has_rows and head.target_ids is None
         if padded and not drafted[found.argmax(-1)].all():
             raise RunFault(
                 f"{folder}: at depth {depth} an id could be drafted that has no token or is not in "
@@ -138,13 +137,15 @@ def logits(
     features = torch.cat([hidden[layer].to(dtype) for layer in head.captures], -1)
     if head.kind == "dflash":
         block, mask = _Block(head, dtype), table[head.mask_token].to(dtype)
-        blocks = [block.draft(embedded[start + 1], mask, features, start) for start in starts]
-        return _projected(torch.stack([states[depth] for states in blocks]), rows)
-    eagle = _Eagle(head, dtype)
-    states = torch.stack([eagle.draft(embedded, features, start, depth) for start in starts])
-    if head.kind == "eagle":
-        return _projected(states, rows)
-    scores = _projected(states, head.tensors["lm_head.weight"])
+        drafted = [
+            block.draft(embedded[start + 1], mask, features, start)[depth] for start in starts
+        ]
+    else:
+        eagle = _Eagle(head, dtype)
+        drafted = [eagle.draft(embedded, features, start, depth) for start in starts]
+    scores = _projected(
+        torch.stack(drafted), head.tensors["lm_head.weight"] if head.has_rows else rows
+    )
     if head.target_ids is None:
         return scores
     full = scores.new_full((len(scores), head.vocab_size), -torch.inf)
@@ -258,8 +259,8 @@ class _Block:
     def __init__(self, head: PublishedHead, dtype: torch.dtype):
         assert head.layer is not None
         self.head, self.config = head, head.layer
-        own = {n: t for n, t in head.tensors.items() if n != "embed_tokens.weight"}
-        self.tensors = {name: tensor.to(dtype) for name, tensor in own.items()}
+        own = ("layers.", "fc.", "hidden_norm.", "norm.")
+        self.tensors = {n: t.to(dtype) for n, t in head.tensors.items() if n.startswith(own)}
         self.rotary = LlamaRotaryEmbedding(head.layer)
 
     def draft(

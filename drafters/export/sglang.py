@@ -1,8 +1,9 @@
-"""EAGLE-1 and EAGLE-3 for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
+"""EAGLE and DFlash for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
 
 EAGLE-1 has an architecture name of its own, which vLLM refuses, and an `fc` with a bias that stays
-unset unless the file has one: a head without one gets zeros. EAGLE-3 is vLLM's folder unchanged.
-SGLang ignores keys that it does not know, so heads that it cannot serve are refused here.
+unset unless the file has one: a head without one gets zeros. EAGLE-3 and DFlash are vLLM's folder
+unchanged; that blocks are causal is read at the top level, beside full `layer_types`. SGLang
+ignores keys that it does not know, so heads that it cannot serve are refused here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from drafters.eagle import EagleDrafter
+from drafters.block import BlockDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
 from drafters.export.card import Export
 from drafters.export.heads import (
+    Layered,
     captured_layers,
     eagle1_tensors,
     layer_keys,
@@ -42,16 +44,24 @@ def check_eagle3(drafter: Eagle3Drafter) -> None:
             "script.engine=sglang: SGLang has no norm_before_residual: train with "
             "method.norm_before_residual=false, or use script.engine=vllm"
         )
-    layers = captured_layers(drafter)
-    if layers[-1] == drafter.shared.target.num_layers - 1:
-        raise UserError(
-            f"script.engine=sglang: SGLang never captures the output of the last layer "
-            f"({layers[-1]}): train on lower layers, or use script.engine=vllm"
-        )
-    if len(layers) == 1:
+    _check_layers(drafter)
+    if len(captured_layers(drafter)) == 1:
         raise UserError(
             "script.engine=sglang: SGLang reads a single captured state as the head's own "
             "and skips fc: train on several layers, or use script.engine=vllm"
+        )
+
+
+def check_dflash(drafter: BlockDrafter) -> None:
+    """Raise UserError for a block drafter that SGLang cannot serve."""
+    vllm.check_dflash(drafter)
+    _check_embedding(drafter)
+    _check_layers(drafter)
+    if drafter.settings.own_head:
+        raise UserError(
+            "script.engine=sglang: SGLang projects block drafters by the target's output matrix, "
+            "and skips the drafter's own, which drafts some tokens only: train with "
+            "method.draft_vocab_size=0, or use script.engine=vllm"
         )
 
 
@@ -68,7 +78,21 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
     return write(folder, vllm.eagle3(drafter), drafter, asked)
 
 
-def _check_embedding(drafter: EagleDrafter) -> None:
+def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a block drafter."""
+    return write(folder, vllm.dflash(drafter), drafter, asked)
+
+
+def _check_layers(drafter: Layered) -> None:
+    last = captured_layers(drafter)[-1]
+    if last == drafter.shared.target.num_layers - 1:
+        raise UserError(
+            f"script.engine=sglang: SGLang never captures the output of the last layer ({last}): "
+            "train on lower layers, or use script.engine=vllm"
+        )
+
+
+def _check_embedding(drafter: Layered) -> None:
     if own_embedding(drafter) is not None:
         raise UserError(
             "script.engine=sglang: the target scales its embeddings, and SGLang gives heads the "

@@ -13,7 +13,8 @@
   that have passed k layers, SGLang at `eagle_config` and counts layers from 0.
 - DFlash counts layers from 0, too. vLLM makes a block of the anchor and as many slots as it is
   asked for tokens, whatever `block_size` says. That blocks are causal is read at the top level
-  first, then in `dflash_config`.
+  first, then in `dflash_config`. An output matrix of its own may have the rows of a reduced
+  vocabulary, mapped as in EAGLE-3.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter, BlockLayer
+from drafters.block import BlockDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
@@ -32,13 +33,12 @@ from drafters.export.heads import (
     captured_layers,
     check_ids,
     configured_vocab_size,
+    dflash_tensors,
     draft_vocab_size,
     dtype_of,
     eagle1_tensors,
     eagle3_tensors,
     layer_keys,
-    layer_tensors,
-    ordered_projection,
     own_embedding,
     padded_rows,
     reduced,
@@ -156,9 +156,8 @@ def eagle3(drafter: Eagle3Drafter) -> Layout:
     return config, eagle3_tensors(drafter, "midlayer")
 
 
-@torch.no_grad()
 def dflash(drafter: BlockDrafter) -> Layout:
-    """config.json and tensors of a block drafter."""
+    """config.json and tensors of a block drafter, for SGLang too."""
     settings, count = drafter.settings, drafter.config.num_hidden_layers
     config: dict[str, object] = {
         "architectures": ["DFlashDraftModel"],
@@ -174,18 +173,7 @@ def dflash(drafter: BlockDrafter) -> Layout:
             "causal": settings.causal,
         },
         **({"is_causal": True} if settings.causal else {}),
+        **({"draft_vocab_size": draft_vocab_size(drafter)} if settings.own_head else {}),
     }
-    tensors = {
-        "fc.weight": ordered_projection(drafter),
-        "hidden_norm.weight": drafter.hidden_norm.weight,
-        "norm.weight": drafter.norm.weight,
-    }
-    for number, layer in enumerate(drafter.layers):
-        assert isinstance(layer, BlockLayer)
-        prefix = f"layers.{number}"
-        tensors |= layer_tensors(layer, prefix)
-        tensors[f"{prefix}.input_layernorm.weight"] = layer.input_layernorm.weight
-        for name in ("q_norm", "k_norm"):
-            tensors[f"{prefix}.self_attn.{name}.weight"] = getattr(layer, name).weight
-    embedding = own_embedding(drafter)
+    tensors, embedding = dflash_tensors(drafter), own_embedding(drafter)
     return config, tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}

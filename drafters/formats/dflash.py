@@ -1,42 +1,134 @@
-"""Reader of the flat layout of DFlash drafters, that of vLLM, SGLang and llama.cpp's converter."""
+"""Reader of the layouts of DFlash drafters.
+
+- Flat: that of vLLM, SGLang and llama.cpp's converter.
+- That of transformers, Muse Glimmer's assistant: `fc` and its norm have other names, and the
+  settings of the block stand at the top level. With a `dflash_config` beside them vLLM reads it.
+- That of the speculators library: the layers' configuration is nested, and captured layers are
+  counted by those that a state has passed. The slots of a block all see each other there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
 
 from drafters.formats.files import Tensors, check_keys, check_tensors, renamed
-from drafters.formats.head import PublishedHead
-from drafters.formats.keys import KEYS, DFlashConfig, HeadConfig
-from drafters.formats.layer import layer_config
+from drafters.formats.head import PublishedHead, check_vocabulary
+from drafters.formats.keys import ASSISTANT, KEYS, LAYER_KEYS, HeadConfig
+from drafters.formats.layer import layer_config, refuse_variants
+from drafters.formats.speculators import check_proposal
 from target.outputs import LayerId
 from trainer.errors import UserError
 
 INNER: dict[str, tuple[type, bool]] = {
-    "mask_token_id": (int, True),
-    "target_layer_ids": (list, True),
+    "mask_token_id": (int, False),
+    "target_layer_ids": (list, False),
     "causal": (bool, False),
 }
+# keys that our exports hold only where they say something
+SAID: dict[str, tuple[type, bool]] = {"is_causal": (bool, True), "draft_vocab_size": (int, True)}
 MASK_EMBEDDING = "mask_embedding.pt"  # a row of its own for the mask, which vLLM reads
+ENCODER = [(r"encoder\.fc\.(.+)", r"fc.\1"), (r"encoder\.output_norm_enc\.(.+)", r"hidden_norm.\1")]
+# of the target, which files of the speculators library may repeat
+REPEATED = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
-def read_dflash(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool) -> PublishedHead:
-    """The drafter in `folder`; UserError where it is not in this layout. `strict`: see `reader`."""
-    causal = {"is_causal": (bool, True)} if "is_causal" in config else {}
-    check_keys(folder, config, {**KEYS["dflash"], **causal}, strict)
-    inner: DFlashConfig = config["dflash_config"]
-    check_keys(folder, inner, INNER, strict)
-    if config.get("model_type") != "qwen3":
-        kind = config.get("model_type")
-        raise UserError(f"{folder}: key 'model_type' must be 'qwen3' for DFlash, got {kind!r}")
+def read_dflash(
+    folder: Path, layout: str, config: HeadConfig, tensors: Tensors, strict: bool
+) -> PublishedHead:
+    """The drafter in `folder`; UserError where it is not in `layout`. `strict`: see `reader`."""
+    said = {name: kind for name, kind in SAID.items() if name in config}
+    check_keys(folder, config, {**said, **KEYS[layout]}, strict)
     if (folder / MASK_EMBEDDING).exists():
         raise UserError(f"{folder} has an embedding of its own for the mask, {MASK_EMBEDDING}")
-    count, size = config["num_hidden_layers"], config.get("block_size", inner.get("block_size"))
-    if size is None:
-        raise UserError(f"{folder}: key 'block_size' is missing")
-    # the rest of the configuration is that of one Llama layer
-    layer = layer_config(folder, {**config, "model_type": "llama", "num_hidden_layers": 1}, strict)
-    layer.num_hidden_layers = count
-    width, head_dim = layer.hidden_size, int(layer.head_dim or 0)
+    nested, rules, settings = config, list[tuple[str, str]](), dict[str, Any](config)
+    if layout == "dflash_speculators":
+        nested = config["transformer_layer_config"]
+        check_keys(folder, nested, {**LAYER_KEYS, "layer_types": (list, False)}, strict)
+        refuse_variants(folder, config)
+        passed = config["aux_hidden_state_layer_ids"]
+        settings["target_layer_ids"] = [k - 1 if type(k) is int else k for k in passed]
+        if strict:
+            check_proposal(folder, config["speculators_config"], "dflash")
+    else:
+        settings = _joined(folder, config, strict)
+        rules = ENCODER if layout == "dflash_hf" else []
+    kind, wanted = nested.get("model_type"), ASSISTANT if layout == "dflash_hf" else "qwen3"
+    if kind != wanted:
+        raise UserError(f"{folder}: key 'model_type' must be {wanted!r} for DFlash, got {kind!r}")
+    layer = _layers(folder, nested, strict)
+    vocab_size = nested.get("vocab_size") or 0
+    tensors, given = renamed(
+        folder, tensors, [*rules, *([] if strict else [(r"model\.(.+)", r"\1")])]
+    )
+    head = PublishedHead(
+        "dflash", tensors, _captures(folder, settings.get("target_layer_ids")), vocab_size, layer,
+        flags={
+            "causal": settings.get("is_causal", settings.get("causal", False)),
+            "from_anchor": settings.get("sample_from_anchor", False),
+        },
+        block_size=_number(folder, settings, "block_size"),
+        mask_token=_number(folder, settings, "mask_token_id"),
+    )  # fmt: skip
+    _check(folder, head, layer, config.get("draft_vocab_size") or vocab_size, given, strict)
+    head.tensors = {name: t for name, t in tensors.items() if name not in REPEATED}
+    check_vocabulary(folder, head)
+    return head
+
+
+def _joined(folder: Path, config: HeadConfig, strict: bool) -> dict[str, Any]:
+    """The settings at the top level and in `dflash_config`; UserError where both have one and they
+    differ."""
+    inner = dict[str, Any](config.get("dflash_config") or {})
+    check_keys(folder, inner, INNER, strict)
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        outer = config.get(key)
+        if outer is not None and inner.get(key, outer) != outer:
+            raise UserError(
+                f"{folder}: key {key!r} is {outer}, in dflash_config {inner[key]}: leave one out"
+            )
+    return {**config, **inner}
+
+
+def _layers(folder: Path, config: HeadConfig, strict: bool) -> LlamaConfig:
+    """The configuration of all layers; it is read as that of one Llama layer."""
+    one = {"vocab_size": 1, **config, "model_type": "llama", "num_hidden_layers": 1}
+    layer = layer_config(folder, one, strict)
+    layer.num_hidden_layers = config["num_hidden_layers"]
+    return layer
+
+
+def _number(folder: Path, settings: Mapping[str, Any], key: str) -> int:
+    if type(settings.get(key)) is not int:
+        raise UserError(f"{folder}: key {key!r} is missing")
+    return settings[key]
+
+
+def _captures(folder: Path, layers: object) -> list[LayerId]:
+    """The captured layers, counted from 0."""
+    if not isinstance(layers, list) or not layers:
+        raise UserError(f"{folder}: key 'target_layer_ids' must list layers, got {layers!r}")
+    if not all(type(layer) is int and layer >= 0 for layer in layers):
+        raise UserError(f"{folder}: key 'target_layer_ids' must list layers, got {layers!r}")
+    if layers != sorted(set(layers)):
+        raise UserError(f"{folder}: key 'target_layer_ids' must be ascending, got {layers}")
+    return list(layers)
+
+
+def _check(
+    folder: Path,
+    head: PublishedHead,
+    layer: LlamaConfig,
+    drafted: int,
+    given: dict[str, str],
+    strict: bool,
+) -> None:
+    """Check names, shapes and dtypes of the tensors. `drafted`: rows of an output matrix of its
+    own."""
+    width, head_dim, vocab_size = layer.hidden_size, int(layer.head_dim or 0), head.vocab_size
     attended = layer.num_attention_heads * head_dim
     grouped, hidden = (layer.num_key_value_heads or 0) * head_dim, layer.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -47,26 +139,16 @@ def read_dflash(folder: Path, config: HeadConfig, tensors: Tensors, strict: bool
         "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width),
         "mlp.down_proj": (width, hidden),
     }  # fmt: skip
-    captures = _captures(folder, inner)
-    wanted = {f"layers.{i}.{n}.weight": s for i in range(count) for n, s in shapes.items()}
-    wanted |= {"fc.weight": (width, len(captures) * width)}
+    layers = range(layer.num_hidden_layers)
+    wanted = {f"layers.{i}.{n}.weight": s for i in layers for n, s in shapes.items()}
+    wanted |= {"fc.weight": (width, len(head.captures) * width)}
     wanted |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
-    optional = {"embed_tokens.weight": (layer.vocab_size, width)}
-    tensors, given = renamed(folder, tensors, [] if strict else [(r"model\.(.+)", r"\1")])
-    check_tensors(folder, tensors, wanted, optional, given)
-    is_causal = config.get("is_causal", inner.get("causal", False))
-    flags = {"causal": is_causal, "from_anchor": inner.get("sample_from_anchor", False)}
-    return PublishedHead(
-        "dflash", tensors, captures, layer.vocab_size, layer, flags=flags, block_size=size,
-        mask_token=inner["mask_token_id"],
-    )  # fmt: skip
-
-
-def _captures(folder: Path, inner: DFlashConfig) -> list[LayerId]:
-    """The captured layers, counted from 0."""
-    layers = inner["target_layer_ids"]
-    if not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
-        raise UserError(f"{folder}: key 'target_layer_ids' must list layers, got {layers!r}")
-    if layers != sorted(set(layers)):
-        raise UserError(f"{folder}: key 'target_layer_ids' must be ascending, got {layers}")
-    return list(layers)
+    optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab_size, width)}
+    optional |= {"lm_head.weight": (drafted, width), "d2t": (drafted,), "t2d": (vocab_size,)}
+    if drafted != vocab_size:
+        wanted |= {name: optional[name] for name in ("lm_head.weight", "d2t")}
+        wanted |= {"t2d": optional["t2d"]} if strict else {}
+    if not strict:
+        rows = {"verifier_lm_head.weight": (drafted, width), "verifier_norm.weight": (width,)}
+        optional |= rows
+    check_tensors(folder, head.tensors, wanted, optional, given)

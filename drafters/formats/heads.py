@@ -27,7 +27,7 @@ def check_head(head: PublishedHead, target: Target) -> None:
     Drafters here use the target's tables.
     """
     width = target.fingerprint["vocab_size"]
-    if head.vocab_size != width:
+    if head.vocab_size not in (0, width):
         raise UserError(
             f"CompatibilityError: the head was made for a vocabulary of {head.vocab_size}, the "
             f"target has {width}"
@@ -107,12 +107,30 @@ def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
     fit."""
     assert head.layer is not None
     check_head(head, target)
-    causal, from_anchor = head.flags["causal"], head.flags["from_anchor"]
-    settings = BlockSettings(head.captures, head.mask_token, head.block_size, causal, from_anchor)
-    drafter = BlockDrafter(settings, head.layer, target)
-    own = {name.replace("self_attn.", ""): t.float() for name, t in head.tensors.items()}
-    drafter.load_state_dict({name: t for name, t in own.items() if name != "embed_tokens.weight"})
+    tables = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+    weights = {
+        name.replace("self_attn.", ""): tensor.float()
+        for name, tensor in head.tensors.items()
+        if name not in tables
+    }
+    settings = BlockSettings(head.captures, head.mask_token, head.block_size, **head.flags)
+    kept, rows = None, head.tensors.get("lm_head.weight")
+    if rows is not None and not _is_targets(rows, head, target):
+        settings.own_head = True
+        kept, weights["lm_head.weight"] = _rows(head, rows.float(), target.vocab_size)
+        if kept is not None:
+            weights["kept"] = kept
+    drafter = BlockDrafter(settings, head.layer, target, kept)
+    drafter.load_state_dict(weights)
     return drafter.eval()
+
+
+def _is_targets(rows: torch.Tensor, head: PublishedHead, target: Target) -> bool:
+    """Whether the output matrix of a head is the target's, as some files repeat it."""
+    real = real_ids(target.tokenizer)
+    real = real[real < target.vocab_size]
+    whole = head.target_ids is None
+    return whole and torch.equal(rows[real].float(), target.head.weight[real].cpu().float())
 
 
 def _layer_weights(head: PublishedHead) -> Tensors:

@@ -7,7 +7,8 @@ from typing import Final, TypedDict
 EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 # the second is vLLM's own name, the third that of NeMo Automodel
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
-DFLASH = "DFlashDraftModel"
+DFLASH, DFLASH_HF = "DFlashDraftModel", "MuseGlimmerAssistantModel"  # the second: transformers'
+ASSISTANT = "muse_glimmer_assistant"  # its model_type
 # parts of the architectures of drafters that this project does not have
 OTHERS = ("DFlash", "DSpark", "MTP", "Domino", "MLPSpeculator", "ReDrafter")
 LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -20,7 +21,7 @@ class EagleConfig(TypedDict, total=False):
     eagle_aux_hidden_state_layer_ids: list[int]
 
 
-class DFlashConfig(TypedDict):
+class DFlashConfig(TypedDict, total=False):
     """The nested `dflash_config`."""
 
     mask_token_id: int
@@ -75,6 +76,10 @@ class HeadConfig(TypedDict):
     dflash_config: DFlashConfig
     block_size: int
     is_causal: bool
+    mask_token_id: int
+    target_layer_ids: list[int]
+    aux_hidden_state_layer_ids: list[int]
+    sample_from_anchor: bool
 
 
 # keys of config.json: the type, and whether published heads always have it; our exports have all
@@ -133,6 +138,30 @@ KEYS: dict[str, dict[str, tuple[type, bool]]] = {
         "block_size": (int, False),
         "num_target_layers": (int, False),
         "dflash_config": (dict, True),
+    },
+    "dflash_hf": {
+        "architectures": (list, True),
+        **LAYER_KEYS,
+        "vocab_size": (int, False),  # it has no table of tokens
+        "layer_types": (list, False),
+        "block_size": (int, True),
+        "mask_token_id": (int, True),
+        "target_layer_ids": (list, True),
+        "dflash_config": (dict, False),  # for vLLM
+    },
+    "dflash_speculators": {
+        "architectures": (list, False),
+        "speculators_model_type": (str, True),
+        "speculators_version": (str, False),
+        "speculators_config": (dict, False),
+        "transformer_layer_config": (dict, True),
+        "draft_vocab_size": (int, True),
+        "block_size": (int, True),
+        "target_hidden_size": (int, False),
+        "aux_hidden_state_layer_ids": (list, True),
+        "mask_token_id": (int, True),
+        "sliding_window_non_causal": (bool, False),
+        "sample_from_anchor": (bool, False),
     },
     "medusa": {
         "architectures": (list, False),

@@ -5,14 +5,13 @@ It shares no table with the writers, so that a mistake in one of them shows as a
 `read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
 missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
 the original repository's), Hydra's original repository, EAGLE-1, EAGLE-3 flat (`midlayer.*` or
-`layers.0.*`), EAGLE-3 of the speculators library, DFlash flat.
+`layers.0.*`), EAGLE-3 of the speculators library, DFlash flat, of transformers and of speculators.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from transformers import LlamaConfig
 
 from drafters.formats.dflash import read_dflash
@@ -27,10 +26,11 @@ from drafters.formats.files import (
     tensor_names,
     weight_files,
 )
-from drafters.formats.head import PublishedHead
+from drafters.formats.head import PublishedHead, check_vocabulary
 from drafters.formats.hydra import read_hydra
 from drafters.formats.keys import (
     DFLASH,
+    DFLASH_HF,
     EAGLE1,
     EAGLE3,
     EAGLE_WITHOUT,
@@ -40,11 +40,10 @@ from drafters.formats.keys import (
     OTHERS,
     EagleConfig,
     HeadConfig,
-    Proposal,
-    SpeculatorsConfig,
 )
 from drafters.formats.layer import layer_config, refuse_variants
 from drafters.formats.medusa import read_medusa
+from drafters.formats.speculators import check_proposal
 from target.outputs import LayerId
 from trainer.errors import UserError
 
@@ -58,7 +57,8 @@ def layout_of(folder: Path) -> str | None:
         return None
     config = read_json(folder / "config.json", dict)
     if "speculators_model_type" in config:
-        return "speculators"
+        kind = config["speculators_model_type"]
+        return "dflash_speculators" if kind == "dflash" else "speculators"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     if "hydra_num_heads" in config:
@@ -66,8 +66,8 @@ def layout_of(folder: Path) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
-    if names == [DFLASH]:
-        return "dflash"
+    if names in ([DFLASH], [DFLASH_HF]):
+        return "dflash" if names == [DFLASH] else "dflash_hf"
     if any(part in str(name) for name in names for part in OTHERS):
         raise UserError(
             "is no kind of drafter known here",
@@ -103,8 +103,8 @@ def read(
         )
     if strict and [path.name for path in weight_files(folder)] != ["model.safetensors"]:
         raise UserError(f"{folder}: the weights must lie in model.safetensors")
-    if layout == "dflash":
-        return read_dflash(folder, config, read_tensors(folder), strict)
+    if layout.startswith("dflash"):
+        return read_dflash(folder, layout, config, read_tensors(folder), strict)
     check_keys(folder, config, KEYS[layout], strict)
     tensors = read_tensors(folder)
     if layout == "medusa":
@@ -147,16 +147,15 @@ def _eagle3(
 ) -> PublishedHead:
     nested, prefix = config, "midlayer"
     if layout == "speculators":
-        if config["speculators_model_type"] != "eagle3":
-            kind = config["speculators_model_type"]
+        if (kind := config["speculators_model_type"]) != "eagle3":
             raise UserError(
-                f"{folder}: key 'speculators_model_type' must be 'eagle3' here, got {kind!r}"
+                f"{folder}: key 'speculators_model_type' must be 'eagle3' or 'dflash', got {kind!r}"
             )
         nested, prefix = config["transformer_layer_config"], r"layers\.0"
         keys = LAYER_KEYS | {"num_aux_hidden_states": (int, False)}
         check_keys(folder, nested, keys, strict)
         if strict:
-            _check_proposal(folder, config["speculators_config"])
+            check_proposal(folder, config["speculators_config"], "eagle3")
     else:
         check_architecture(folder, config.get("architectures"), (*EAGLE3, "LlamaForCausalLM"))
     refuse_variants(folder, config if layout == "speculators" else {})
@@ -191,7 +190,7 @@ def _eagle3(
     optional = {"embed_tokens.weight": (vocab, width), **({} if strict else maps)}
     check_tensors(folder, tensors, wanted, optional, given)
     head = PublishedHead("eagle3", tensors, captures, vocab, layer, flags=flags)
-    _check_vocabulary(folder, head)
+    check_vocabulary(folder, head)
     return head
 
 
@@ -264,33 +263,3 @@ def _captures(
             f"it means the outputs of layers {layers}"
         )
     return list(layers)
-
-
-def _check_vocabulary(folder: Path, head: PublishedHead) -> None:
-    ids, t2d = head.target_ids, head.tensors.get("t2d")
-    if ids is None:
-        return
-    inside = int(ids.min()) >= 0 and int(ids.max()) < head.vocab_size
-    if not inside or len(ids.unique()) < len(ids):
-        raise UserError(
-            f"{folder}: tensor 'd2t' must lead from the rows' numbers to distinct ids below "
-            f"{head.vocab_size}"
-        )
-    said = torch.zeros(head.vocab_size, dtype=torch.bool)
-    said[ids] = True
-    if t2d is not None and not torch.equal(said, t2d):
-        raise UserError(f"{folder}: tensors 't2d' and 'd2t' name different ids")
-
-
-def _check_proposal(folder: Path, config: SpeculatorsConfig) -> None:
-    method: Proposal = (config.get("proposal_methods") or [{}])[0]
-    default, proposed = config.get("default_proposal_method"), method.get("proposal_type")
-    needed = {
-        "algorithm": config.get("algorithm") == "eagle3",
-        "proposal_methods": isinstance(method.get("speculative_tokens"), int),
-        "default_proposal_method": default == proposed == "greedy",
-        "verifier": bool((config.get("verifier") or {}).get("name_or_path")),
-    }
-    for key, good in needed.items():
-        if not good:
-            raise UserError(f"{folder}: key 'speculators_config.{key}' is missing or wrong")

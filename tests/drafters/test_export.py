@@ -263,6 +263,21 @@ def test_model_card_front_matter_and_text():
     assert "draft_sample_method" not in heads  # vLLM draws no tokens of Medusa's heads
 
 
+def test_the_card_of_a_block_drafter_has_the_commands_of_its_engine():
+    about = {"target": "a/b", "recipe": "dflash", "num_assistant_tokens": 7, "method": "dflash"}
+    cards = {name: model_card(None, **about, engine=name)
+             for name in ("transformers", "vllm", "speculators", "sglang", "llamacpp")}  # fmt: skip
+    call = 'drafter = AutoModel.from_pretrained("DRAFTER")'
+    assert [name for name, card in cards.items() if call in card] == ["transformers"]
+    assert 'assistant_model=drafter, speculation_type="dflash")' in cards["transformers"]
+    assert not any("has no loader" in card for card in cards.values())
+    served = [name for name, card in cards.items() if "vllm serve a/b" in card]
+    assert served == ["transformers", "vllm", "speculators"]
+    assert "    --speculative-num-draft-tokens 8\n" in cards["sglang"]
+    assert "num-steps" not in cards["sglang"]
+    assert "--spec-type draft-dflash" in cards["llamacpp"]
+
+
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
 def test_a_card_serves_the_revision_of_the_target_that_the_drafter_was_trained_for(engine):
     head = engine == "sglang"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PhiConfig, PhiForCausalLM
+from transformers import AutoModel, LlamaConfig, PhiConfig, PhiForCausalLM
+from transformers.generation import DFlashTokenCandidateGenerator
 
 from drafters.block import BlockDrafter, BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
@@ -29,7 +31,8 @@ from scripts.export import main
 from target.model import Target
 from tests.helpers.eagle import build_eagle
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.tiny import PAD, PADDED_WIDTH, VOCAB_SIZE, tiny_tokenizer
+from tests.helpers.heads import fitted
+from tests.helpers.tiny import PAD, PADDED_WIDTH, VOCAB_SIZE, prompts_of, tiny_tokenizer
 from trainer.errors import RunFault, UserError
 
 WIDTH = 32
@@ -52,6 +55,8 @@ EAGLE = {
 DFLASH = {
     "dflash": BlockSettings([2, 0, 1], PAD, 5),
     "dflash_causal": BlockSettings([0, 2], PAD, 3, causal=True),
+    "dflash_reduced": BlockSettings([0, 2], PAD, 5, own_head=True),
+    "dflash_widened": BlockSettings([1], PAD, 5, own_head=True),
 }
 
 
@@ -74,7 +79,7 @@ def made(kind, target):
     if kind in DFLASH:
         config = layer_config(target.model.config)
         config.num_hidden_layers = 2
-        return noisy(BlockDrafter(DFLASH[kind], config, target))
+        return noisy(BlockDrafter(DFLASH[kind], config, target, kept))
     return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
@@ -94,6 +99,9 @@ CASES = [
     *[("vllm", kind) for kind in (*MEDUSA, *EAGLE, *DFLASH) if kind != "eagle_biased"],
     *[("sglang", kind) for kind in EAGLE],
     *[("speculators", kind) for kind in EAGLE if kind.startswith("eagle3")],
+    *[("sglang", kind) for kind in ("dflash", "dflash_causal")],
+    *[("speculators", kind) for kind in ("dflash", "dflash_reduced")],
+    ("transformers", "dflash"),
 ]
 
 
@@ -174,6 +182,55 @@ def test_dflash_is_written_as_the_layers_of_qwen3_without_tables(tiny_target, tm
     assert config_of(causal)["dflash_config"]["causal"] is True
 
 
+def test_dflash_is_named_for_transformers_and_for_speculators(tiny_target, tmp_path):
+    drafter = made("dflash", tiny_target("llama", layers=4))
+    folder = exported("transformers", drafter, tmp_path / "hf")
+    config, names = config_of(folder), set(tensors_of(folder))
+    assert {"encoder.fc.weight", "encoder.output_norm_enc.weight", "norm.weight"} <= names
+    assert not {"fc.weight", "hidden_norm.weight"} & names
+    assert config["model_type"] == "muse_glimmer_assistant"
+    assert config["dflash_config"]["target_layer_ids"] == config["target_layer_ids"] == [0, 1, 2]
+    reduced = made("dflash_reduced", tiny_target("llama", layers=4))
+    folder = exported("speculators", reduced, tmp_path / "nested")
+    config, tensors = config_of(folder), tensors_of(folder)
+    assert config["aux_hidden_state_layer_ids"] == [1, 3]  # by the layers that have passed
+    assert config["sliding_window_non_causal"] is True  # else vLLM makes blocks causal
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert config["draft_vocab_size"] == len(tensors["lm_head.weight"]) == len(KEPT)
+    assert torch.equal(tensors["d2t"] + torch.arange(len(KEPT)), KEPT)
+
+
+def test_transformers_drafts_with_a_block_drafter_as_we_do(tiny_target, tmp_path):
+    """Its candidates, one round after the other, and the target's own text."""
+    target = tiny_target("llama", layers=4)
+    drafter = fitted(made("dflash", target), target, 4, steps=60, learning_rate=0.01)
+    folder = exported("transformers", drafter, tmp_path / "out")
+    assistant, drafted = AutoModel.from_pretrained(folder), []
+    ids = torch.tensor(prompts_of([9]))
+
+    def noted(self, *given, _made=DFlashTokenCandidateGenerator.get_candidates, **named):
+        found, scores = _made(self, *given, **named)
+        if scores is not None:
+            drafted.append((given[0] if given else named["input_ids"]).shape[1])
+            drafted.append(found[0, drafted[-1] :].tolist())
+        return found, scores
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
+        options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+        made_with = target.model.generate(
+            ids, assistant_model=assistant, speculation_type="dflash", **options
+        )
+    assert torch.equal(made_with, target.model.generate(ids, **options))
+    outputs = target.outputs(made_with, layers=drafter.target_layers)
+    assert len(drafted) > 4
+    for length, tokens in zip(drafted[::2], drafted[1::2], strict=True):
+        for depth, token in enumerate(tokens[: made_with.shape[1] - length], start=1):
+            logits = drafter.draft_logits(made_with, outputs, depth)
+            assert int(logits[0, length - 2 + depth].argmax()) == token
+
+
 def test_a_target_that_scales_its_embeddings_gives_dflash_a_table_of_its_own(tiny_target, tmp_path):
     target = tiny_target("gemma3", layers=4)
     drafter = made("dflash", target)
@@ -181,23 +238,34 @@ def test_a_target_that_scales_its_embeddings_gives_dflash_a_table_of_its_own(tin
     assert reread(folder, drafter) < 1e-5
     table = tensors_of(folder)["embed_tokens.weight"]
     assert torch.equal(table, target.embedding(torch.arange(VOCAB_SIZE)))
+    for engine, says in (
+        ("sglang", "scales"), ("transformers", "no table"), ("speculators", "which is scaled")
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            exported(engine, drafter, tmp_path / engine)
 
 
-@pytest.mark.parametrize("kind", DFLASH)
+@pytest.mark.parametrize(("engine", "kind"), [case for case in CASES if case[1] in DFLASH])
 def test_an_exported_block_drafter_is_loaded_again_wherever_one_is_named(
-    kind, tiny_target, tmp_path
+    engine, kind, tiny_target, tmp_path
 ):
     target = tiny_target("llama", layers=4)
     drafter = made(kind, target)
-    folder = exported("vllm", drafter, tmp_path / "out")
+    folder = exported(engine, drafter, tmp_path / "out")
     again = load_drafter(str(folder), target)
     assert isinstance(again, BlockDrafter)
+    assert again.settings == dataclasses.replace(
+        drafter.settings, captures=sorted(drafter.settings.captures)
+    )
+    assert again.draft_vocab_size == drafter.draft_vocab_size
     ids = torch.arange(4, 14).unsqueeze(0)
     found, expected = (
         one.draft_logits(ids, target.outputs(ids, layers=one.target_layers), 2)
         for one in (again, drafter)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if engine in ("speculators", "transformers"):
+        return
     config = config_of(folder)
     config["dflash_config"]["block_size"] = config.pop("block_size")  # where newer files have it
     (folder / "config.json").write_text(json.dumps(config))
@@ -347,10 +415,21 @@ def test_a_biased_target_head_is_refused(tmp_path):
         ("sglang", Eagle3Settings([0, 1, 3], WIDTH), "last layer"),
         ("sglang", Eagle3Settings([1], WIDTH), "single captured state"),
         ("sglang", Eagle3Settings([0, 1], WIDTH, norm_before_residual=True), "norm_before_resi"),
+        ("sglang", BlockSettings([0, 3], PAD), "last layer"),
+        ("sglang", BlockSettings([0], PAD, own_head=True), "skips the drafter's own"),
+        ("transformers", BlockSettings([0, 3], PAD), "normed state .* last layer"),
+        ("transformers", BlockSettings([0], PAD, causal=True), "see each other"),
+        ("transformers", BlockSettings([0], PAD, own_head=True), "draft_vocab_size=0"),
+        ("speculators", BlockSettings([0], PAD, causal=True), "no causal blocks"),
+        ("speculators", BlockSettings([0], PAD, own_head=True), "reduced vocabulary only"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_refused(tiny_target, tmp_path, engine, settings, complaint):
-    drafter = build_eagle(tiny_target("llama", layers=4), settings)
+    target = tiny_target("llama", layers=4)
+    if isinstance(settings, BlockSettings):
+        drafter = BlockDrafter(settings, layer_config(target.model.config), target)
+    else:
+        drafter = build_eagle(target, settings)
     with pytest.raises(UserError, match=complaint):
         exported(engine, drafter, tmp_path / "out")
     assert not any(tmp_path.iterdir())
@@ -383,7 +462,7 @@ def test_every_writer_has_the_rule_of_what_it_writes(tiny_target, tiny_folder, t
     target = tiny_target("llama", layers=4)
     file = tmp_path / "target.gguf"
     write_gguf(file, target.model, tiny_folder("llama", layers=4))
-    for kind in ("medusa", "eagle", "eagle_biased", "eagle3", "eagle3_variants"):
+    for kind in ("medusa", "eagle", "eagle_biased", "eagle3", "eagle3_variants", *DFLASH):
         drafter = made(kind, target)
         for engine, writer in kind_of(drafter).writers.items():
             try:

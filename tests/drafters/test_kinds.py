@@ -62,6 +62,7 @@ def test_messages_name_what_is_served_and_by_whom():
     served = dict(part.split(": ") for part in served_by().split("; "))
     assert served["medusa"] == "vllm"
     assert served["eagle3"] == "vllm, speculators, sglang, llamacpp"
+    assert served["dflash"] == "vllm, transformers, speculators, sglang, llamacpp"
     assert not {"hydra", "bank"} & served.keys()
 
 

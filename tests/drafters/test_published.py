@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import train
+from drafters.block import BlockSettings
 from drafters.export.card import Export
 from drafters.kinds import kind_of
 from drafters.load import load_drafter
@@ -23,7 +24,7 @@ from target.model import Target
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, row_key
 from tests.helpers.commands import command
-from tests.helpers.tiny import VOCAB_SIZE, generated, prompts_of
+from tests.helpers.tiny import PAD, VOCAB_SIZE, generated, prompts_of
 from trainer.errors import UserError
 
 WIDTH, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 8
@@ -94,6 +95,47 @@ def speculators_by_hand():
         "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal]},
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}, "tie_word_embeddings": False,
     }, tensors  # fmt: skip
+
+
+def dflash_by_hand(layout):
+    """Two layers on two captures, as its authors, transformers and the speculators library save
+    them; the last with a reduced vocabulary."""
+    shapes = {"norm.weight": (WIDTH,)}
+    named = ("encoder.fc", "encoder.output_norm_enc") if layout == "hf" else ("fc", "hidden_norm")
+    shapes |= {f"{named[0]}.weight": (WIDTH, 2 * WIDTH), f"{named[1]}.weight": (WIDTH,)}
+    for i in range(2):
+        shapes |= layer_shapes(f"layers.{i}", WIDTH)
+        shapes[f"layers.{i}.input_layernorm.weight"] = (WIDTH,)
+        shapes |= {f"layers.{i}.self_attn.{n}_norm.weight": (HEAD_DIM,) for n in "qk"}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    layers = {
+        **LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD_DIM,
+        "layer_types": ["full_attention"] * 2, "attention_bias": False, "sliding_window": None,
+    }  # fmt: skip
+    block = {"block_size": 4, "mask_token_id": PAD}
+    if layout == "flat":
+        inner = {"mask_token_id": PAD, "target_layer_ids": [1, 4]}
+        return {
+            "architectures": ["DFlashDraftModel"], **layers, "block_size": 4,
+            "num_target_layers": LAYERS, "dflash_config": inner, "auto_map": {"": "dflash.Model"},
+        }, drawn(shapes)  # fmt: skip
+    if layout == "hf":
+        del layers["vocab_size"], layers["rope_theta"]
+        return {
+            **layers, **block, "architectures": ["MuseGlimmerAssistantModel"], "dtype": "bfloat16",
+            "model_type": "muse_glimmer_assistant", "target_layer_ids": [1, 4],
+            "rope_parameters": rope, "sliding_window": 2048, "attention_dropout": 0,
+        }, drawn(shapes)  # fmt: skip
+    shapes |= {"lm_head.weight": (24, WIDTH), "verifier_norm.weight": (WIDTH,)}
+    _, maps = eagle3_by_hand()
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    return {
+        **block, "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0", "draft_vocab_size": 24, "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [2, 5], "transformer_layer_config": layers,
+        "sliding_window_non_causal": False, "sample_from_anchor": False,
+        "speculators_config": {"algorithm": "dflash", "proposal_methods": [proposal]},
+    }, drawn(shapes) | {name: maps[name] for name in ("d2t", "t2d")}  # fmt: skip
 
 
 def medusa_by_hand(naming):
@@ -315,6 +357,38 @@ def test_a_published_speculators_head_loads(target, tmp_path, column):
     assert_drafts(drafter, target)
 
 
+@pytest.mark.parametrize("layout", ["flat", "hf", "speculators"])
+def test_published_block_drafters_load(target, tmp_path, layout):
+    """Of speculators the blocks are not causal, whatever its key for windows says."""
+    config, tensors = dflash_by_hand(layout)
+    drafter = load_drafter(save(tmp_path, config, tensors), target)
+    assert drafter.target_layers == (1, 4)
+    own_head = layout == "speculators"
+    assert drafter.settings == BlockSettings([1, 4], PAD, 4, own_head=own_head)
+    fc, norm_of = ("encoder.fc", "encoder.output_norm_enc") if layout == "hf" else (
+        "fc", "hidden_norm"
+    )  # fmt: skip
+    assert torch.equal(drafter.fc.weight, tensors[f"{fc}.weight"])
+    assert torch.equal(drafter.hidden_norm.weight, tensors[f"{norm_of}.weight"])
+    last = drafter.layers[1]
+    assert torch.equal(last.q_norm.weight, tensors["layers.1.self_attn.q_norm.weight"])
+    assert torch.equal(last.mlp.down_proj.weight, tensors["layers.1.mlp.down_proj.weight"])
+    if own_head:
+        ids, order = (tensors["d2t"] + torch.arange(24)).sort()
+        assert torch.equal(drafter.kept, ids)
+        assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"][order])
+    assert_drafts(drafter, target)
+
+
+def test_a_block_drafter_whose_file_repeats_the_targets_matrix_borrows_it(target, tmp_path):
+    config, tensors = dflash_by_hand("flat")
+    tensors["lm_head.weight"] = target.head.weight.detach().clone()
+    assert load_drafter(save(tmp_path, config, tensors), target).lm_head is None
+    tensors["lm_head.weight"][3] += 1
+    drafter = load_drafter(save(tmp_path, config, tensors), target)
+    assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"])
+
+
 @pytest.mark.parametrize(
     ("naming", "file"),
     [
@@ -480,7 +554,16 @@ class Intruder:
         ("eagle3", lambda t, c: c.update({IDS: ["2", "3", "7"]}), f"'{IDS}' must be a list of num"),
         ("eagle3", lambda t, c: c.update({IDS: [3, 2, 7]}), f"'{IDS}' must name distinct layers"),
         ("eagle3", lambda t, c: c.update(norm_before_fc=True), "'norm_before_fc' must be False"),
-        ("speculators", lambda t, c: c.update(speculators_model_type="dflash"), "be 'eagle3' here"),
+        ("speculators", lambda t, c: c.update(speculators_model_type="mtp"), "be 'eagle3' or 'd"),
+        ("flat", lambda t, c: c["dflash_config"].pop("mask_token_id"), "'mask_token_id' is missi"),
+        ("flat", lambda t, c: c.update(target_layer_ids=[1, 5]), "in dflash_config .1, 4.: leave"),
+        ("flat", lambda t, c: t.update(d2t=torch.arange(24)), "'d2t' must have shape .100."),
+        ("hf", lambda t, c: c.update(layer_types=["sliding_attention"] * 2), "full_attention alon"),
+        ("hf", lambda t, c: c.update(model_type="qwen3"), "must be 'muse_glimmer_assistant'"),
+        ("hf", lambda t, c: t.pop("encoder.fc.weight"), "'fc.weight' of shape .32, 64. is miss"),
+        ("nested", lambda t, c: c.update(aux_hidden_state_layer_ids=[0, 5]), "got .-1, 4."),
+        ("nested", lambda t, c: t["d2t"].fill_(0).add_(99), "'d2t' must lead .* below 100"),
+        ("nested", lambda t, c: t["t2d"].fill_(True), "'t2d' and 'd2t' name different ids"),
         ("speculators", lambda t, c: c.pop("norm_before_residual"), "'norm_before_residual' is mi"),
         ("speculators", lambda t, c: t["norm.weight"].fill_(torch.inf), "'norm.weight' holds val"),
         ("medusa", lambda t, c: c.update(truncated_vocab_size=50), "'truncated_vocab_size' must"),
@@ -546,6 +629,9 @@ def test_heads_that_cannot_be_taken_over_are_refused_by_name(
         "speculators": speculators_by_hand,
         "medusa": lambda: medusa_by_hand("prefixed"),
         "hydra": lambda: hydra_by_hand(target, "prefix-mlp"),
+        "flat": lambda: dflash_by_hand("flat"),
+        "hf": lambda: dflash_by_hand("hf"),
+        "nested": lambda: dflash_by_hand("speculators"),
     }[make]()
     change(tensors, config)
     with pytest.raises(UserError, match=complaint) as caught:

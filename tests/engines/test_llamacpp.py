@@ -15,16 +15,20 @@ import shutil
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
+from torch.nn import functional as F
 
 import train
 from data.traces import Trace
+from drafters.block import BlockDrafter, BlockSettings
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.export.card import SPEC_TYPES, Export
 from drafters.export.gguf import FILE
 from drafters.kinds import KINDS, kind_of
+from drafters.layers import layer_config
 from drafters.load import load_drafter
 from drafters.round import Budget
+from drafters.text import Text
 from drafters.training_free.ngram_simple import NgramSimple
 from engines import llamacpp_run
 from engines.llamacpp_run import (
@@ -47,6 +51,7 @@ from target.model import Target
 from target.sampling import Sampling, warp
 from tests.helpers.commands import ROOT, command, read_jsonl
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.tiny import VOCAB_SIZE
 from trainer.errors import RunFault, UserError
 
 FROZEN = ROOT / "tests" / "fixtures" / "frozen"
@@ -87,6 +92,39 @@ def drafters_of(target):
     return {"whole": whole, "reduced": reduced, "draft model": model}
 
 
+def block_drafter(target, prompts, causal=False, reduced=False):
+    """A block drafter of two captures that has learnt the answers to these prompts by heart, of the
+    whole vocabulary or of three tokens in four."""
+    torch.manual_seed(0)
+    config = layer_config(target.model.config)
+    config.num_hidden_layers = 2
+    kept = torch.tensor([i for i in range(target.vocab_size) if i % 4]) if reduced else None
+    settings = BlockSettings([0, 2], 1, K + 1, causal=causal, own_head=reduced)
+    drafter = BlockDrafter.build(target, settings, config, kept)
+    optimizer = torch.optim.Adam(drafter.parameters(), 0.01)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        texts.append(target.model.generate(ids, max_new_tokens=NEW, do_sample=False))
+    outputs = [target.outputs(ids, layers=(0, 2), logits=False) for ids in texts]
+    for step in range(40 * len(texts)):
+        ids, first = texts[step % len(texts)], len(prompts[step % len(texts)])
+        loss = torch.zeros(())
+        unrolled = drafter.states(Text(ids), outputs[step % len(texts)], K)
+        for depth, states in enumerate(unrolled, start=1):
+            logits = drafter.project(states, depth)[0, first - 1 + depth : -1]
+            labels = ids[0, first + depth :]
+            scored = logits.gather(1, labels.unsqueeze(1)).isfinite()[:, 0]
+            loss = loss + F.cross_entropy(logits[scored], labels[scored])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+BLOCKS = {"block": {}, "causal block": {"causal": True}, "reduced block": {"reduced": True}}
+
+
 def by_rule(rounds, limit):
     """llama.cpp's counters from our rounds."""
     left, drafts, drafted, reached = limit - 1, 0, 0, [0] * K
@@ -100,12 +138,15 @@ def by_rule(rounds, limit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whole", "reduced", "draft model"])
+@pytest.mark.parametrize("name", ["whole", "reduced", "draft model", *BLOCKS])
 def test_answers_are_identical_and_counters_ours(name, frozen, tmp_path):
     pytest.importorskip("xllamacpp")
     target, file = frozen
-    drafter = drafters_of(target)[name].eval()
     prompts = prompts_of(target, 8)
+    if name in BLOCKS:
+        drafter = block_drafter(target, prompts, **BLOCKS[name])
+    else:
+        drafter = drafters_of(target)[name].eval()
     jobs = {"plain": None, name: exported(drafter, file, tmp_path / "drafter")}
     found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
     assert same_as_ours(found[name], found["plain"], target, drafter, prompts) > 10
@@ -282,6 +323,50 @@ def test_the_file_of_a_head_holds_llama_cpps_names(frozen, tmp_path):
     assert ids.data.tolist() == drafter.kept.tolist()
 
 
+def test_the_file_of_a_block_drafter_holds_llama_cpps_names(frozen, tmp_path):
+    """The mask among the tokenizer's keys, in place of one that the target's file may name."""
+    target, file = frozen
+    layers = layer_config(target.model.config)
+    layers.num_hidden_layers = 2
+    settings = BlockSettings([0, 2], 3, 6, causal=True, own_head=True)
+    drafter = BlockDrafter.build(target, settings, layers, torch.tensor([2, 7, 40]))
+    exported(drafter, file, tmp_path / "drafter")
+    read = GGUFReader(tmp_path / "drafter" / FILE)
+    field = {name: one.contents() for name, one in read.fields.items()}
+    assert field["general.architecture"] == "dflash"
+    assert field["dflash.target_layers"] == [1, 3]
+    assert (field["dflash.block_count"], field["dflash.block_size"]) == (2, 6)
+    assert field["dflash.attention.causal"] is True
+    assert field["tokenizer.ggml.mask_token_id"] == 3
+    tensors = {tensor.name: tensor.data for tensor in read.tensors}
+    assert tensors["d2t"].tolist() == [2, 7, 40]
+    assert tensors["output.weight"].shape == (3, 32)
+    own = "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate"
+    names = {
+        f"blk.{i}.{name}.weight" for i in range(2) for name in f"{own} ffn_up ffn_down".split()
+    }
+    shared = {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
+    assert tensors.keys() == names | shared | {"output.weight", "d2t"}
+    last = drafter.layers[1].q_proj.weight.detach().numpy()  # its rows in the network's order
+    assert (tensors["blk.1.attn_q.weight"] == last).all()
+    # of a tokenizer that names another mask
+    drafter.settings.mask_token = 2
+    exported(drafter, tmp_path / "drafter" / FILE, tmp_path / "again")
+    again = GGUFReader(tmp_path / "again" / FILE).fields["tokenizer.ggml.mask_token_id"]
+    assert again.contents() == 2
+
+
+def test_a_mask_without_a_token_is_refused_by_llama_cpp(tiny_folder, tmp_path):
+    target = Target.load(str(tiny_folder("llama_padded", layers=4)))
+    file = tmp_path / "target.gguf"
+    write_gguf(file, target.model, tiny_folder("llama_padded", layers=4))
+    layers = layer_config(target.model.config)
+    drafter = BlockDrafter.build(target, BlockSettings([0], VOCAB_SIZE + 1), layers)
+    with pytest.raises(UserError, match="is row 101, without a token: train one with method"):
+        exported(drafter, file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_that_differs_on_reading_it_back_is_not_kept(frozen, tmp_path, monkeypatch):
     target, file = frozen
     drafter = drafters_of(target)["whole"]
@@ -310,6 +395,23 @@ def test_a_head_that_llama_cpp_would_misread_is_refused(change, says, frozen):
     with pytest.raises(UserError) as caught:
         KINDS["eagle3"].writers["llamacpp"].check(drafter)
     assert says in str(caught.value)
+
+
+def test_a_block_drafter_that_llama_cpp_would_misread_is_refused(frozen, tiny_folder):
+    """It may read any number of layers, but for the last one."""
+    target, _ = frozen
+    check = KINDS["dflash"].writers["llamacpp"].check
+    other = Target.load(str(tiny_folder("phi3", layers=4)))
+    for one, captures, says in (
+        (target, [0, 3], "reads an empty state for the output of the last layer"),
+        (other, [0, 2], "llama and qwen3 targets only, not of phi3"),
+    ):
+        drafter = BlockDrafter(BlockSettings(captures, 1), layer_config(one.model.config), one)
+        with pytest.raises(UserError, match=says):
+            check(drafter)
+    for captures in ([1], [0, 1, 2]):
+        settings = BlockSettings(captures, 1)
+        check(BlockDrafter(settings, layer_config(target.model.config), target))
 
 
 def test_a_target_without_a_hook_is_refused(tiny_folder):
