@@ -36,29 +36,6 @@ class Config(BlockConfig):
         require(self.correction != "none", "method.correction", HAS_ONE, self.correction)
 
 
-class Recipe(BlockRecipe[Config]):
-    def make_objective(self) -> DominoObjective:
-        return DominoObjective(self.config, self.target, self.depth, self.captures)
-
-    def stages(self) -> list[Stage]:
-        (stage,) = super().stages()
-        return [dataclasses.replace(stage, prepare=self._begin)]
-
-    def _begin(self, start: Start) -> TrainedDrafter:
-        """Set over how many steps the loss without correction falls to 0."""
-        assert isinstance(self.objective, DominoObjective)
-        self.objective.steps = max(1, round(self.config.base_share * start.max_steps))
-        return start.drafter
-
-    def check_network(self, drafter: TrainedDrafter) -> None:
-        super().check_network(drafter)
-        if drafter.output_head(1).extra is None:
-            raise UserError(
-                "model.drafter has no correction to train: name one of recipe=domino, or train it "
-                "with recipe=dflash"
-            )
-
-
 class DominoObjective(BlockObjective):
     """The loss of block drafters on the corrected and on the plain logits. `steps`: after which the
     latter weigh nothing."""
@@ -80,3 +57,25 @@ class DominoObjective(BlockObjective):
         if name != "base":
             return super().projected(name, states, head)
         return states[:, : head.weight.shape[1]], head.plain()
+
+
+class Recipe(BlockRecipe[Config]):
+    objective_type = DominoObjective
+
+    def stages(self) -> list[Stage]:
+        (stage,) = super().stages()
+        return [dataclasses.replace(stage, prepare=self._begin)]
+
+    def _begin(self, start: Start) -> TrainedDrafter:
+        """Set over how many steps the loss without correction falls to 0."""
+        assert isinstance(self.objective, DominoObjective)
+        self.objective.steps = max(1, round(self.config.base_share * start.max_steps))
+        return start.drafter
+
+    def check_network(self, drafter: TrainedDrafter) -> None:
+        super().check_network(drafter)
+        if drafter.output_head(1).extra is None:
+            raise UserError(
+                "model.drafter has no correction to train: name one of recipe=domino, or train it "
+                "with recipe=dflash"
+            )

@@ -55,11 +55,39 @@ class Config(BlockConfig):
         return self.confidence_weight > 0
 
 
-class Recipe(BlockRecipe[Config]):
-    errors: dict[str, list[float]] | None = None  # of the confidence, by depth
+class DSparkObjective(BlockObjective):
+    """The loss of block drafters with cross-entropy on the text's tokens and on the confidence."""
 
-    def make_objective(self) -> BlockObjective:
-        return DSparkObjective(self.config, self.target, self.depth, self.captures)
+    @property
+    def own(self) -> Config:
+        """The settings, with those of DSpark."""
+        assert isinstance(self.config, Config)
+        return self.config
+
+    def divergences(self, step: int) -> dict[str, tuple[Divergence, float]]:
+        found = super().divergences(step)
+        if self.own.label_weight:
+            found["label"] = (CE_HARD, self.own.label_weight)
+        return found
+
+    def terms(self, step: int) -> list[str]:
+        return [*super().terms(step), *["confidence"] * self.own.has_confidence]
+
+    def further(
+        self, drafter: TrainedDrafter, states: torch.Tensor, found: ChunkedLoss
+    ) -> dict[str, tuple[torch.Tensor, float]]:
+        if not self.own.has_confidence:
+            return {}
+        assert isinstance(drafter, BlockDrafter)
+        assert drafter.confidence is not None
+        logits, accept = drafter.confidence.logits(states), found.overlap.clamp(0, 1)
+        values = F.binary_cross_entropy_with_logits(logits, accept.to(logits), reduction="none")
+        return {"confidence": (values, self.own.confidence_weight)}
+
+
+class Recipe(BlockRecipe[Config]):
+    objective_type = DSparkObjective
+    errors: dict[str, list[float]] | None = None  # of the confidence, by depth
 
     def check_network(self, drafter: TrainedDrafter) -> None:
         super().check_network(drafter)
@@ -114,33 +142,3 @@ class Recipe(BlockRecipe[Config]):
                 found[depth].append((drafter.confidence.logits(picked), value.overlap))
         parts = [zip(*one, strict=True) for one in found]
         return [tuple(torch.cat(part).cpu() for part in one) for one in parts]  # type: ignore[misc]
-
-
-class DSparkObjective(BlockObjective):
-    """The loss of block drafters with cross-entropy on the text's tokens and on the confidence."""
-
-    @property
-    def own(self) -> Config:
-        """The settings, with those of DSpark."""
-        assert isinstance(self.config, Config)
-        return self.config
-
-    def divergences(self, step: int) -> dict[str, tuple[Divergence, float]]:
-        found = super().divergences(step)
-        if self.own.label_weight:
-            found["label"] = (CE_HARD, self.own.label_weight)
-        return found
-
-    def terms(self, step: int) -> list[str]:
-        return [*super().terms(step), *["confidence"] * self.own.has_confidence]
-
-    def further(
-        self, drafter: TrainedDrafter, states: torch.Tensor, found: ChunkedLoss
-    ) -> dict[str, tuple[torch.Tensor, float]]:
-        if not self.own.has_confidence:
-            return {}
-        assert isinstance(drafter, BlockDrafter)
-        assert drafter.confidence is not None
-        logits, accept = drafter.confidence.logits(states), found.overlap.clamp(0, 1)
-        values = F.binary_cross_entropy_with_logits(logits, accept.to(logits), reduction="none")
-        return {"confidence": (values, self.own.confidence_weight)}

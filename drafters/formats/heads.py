@@ -113,7 +113,8 @@ def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
         for name, tensor in head.tensors.items()
         if name not in tables
     }
-    settings = BlockSettings(head.captures, head.mask_token, head.block_size, **head.flags)
+    causal, from_anchor = head.flags["causal"], head.flags["from_anchor"]
+    settings = BlockSettings(head.captures, head.mask_token, head.block_size, causal, from_anchor)
     kept, rows = None, head.tensors.get("lm_head.weight")
     if rows is not None and not _is_targets(rows, head, target):
         settings.own_head = True

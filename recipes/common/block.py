@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -86,14 +86,41 @@ class BlockConfig(VocabularyConfig):
 ConfigT = TypeVar("ConfigT", bound=BlockConfig)
 
 
+class BlockObjective(HeadObjective):
+    """The loss of heads behind some anchors of each text. `config.anchors`: how many."""
+
+    config: BlockConfig
+
+    def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
+        return drawn_anchors(batch, self.config.anchors) if self.config.anchors else None
+
+    def trained(
+        self,
+        drafter: TrainedDrafter,
+        batch: Batch,
+        where: list[torch.Tensor],
+        unrolled: Iterator[torch.Tensor],
+    ) -> Iterator[Trained]:
+        """Weigh the slots of a block against each other, all of which are there at once."""
+        depths, weighting = super().trained(drafter, batch, where, unrolled), self.config.weights
+        if weighting == "decay":
+            yield from depths
+            return
+        known = list(depths)
+        found = slot_weights(weighting, drafter, known, batch.input_ids.shape)
+        for one, weights in zip(known, found, strict=True):
+            yield one._replace(weights=one.weights * weights, scale=1.0)
+
+
 class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):
     """A recipe that trains a block drafter in one stage."""
 
     drafter_type = BlockDrafter
+    objective_type: ClassVar[type[BlockObjective]] = BlockObjective
 
-    def make_objective(self) -> HeadObjective:
+    def make_objective(self) -> BlockObjective:
         given = (self.depth, self.captures, self.is_reduced)
-        return BlockObjective(self.config, self.target, *given)
+        return self.objective_type(self.config, self.target, *given)
 
     @property
     def is_reduced(self) -> bool:
@@ -137,32 +164,6 @@ class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):
             confidence=config.has_confidence,
         )  # fmt: skip
         return BlockDrafter.build(target, settings, layers, kept)
-
-
-class BlockObjective(HeadObjective):
-    """The loss of heads behind some anchors of each text. `config.anchors`: how many."""
-
-    config: BlockConfig
-
-    def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
-        return drawn_anchors(batch, self.config.anchors) if self.config.anchors else None
-
-    def trained(
-        self,
-        drafter: TrainedDrafter,
-        batch: Batch,
-        where: list[torch.Tensor],
-        unrolled: Iterator[torch.Tensor],
-    ) -> Iterator[Trained]:
-        """Weigh the slots of a block against each other, all of which are there at once."""
-        depths, weighting = super().trained(drafter, batch, where, unrolled), self.config.weights
-        if weighting == "decay":
-            yield from depths
-            return
-        known = list(depths)
-        found = slot_weights(weighting, drafter, known, batch.input_ids.shape)
-        for one, weights in zip(known, found, strict=True):
-            yield one._replace(weights=one.weights * weights, scale=1.0)
 
 
 def drawn_anchors(batch: Batch, count: int) -> torch.Tensor:
