@@ -55,7 +55,10 @@ WORDS_OF_TARGET = [
 
 # nothing besides
 MALFORMED = [
-    (["data.num_prompts=3"], "name one recipe as recipe=<name>; available: block_head, dflash, distillspec"),
+    (
+        ["data.num_prompts=3"],
+        "name one recipe as recipe=<name>; available: block_head, dflash, distillspec",
+    ),
     (["recipe=distillspec", "trainer.lr"], "arguments have the form key=value"),
     (["recipe=distillspec", "run.seed=1", "run.seed=2"], "'run.seed' is given twice"),
     (["recipe=distillspec", "--help"], "key=value"),
