@@ -15,7 +15,6 @@ import shutil
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
-from torch.nn import functional as F
 
 import train
 from data.traces import Trace
@@ -28,7 +27,6 @@ from drafters.kinds import KINDS, kind_of
 from drafters.layers import layer_config
 from drafters.load import load_drafter
 from drafters.round import Budget
-from drafters.text import Text
 from drafters.training_free.ngram_simple import NgramSimple
 from engines import llamacpp_run
 from engines.llamacpp_run import (
@@ -49,6 +47,7 @@ from target.cache import CachedModel
 from target.decode import Request
 from target.model import Target
 from target.sampling import Sampling, warp
+from tests.helpers.by_heart import block_drafter
 from tests.helpers.commands import ROOT, command, read_jsonl
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny import VOCAB_SIZE
@@ -92,37 +91,19 @@ def drafters_of(target):
     return {"whole": whole, "reduced": reduced, "draft model": model}
 
 
-def block_drafter(target, prompts, causal=False, reduced=False):
-    """A block drafter of two captures that has learnt the answers to these prompts by heart, of the
-    whole vocabulary or of three tokens in four."""
-    torch.manual_seed(0)
-    config = layer_config(target.model.config)
-    config.num_hidden_layers = 2
-    kept = torch.tensor([i for i in range(target.vocab_size) if i % 4]) if reduced else None
-    settings = BlockSettings([0, 2], 1, K + 1, causal=causal, own_head=reduced)
-    drafter = BlockDrafter.build(target, settings, config, kept)
-    optimizer = torch.optim.Adam(drafter.parameters(), 0.01)
-    texts = []
+BLOCKS = {
+    "block": {"layers": [0, 2]},
+    "causal block": {"layers": [0, 1, 2], "causal": True},
+    "reduced block": {"layers": [1], "reduced": True},
+}
+
+
+def answered(target, prompts):
+    """Prompts and the target's own answers to them."""
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        texts.append(target.model.generate(ids, max_new_tokens=NEW, do_sample=False))
-    outputs = [target.outputs(ids, layers=(0, 2), logits=False) for ids in texts]
-    for step in range(40 * len(texts)):
-        ids, first = texts[step % len(texts)], len(prompts[step % len(texts)])
-        loss = torch.zeros(())
-        unrolled = drafter.states(Text(ids), outputs[step % len(texts)], K)
-        for depth, states in enumerate(unrolled, start=1):
-            logits = drafter.project(states, depth)[0, first - 1 + depth : -1]
-            labels = ids[0, first + depth :]
-            scored = logits.gather(1, labels.unsqueeze(1)).isfinite()[:, 0]
-            loss = loss + F.cross_entropy(logits[scored], labels[scored])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return drafter.eval()
-
-
-BLOCKS = {"block": {}, "causal block": {"causal": True}, "reduced block": {"reduced": True}}
+        made = target.model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        yield prompt, made[0, len(prompt) :].tolist()
 
 
 def by_rule(rounds, limit):
@@ -144,7 +125,7 @@ def test_answers_are_identical_and_counters_ours(name, frozen, tmp_path):
     target, file = frozen
     prompts = prompts_of(target, 8)
     if name in BLOCKS:
-        drafter = block_drafter(target, prompts, **BLOCKS[name])
+        drafter = block_drafter(target, answered(target, prompts[:4]), K, **BLOCKS[name])
     else:
         drafter = drafters_of(target)[name].eval()
     jobs = {"plain": None, name: exported(drafter, file, tmp_path / "drafter")}
