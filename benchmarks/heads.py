@@ -10,6 +10,7 @@
     python -m benchmarks.heads run 0 1 2 heads_chat      # networks, and HASS, on a chat model
     python -m benchmarks.heads run 0 1 2 heads_long      # EAGLE and EAGLE-3, ten times the steps
     python -m benchmarks.heads run 0 1 2 heads_rates     # both at the sweep's best rates
+    python -m benchmarks.heads run 0 1 2 heads_blocks    # block drafters, beside EAGLE-3
 
 Every cell trains on the same texts of the target in the same order, the same number of rows and
 steps; HASS goes on from the head of cell eagle, as does its control. Each is measured on held-out
@@ -39,6 +40,9 @@ import torch.nn.functional as F
 from benchmarks import chat_model
 from benchmarks.heads_cells import (
     ALL,
+    BLOCK_K,
+    BLOCK_NODES,
+    BLOCKS,
     CAPTURES,
     CELLS,
     CHAT,
@@ -75,6 +79,7 @@ from drafters.base import TrainedDrafter
 from drafters.eagle import Index
 from drafters.eagle1 import Eagle1Drafter
 from drafters.round import Budget, Shape
+from drafters.trees.best_first import BestFirstTree
 from drafters.trees.calibrated import calibrated_tree
 from drafters.trees.table import parse_shape
 from eval.metrics import PromptCounters, hierarchical_difference
@@ -105,7 +110,7 @@ class ReadingNormed(Eagle1Drafter):
 
 class Experiment:
     name, layers, new_tokens = "assets/toy/target", LAYERS, NEW_TOKENS
-    steps, rows, trees, num_prompts = STEPS, ROWS, True, NUM_PROMPTS
+    steps, rows, trees, num_prompts, K = STEPS, ROWS, True, NUM_PROMPTS, K
     about = (
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
         f"held-out prompts, {NODES} nodes"
@@ -179,24 +184,44 @@ class Experiment:
         ))  # fmt: skip
         return drafter.eval()
 
+    def shapes(self, drafter: TrainedDrafter) -> dict[str, Shape]:
+        accuracy = measure_accuracies(self.target, self.dev, drafter, self.K, Sampling(1.0)).ranks
+        shapes: dict[str, Shape] = {"calibrated": calibrated_tree(accuracy, NODES)}
+        if drafter.max_depth is None:
+            shapes |= {name: parse_shape(text) for name, text in TREES.items()}
+        return shapes
+
     def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
-        shapes: dict[str, Shape] = {}
-        if self.trees:
-            accuracy = measure_accuracies(self.target, self.dev, drafter, K, Sampling(1.0)).ranks
-            shapes["calibrated"] = calibrated_tree(accuracy, NODES)
-            if drafter.max_depth is None:
-                shapes |= {name: parse_shape(text) for name, text in TREES.items()}
+        shapes = self.shapes(drafter) if self.trees else {}
         found: dict[str, dict[str, object]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
         for temperature, traces in self.held_out.items():
             sampling, key = Sampling(temperature), f"{temperature:g}"
-            result = OfflineEvaluator(self.target, traces, sampling, Budget(K))(drafter)
+            result = OfflineEvaluator(self.target, traces, sampling, Budget(self.K))(drafter)
             found["chain"][key] = [dataclasses.asdict(c) for c in result.counters]
             found["alpha"][key] = result.alpha_by_depth
             for name, shape in shapes.items():
                 counters = TreeReplay(self.target, traces, sampling, Budget.of(shape))(drafter)
                 found[name][key] = [dataclasses.asdict(c) for c in counters]
         return found
+
+
+class BlockFamily(Experiment):
+    layers, K = (1, 2, 3, 4, 5, "final_norm"), BLOCK_K
+    about = (
+        f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts, {NUM_EVAL} held-out prompts, "
+        f"blocks behind 32 tokens of a text"
+    )
+
+    def shapes(self, drafter: TrainedDrafter) -> dict[str, Shape]:
+        accuracy = measure_accuracies(self.target, self.dev, drafter, self.K, Sampling(1.0)).ranks
+        shapes: dict[str, Shape] = {}
+        for nodes in BLOCK_NODES:
+            shapes[f"calibrated {nodes}"] = calibrated_tree(accuracy, nodes)
+            shapes[f"dynamic {nodes}"] = parse_shape(f"dynamic:{nodes}:{self.K}:8")
+            if drafter.has_slots:
+                shapes[f"best_first {nodes}"] = BestFirstTree(nodes).shape(None, self.K)
+        return shapes
 
 
 class LongBudget(Experiment):
@@ -225,7 +250,7 @@ def place(name: str, seed: int) -> Path:
 
 
 def _where(cells: Sequence[str]) -> type[Experiment]:
-    own = {LongBudget: LONG, ChatModel: CHAT}
+    own = {LongBudget: LONG, ChatModel: CHAT, BlockFamily: BLOCKS}
     return next((kind for kind, of in own.items() if set(cells) <= set(of)), Experiment)
 
 
@@ -257,13 +282,14 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
 
 
 def sweep() -> None:
-    bench = Experiment()
-    for name in sys.argv[2:] or CELLS:
+    names = sys.argv[2:] or [*CELLS]
+    bench = _where(names)()
+    for name in names:
         rates = (0.02, 0.05, 0.1, 0.2) if name in MUON else (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
         for lr in rates:
             drafter = bench.fit(name, 100, lr, 100)
             dev = OfflineEvaluator(
-                bench.target, bench.dev, Sampling(1.0), Budget(K), engine_counters=False
+                bench.target, bench.dev, Sampling(1.0), Budget(bench.K), engine_counters=False
             )(drafter)
             print(f"{name} lr {lr:g}: {tokens(dev.counters):.3f} tokens per round", flush=True)
 
@@ -279,7 +305,7 @@ def tokens(counters: list[PromptCounters]) -> float:
 
 def report(chosen: Sequence[int], cells: Sequence[str], result: str | None) -> None:
     lines = [
-        f"{_where(cells).about}, K={K}, torch {torch.__version__}, "
+        f"{_where(cells).about}, K={_where(cells).K}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "",
         "| cell | shape | seeds | tokens per round T=0 | T=1 | modelled at c = "
@@ -289,10 +315,11 @@ def report(chosen: Sequence[int], cells: Sequence[str], result: str | None) -> N
     ]
     for name in cells:
         seeds = [seed for seed in chosen if place(name, seed).exists()]
+        if not seeds:
+            continue
         stored = [json.loads(place(name, seed).read_text()) for seed in seeds]
-        for shape in ("chain", "calibrated", *TREES):
-            if not stored or shape not in stored[0]:
-                continue
+        shapes = [key for key in stored[0] if key not in ("alpha", "seconds", "parameters")]
+        for shape in shapes:
             mean = {
                 t: sum(tokens(load(name, seed, shape, t)) for seed in seeds) / len(seeds)
                 for t in ("0", "1")

@@ -85,6 +85,33 @@ RATES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "eagle, rate 0.016": ("eagle", {}, 1.6e-2, NUM_PROMPTS),
     "eagle-3, rate 0.008": ("eagle3", {}, 8e-3, NUM_PROMPTS),
 }
+# block drafters of two layers beside EAGLE-3: chains of 7, and trees of as many nodes
+TWO = {"draft_layers": 2}
+BLOCK_RATE = 4e-3
+BLOCKS: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "blocks: eagle-3": ("eagle3", {}, 8e-3, NUM_PROMPTS),
+    "blocks: eagle-3, lk": ("eagle3", {"divergence": "lk_hybrid"}, 8e-3, NUM_PROMPTS),
+    "blocks: dflash": ("dflash", TWO, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: dflash, lk": ("dflash", TWO | {"divergence": "lk_hybrid"}, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: dflash, no decay": ("dflash", TWO | {"depth_decay": 1.0}, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: dflash, dpace": ("dflash", TWO | {"weights": "dpace"}, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: dflash, until fail": (
+        "dflash", TWO | {"weights": "accept_until_fail"}, BLOCK_RATE, NUM_PROMPTS,
+    ),
+    "blocks: dflash, markov": (
+        "dflash", TWO | {"correction": "markov", "correction_rank": 64}, BLOCK_RATE, NUM_PROMPTS,
+    ),
+    "blocks: head": ("block_head", TWO, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: head, lk": ("block_head", TWO | {"divergence": "lk_hybrid"}, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: head, no decay": ("block_head", TWO | {"depth_decay": 1.0}, BLOCK_RATE, NUM_PROMPTS),
+    "blocks: dspark": (
+        "dspark", TWO | {"correction_rank": 64}, BLOCK_RATE, NUM_PROMPTS,
+    ),
+    "blocks: domino": (
+        "domino", TWO | {"correction_rank": 64, "correction_width": 192}, BLOCK_RATE, NUM_PROMPTS,
+    ),
+}  # fmt: skip
+BLOCK_K, BLOCK_NODES = 7, (16, 64, 256)
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)
 # cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
@@ -137,11 +164,29 @@ CLAIMS |= {
         ("long: eagle-3", "long: eagle"),
         ("eagle-3, rate 0.008", "eagle, rate 0.016"),
         ("long: eagle-3, normed residual", "long: eagle"),
+        *((f"blocks: {name}, lk", f"blocks: {name}") for name in ("eagle-3", "dflash", "head")),
+        ("blocks: dflash, dpace", "blocks: dflash"),
+        ("blocks: dflash, until fail", "blocks: dflash"),
+        ("blocks: dflash, no decay", "blocks: dflash"),
+        ("blocks: head, no decay", "blocks: head"),
+        ("blocks: head", "blocks: dflash"),
+        ("blocks: dflash, markov", "blocks: dflash"),
+        ("blocks: dspark", "blocks: dflash"),
+        ("blocks: domino", "blocks: dflash"),
+        ("blocks: eagle-3", "blocks: dspark"),
         *((cell, "noise 0.01, steps 1, top 0") for cell in HASS if "steps 1, top 0" not in cell),
         *((f"noise {noise}, steps 1, top 0", "noise 0.01, steps 1, top 0") for noise in (0.1, 0)),
     )
-    for shape in (("chain",) if better in CHAT else ("chain", "dynamic"))
+    for shape in (("chain",) if better in CHAT or better in BLOCKS else ("chain", "dynamic"))
 }
+CLAIMS |= {
+    f"best_first > {other}, {nodes} nodes, {cell}": (
+        (cell, f"best_first {nodes}"), (cell, f"{other} {nodes}"), 1.0,
+    )
+    for cell in ("blocks: dflash", "blocks: head")
+    for other in ("calibrated", "dynamic")
+    for nodes in BLOCK_NODES
+}  # fmt: skip
 CLAIMS |= {  # what HASS adds to as many steps of EAGLE's loss, and its loss on the likeliest tokens
     f"{better} > {worse}, {shape}": ((better, shape), (worse, shape), 1.0)
     for better, worse in (
@@ -155,7 +200,7 @@ CLAIMS |= {
     for name in ("medusa", "hydra", "eagle", "eagle-3")
     for shape in (("chain", "dynamic") if "eagle" in name else ("chain", "calibrated"))
 }
-ALL = CELLS | NETWORKS | HASS | CHAT | LONG | RATES
+ALL = CELLS | NETWORKS | HASS | CHAT | LONG | RATES | BLOCKS
 ALL |= {name: CELLS[name.removesuffix(", muon")] for name in MUON}
 GROUPS = {  # word of the command line, and name of the result -> cells
     "heads": [*CELLS],
@@ -164,5 +209,6 @@ GROUPS = {  # word of the command line, and name of the result -> cells
     "heads_chat": [*CHAT],
     "heads_long": [*LONG],
     "heads_rates": [*RATES],
+    "heads_blocks": [*BLOCKS],
     "heads_muon": ["medusa", "hydra", "eagle", "eagle-3", *MUON],
 }
