@@ -36,10 +36,12 @@ from eval.plain import NEAR_TIE
 from eval.served import prompt_counters, served_row
 from target.model import Target
 from target.sampling import Sampling
+from tests.helpers.by_heart import block_drafter
 
 pytestmark = pytest.mark.engine
 
 K, PROMPTS = 4, 12
+LEARNT = 6  # answers, by block drafters
 CONFIG = EvalConfig(
     num_prompts=PROMPTS, max_new_tokens=48, temperatures=[0.0], K=K, timing_prompts=0,
     bootstrap_draws=20,
@@ -106,10 +108,25 @@ def export_flat(drafter, target, folder):
     kind_of(drafter).writers["vllm"](drafter, folder, Export("", "", K))
 
 
+def export_for_transformers(drafter, target, folder):
+    kind_of(drafter).writers["transformers"](drafter, folder, Export("", "", K))
+
+
 def export_speculators(drafter, target, folder):
     kind_of(drafter).writers["speculators"](drafter, folder, Export("", target.name, K))
 
 
+def block(**options):
+    """A block drafter that knows the first answers by heart."""
+
+    def load(target, traces):
+        texts = [(trace.prompt_ids, trace.response_ids) for trace in traces[:LEARNT]]
+        return block_drafter(target, texts, K, layers=[1, 4], **options)
+
+    return load
+
+
+whole_block, reduced_block = block(), block(reduced=True)
 eagle3 = head("eagle3", 40, layers=[1, 3, 5], steps=K, draft_vocab_size=1024)
 CASES = [
     Case("draft_model", "draft_model", load_causal_lm, export_causal_lm),
@@ -119,6 +136,11 @@ CASES = [
     Case("eagle3", "eagle3", eagle3, export_flat),
     Case("eagle3 whole vocabulary", "eagle3", head("eagle3", 40, steps=K), export_flat),
     Case("eagle3 speculators", "eagle3", eagle3, export_speculators),
+    Case("dflash", "dflash", whole_block, export_flat),
+    Case("dflash of transformers", "dflash", whole_block, export_for_transformers),
+    Case("dflash causal", "dflash", block(causal=True), export_flat),
+    Case("dflash reduced vocabulary", "dflash", reduced_block, export_flat),
+    Case("dflash speculators", "dflash", reduced_block, export_speculators),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
