@@ -17,7 +17,8 @@ from data.batches import collate
 from data.packing import PackedTraces
 from data.shares import TextShares
 from data.traces import Trace
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.layers import layer_config
 from drafters.round import Budget

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.formats.files import Tensors, check_tensors

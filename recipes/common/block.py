@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter, BlockSettings, default_captures
+from drafters.block import BlockDrafter
 from drafters.block_heads import CORRECTIONS
+from drafters.block_settings import BlockSettings, default_captures
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from recipes.common.chosen_layers import ChosenLayers

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drafters.attention import Blocks, attend, attend_blocks
-from drafters.block import BlockDrafter, BlockSettings, default_captures
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings, default_captures
 from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from drafters.round import Budget

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.export.vllm import check_dflash
 from drafters.layers import layer_config
 from drafters.round import Budget

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaConfig, PhiConfig, PhiForCausalLM
 from transformers.generation import DFlashTokenCandidateGenerator
 
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Settings
 from drafters.export.card import Export, model_card

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import train
-from drafters.block import BlockSettings
+from drafters.block_settings import BlockSettings
 from drafters.export.card import Export
 from drafters.kinds import kind_of
 from drafters.load import load_drafter

@@ -18,7 +18,8 @@ from gguf import GGUFReader, GGUFWriter
 
 import train
 from data.traces import Trace
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
 from drafters.export.card import SPEC_TYPES, Export

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from drafters.block import BlockDrafter, BlockSettings
+from drafters.block import BlockDrafter
+from drafters.block_settings import BlockSettings
 from drafters.layers import layer_config
 from drafters.mask_token import default_mask_token
 from drafters.text import Text
