@@ -17,6 +17,7 @@ from tests.trainer.test_loop import TinyLM, losses_of, same_weights, train
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.hidden import hidden_layers
+from trainer.logits import OutputHead
 from trainer.optimizer import make_optimizer, orthogonal
 from trainer.setup import make_accelerator, placement
 
@@ -104,7 +105,7 @@ def test_all_but_hidden_matrices_are_updated_as_by_adamw():
     for name in ("adamw", "muon"):
         torch.manual_seed(0)
         model = Deep()
-        model.output_head = lambda depth, head=model.head: head
+        model.output_head = lambda depth, head=model.head: OutputHead(head.weight)
         optimizer = make_optimizer(model, TrainerConfig(optimizer=name))
         for _ in range(3):
             model(torch.arange(6)[None]).square().mean().backward()
