@@ -90,7 +90,7 @@ def show_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for noisy in ("httpx", "accelerate", "datasets", "bitsandbytes"):
+    for noisy in ("httpx", "accelerate", "datasets", "bitsandbytes", "gguf"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
