@@ -277,7 +277,9 @@ def test_a_block_is_computed_at_the_columns_alone(target, monkeypatch):
 # --- decoding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])]
+)
 def test_greedy_decoding_gives_the_targets_text(kind, target):
     drafter = fitted(made(target, kind, layers=1), target, K, steps=60, learning_rate=0.01)
     accepted = assert_greedy_text_is_the_targets(drafter, target, Budget(3))
