@@ -103,6 +103,7 @@ class BlockDrafter(TrainedDrafter):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(width, eps=eps)
         assert settings.own_head or kept is None
+        assert isinstance(self, drafter_type(settings))
         rows = self.vocab_size if kept is None else len(kept)
         self.lm_head = nn.Linear(width, rows, bias=False) if settings.own_head else None
         self.register_buffer("kept", kept)
@@ -124,7 +125,7 @@ class BlockDrafter(TrainedDrafter):
         kept: torch.Tensor | None = None,
     ) -> BlockDrafter:
         """A fresh drafter; an output matrix of its own starts as the target's."""
-        drafter = cls(settings, config, target, kept)
+        drafter = drafter_type(settings)(settings, config, target, kept)
         if drafter.lm_head is not None:
             copy_rows(target, drafter.lm_head, kept)
             with torch.no_grad():
@@ -132,7 +133,7 @@ class BlockDrafter(TrainedDrafter):
         return drafter
 
     def fresh(self) -> BlockDrafter:
-        return BlockDrafter(self.settings, self.config, self.shared.target, self.kept).eval()
+        return type(self)(self.settings, self.config, self.shared.target, self.kept).eval()
 
     def network(self) -> dict[str, object]:
         own = dataclasses.asdict(self.settings)
@@ -149,7 +150,10 @@ class BlockDrafter(TrainedDrafter):
     @property
     def unserved(self) -> str | None:
         if self.settings.correction != "none":
-            return f"no export has block drafters with method.correction={self.settings.correction}"
+            return (
+                f"no engine has block drafters with method.correction={self.settings.correction}, "
+                "only with none, markov or gated"
+            )
         if not self.settings.from_anchor:
             return None
         return "no engine has DFlash drafters with method.from_anchor=true"
@@ -345,6 +349,21 @@ class BlockDrafter(TrainedDrafter):
         drafter = cls(settings, config, target, tensors.get("kept"))
         restore(drafter, Path(folder), about, tensors)
         return drafter.eval()
+
+
+class DSparkDrafter(BlockDrafter):
+    """A block drafter whose logits the token before corrects: what engines serve as DSpark."""
+
+    kind = "dspark"
+
+    @property
+    def unserved(self) -> str | None:
+        return None
+
+
+def drafter_type(settings: BlockSettings) -> type[BlockDrafter]:
+    """The class of a drafter with this network."""
+    return DSparkDrafter if settings.correction in ("markov", "gated") else BlockDrafter
 
 
 def _layer(

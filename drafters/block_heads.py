@@ -10,7 +10,7 @@ anchor, h_k the slot's state that the output matrix reads, e the target's embedd
                                                                      (Domino, arXiv:2605.29707)
 
 In training the tokens before are those of the text, in a round those of a node's own path. The
-papers do not say what the gate is: here it is one for each of the r numbers. W_2 starts at zero, so
+gate is the published code's, one for each of the r numbers. W_2 starts at zero, so
 that a fresh correction changes nothing.
 """
 
@@ -150,8 +150,9 @@ class Round:
 
 
 class Confidence(nn.Module):
-    """The probability that the token of slot k is accepted, before it is drawn: c_k = sigmoid(w .
-    s_k / T_k), of the state s_k that the output head reads: [h_k ; z_k] (DSpark, arXiv:2607.05147).
+    """The probability that the token of slot k is accepted, before it is drawn: c_k = sigmoid((w .
+    s_k + b) / T_k), of the state s_k that the output head reads: [h_k ; z_k] (DSpark,
+    arXiv:2607.05147; the published code has the bias b).
 
     `temperatures` [K] float: T_k, 1 until they are calibrated.
     """
@@ -160,12 +161,13 @@ class Confidence(nn.Module):
 
     def __init__(self, width: int, depth: int):
         super().__init__()
-        self.out = nn.Linear(width, 1, bias=False)
+        self.out = nn.Linear(width, 1)
         nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
         self.register_buffer("temperatures", torch.ones(depth))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """w . s of states [..., d + r], [...] float32."""
+        """w . s + b of states [..., d + r], [...] float32."""
         return self.out(states.to(self.out.weight.dtype))[..., 0].float()
 
     def forward(self, states: torch.Tensor, depth: int) -> torch.Tensor:

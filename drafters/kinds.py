@@ -14,7 +14,7 @@ from typing import Any
 
 from drafters.bank import DrafterBank
 from drafters.base import DrafterJson, TrainedDrafter
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, DSparkDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
@@ -127,6 +127,16 @@ KINDS: dict[str, Kind] = {
             },
             heads.dflash,
         ),
+        Kind(
+            DSparkDrafter, "A DSpark block drafter", DSparkDrafter.from_pretrained, "dspark",
+            {
+                "vllm": Writer(vllm.write_dspark, vllm.check_dspark),
+                "speculators": Writer(speculators.write_dspark, speculators.check_dspark),
+                "sglang": Writer(sglang.write_dspark, sglang.check_dflash),
+                "llamacpp": Writer(gguf.write_dspark, gguf.check_dspark),
+            },
+            heads.dflash,
+        ),
     )
 }  # fmt: skip
 
@@ -145,17 +155,18 @@ def kind_of(drafter: TrainedDrafter) -> Kind:
 def first_writer(drafter: TrainedDrafter, of_gguf: bool) -> tuple[str, Writer]:
     """The engine that a run writes this drafter for, and its writer.
 
-    It is the first of the drafter's row, but SGLang for an EAGLE head whose `fc` has a bias, and
-    llama.cpp, where that serves the kind, for a target that has a GGUF file (`of_gguf`).
+    It is the first of the drafter's row that serves it, but llama.cpp, where that does, for a
+    target that has a GGUF file (`of_gguf`). Where none serves it, the first, whose check says why.
     """
     writers = kind_of(drafter).writers
+    engines = [engine for engine in writers if engine != "llamacpp"]
     if of_gguf and "llamacpp" in writers:
-        with contextlib.suppress(UserError):  # it serves fewer heads than others
-            writers["llamacpp"].check(drafter)
-            return "llamacpp", writers["llamacpp"]
-    dropped = isinstance(drafter, Eagle1Drafter) and drafter.settings.fc_bias
-    engine = "sglang" if dropped else next(iter(writers))
-    return engine, writers[engine]
+        engines.insert(0, "llamacpp")
+    for engine in engines:
+        with contextlib.suppress(UserError):
+            writers[engine].check(drafter)
+            return engine, writers[engine]
+    return next(iter(writers.items()))
 
 
 def stored_kind(about: DrafterJson) -> Kind:

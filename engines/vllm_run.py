@@ -84,9 +84,9 @@ class EngineCounters:
 class Speculation:
     """A drafter for vLLM.
 
-    `method`: draft_model, medusa, eagle, eagle3 or dflash; `folder`: exported for vLLM; `sampled`:
-    above temperature 0 the drafter samples, as in draftsmith's own decoding. vLLM's default is
-    False: the most likely tokens at any temperature, of which fewer are accepted."""
+    `method`: draft_model, medusa, eagle, eagle3, dflash or dspark; `folder`: exported for vLLM;
+    `sampled`: above temperature 0 the drafter samples, as in draftsmith's own decoding. vLLM's
+    default is False: the most likely tokens at any temperature, of which fewer are accepted."""
 
     method: str
     folder: str | Path

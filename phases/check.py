@@ -13,6 +13,8 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import torch
+
 from data.answers import AnswerFormat
 from data.batches import longest_text
 from data.config import DataConfig
@@ -328,6 +330,12 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
         kind.writers[engine].check(drafter)
         if engine == "vllm":
             engine_python()
+            if kind.method == "dspark" and not torch.cuda.is_available():
+                raise UserError(
+                    "runs DSpark on a GPU only, and there is none here", key="eval.engine",
+                    value=config.engine, remedy="measure with eval.engine=own, or llamacpp with a "
+                    "target's GGUF file",
+                )  # fmt: skip
 
 
 def check_room(config: EvalConfig, context: int) -> None:

@@ -111,5 +111,6 @@ real target: $((SECONDS - start)) s
 Open the report.html named above in a browser. More text and steps give a better drafter: the same
 command with data.num_prompts=1400 trainer.max_steps=350, and your own prompts=
 In llama.cpp a file of Q4_1, as SmolLM2's, is slower with a drafter on two cores, at every size that was
-measured: verifying four tokens takes three times one. Q4_0 gains with eval.K=1: benchmarks/README.md, llama.cpp.
+measured: verifying four tokens takes three times one. Q4_0 gains with eval.K=1 on some
+processors: benchmarks/README.md, llama.cpp.
 END

@@ -18,7 +18,8 @@ from trainer.redaction import shown
 
 # llama.cpp's --spec-type, by method
 SPEC_TYPES = {
-    "draft_model": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"
+    "draft_model": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
 }  # fmt: skip
 
 
@@ -203,7 +204,7 @@ def _serve_sglang(target: str, revision: str | None, method: str, num_tokens: in
     """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree, but
     for block drafters."""
     chain = f"--speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\\n    "
-    chain = "" if method == "dflash" else chain
+    chain = "" if method in ("dflash", "dspark") else chain
     return f"""SGLang:
 
 ```bash

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, DSparkDrafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
@@ -31,6 +31,7 @@ from drafters.export.heads import (
     Mapped,
     captured_layers,
     dflash_tensors,
+    dspark_tensors,
     eagle3_tensors,
     own_embedding,
     reduced,
@@ -72,6 +73,12 @@ def check_dflash(drafter: BlockDrafter) -> None:
     for refused, why in _unserved(drafter):
         if refused:
             raise _refused(why)
+
+
+def check_dspark(drafter: DSparkDrafter) -> None:
+    """Raise UserError for a DSpark drafter that llama.cpp cannot serve."""
+    vllm.check_dspark(drafter)
+    check_dflash(drafter)
 
 
 def _unserved(drafter: Mapped) -> list[tuple[bool, str]]:
@@ -143,15 +150,34 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
 
 def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
     """Write a block drafter."""
+    return _write_blocks(drafter, dflash_tensors(drafter), {}, folder, asked)
+
+
+def write_dspark(drafter: DSparkDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a DSpark drafter, whose blocks are a DFlash drafter's."""
+    fields = {
+        "sample_from_anchor": drafter.settings.from_anchor,
+        "has_confidence_head": drafter.settings.confidence,
+    }
+    return _write_blocks(drafter, dspark_tensors(drafter), fields, folder, asked)
+
+
+def _write_blocks(
+    drafter: BlockDrafter, tensors: Mapping[str, torch.Tensor], further: Fields,
+    folder: str | Path, asked: Export,
+) -> Path:  # fmt: skip
     config, settings = drafter.config, drafter.settings
     fields = _layer_fields(config, config.num_hidden_layers) | {
         "target_layers": [layer + 1 for layer in captured_layers(drafter)],
         "block_size": settings.block_size,
         "attention.causal": settings.causal,
         "vocab_size": drafter.fingerprint["vocab_size"],
+        **further,
     }
     named = {
-        "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output"
+        "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output",
+        "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2",
+        "confidence_head.proj": "conf_proj",
     }  # fmt: skip
     of_layers = {
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -161,11 +187,11 @@ def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Pa
     }  # fmt: skip
     for number in range(config.num_hidden_layers):
         named |= {f"layers.{number}.{old}": f"blk.{number}.{new}" for old, new in of_layers.items()}
-    tensors = dflash_tensors(drafter)
     found = {
-        f"{new}.weight": tensors[f"{old}.weight"].detach().cpu()
+        f"{new}.{part}": tensors[f"{old}.{part}"].detach().cpu()
         for old, new in named.items()
-        if f"{old}.weight" in tensors
+        for part in ("weight", "bias")
+        if f"{old}.{part}" in tensors
     }
     return _write(
         folder, "dflash", fields, found | _ids(drafter), drafter.tokenizer, asked,

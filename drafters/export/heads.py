@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter, BlockLayer
+from drafters.block import BlockDrafter, BlockLayer, DSparkDrafter
+from drafters.block_heads import Confidence, Gated, Markov
 from drafters.eagle import EagleDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
@@ -219,6 +221,32 @@ def dflash_tensors(drafter: BlockDrafter) -> dict[str, torch.Tensor]:
         for name in ("q_norm", "k_norm"):
             tensors[f"{prefix}.self_attn.{name}.weight"] = getattr(layer, name).weight
     return tensors | (_output_tensors(drafter) if drafter.lm_head is not None else {})
+
+
+@torch.no_grad()
+def dspark_tensors(drafter: DSparkDrafter) -> dict[str, torch.Tensor]:
+    """Tensors of a DSpark drafter: those of its blocks, of the correction and the confidence. No
+    layout has a place for the temperatures of the confidence."""
+    correction, tensors = drafter.correction, dflash_tensors(drafter)
+    assert isinstance(correction, Markov)
+    width, out = configured_vocab_size(drafter), correction.out.weight
+    found = correction.lookup.weight[:width]
+    tensors["markov_head.markov_w1.weight"] = F.pad(found, (0, 0, 0, width - len(found)))
+    rows = out if reduced(drafter) else padded_rows(drafter, out)
+    tensors["markov_head.markov_w2.weight"] = rows
+    if isinstance(correction, Gated):
+        for name, weight in correction.gate.named_parameters():
+            tensors[f"markov_head.gate_proj.{name}"] = weight
+    if (confidence := served_confidence(drafter)) is not None:
+        for name, weight in confidence.out.named_parameters():
+            tensors[f"confidence_head.proj.{name}"] = weight
+    return tensors
+
+
+def served_confidence(drafter: DSparkDrafter) -> Confidence | None:
+    """The confidence of a drafter where engines have it: theirs reads the row of the token before,
+    ours what the gate has left of it."""
+    return None if drafter.settings.correction == "gated" else drafter.confidence
 
 
 def _output_tensors(drafter: Mapped) -> dict[str, torch.Tensor]:

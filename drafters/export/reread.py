@@ -135,22 +135,34 @@ def logits(
     table = head.tensors.get("embed_tokens.weight", embedding)
     embedded = table[ids].to(dtype)
     features = torch.cat([hidden[layer].to(dtype) for layer in head.captures], -1)
-    if head.kind == "dflash":
+    if head.kind in ("dflash", "dspark"):
         block, mask = _Block(head, dtype), table[head.mask_token].to(dtype)
+        slot = depth - head.flags["from_anchor"]
         drafted = [
-            block.draft(embedded[start + 1], mask, features, start)[depth] for start in starts
+            block.draft(embedded[start + 1], mask, features, start)[slot] for start in starts
         ]
     else:
         eagle = _Eagle(head, dtype)
         drafted = [eagle.draft(embedded, features, start, depth) for start in starts]
-    scores = _projected(
-        torch.stack(drafted), head.tensors["lm_head.weight"] if head.has_rows else rows
-    )
+    states = torch.stack(drafted)
+    scores = _projected(states, head.tensors["lm_head.weight"] if head.has_rows else rows)
+    if head.kind == "dspark":
+        scores = scores + _corrected(head, states, ids[depth:])
     if head.target_ids is None:
         return scores
     full = scores.new_full((len(scores), head.vocab_size), -torch.inf)
     full[:, head.target_ids] = scores
     return full
+
+
+def _corrected(head: PublishedHead, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """What the tokens `before` [n] add to the logits of slots with `states` [n, H]: [n, V]."""
+    tensors, dtype = head.tensors, states.dtype
+    found = tensors["markov_head.markov_w1.weight"][before].to(dtype)
+    if head.correction == "gated":
+        gate = torch.cat([states, found], -1) @ tensors["markov_head.gate_proj.weight"].to(dtype).T
+        found = found * (gate + tensors["markov_head.gate_proj.bias"].to(dtype)).sigmoid()
+    return _projected(found, tensors["markov_head.markov_w2.weight"])
 
 
 def _projected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

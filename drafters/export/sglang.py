@@ -1,8 +1,8 @@
-"""EAGLE and DFlash for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
+"""EAGLE, DFlash and DSpark for SGLang (read in 0.5.23, not run: it needs another torch and a GPU).
 
 EAGLE-1 has an architecture name of its own, which vLLM refuses, and an `fc` with a bias that stays
-unset unless the file has one: a head without one gets zeros. EAGLE-3 and DFlash are vLLM's folder
-unchanged; that blocks are causal is read at the top level, beside full `layer_types`. SGLang
+unset unless the file has one: a head without one gets zeros. EAGLE-3, DFlash and DSpark are vLLM's
+folder unchanged; that blocks are causal is read at the top level, beside full `layer_types`. SGLang
 ignores keys that it does not know, so heads that it cannot serve are refused here.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, DSparkDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
@@ -81,6 +81,11 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
 def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
     """Write a block drafter."""
     return write(folder, vllm.dflash(drafter), drafter, asked)
+
+
+def write_dspark(drafter: DSparkDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a DSpark drafter; SGLang knows both corrections."""
+    return write(folder, vllm.dspark(drafter), drafter, asked)
 
 
 def _check_layers(drafter: Layered) -> None:

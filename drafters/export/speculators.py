@@ -1,5 +1,5 @@
-"""EAGLE-3 and DFlash in the layout of the speculators library (read in 0.9), which vLLM opens
-directly.
+"""EAGLE-3, DFlash and DSpark in the layout of the speculators library (read in 0.9), which vLLM
+opens directly.
 
 The layers' configuration is nested, the tensors of EAGLE-3's are named `layers.0.*`. Captured
 layers are counted by those that a state has passed.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, DSparkDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export import vllm
 from drafters.export.card import Export
@@ -27,6 +27,7 @@ from drafters.export.heads import (
     captured_layers,
     dflash_tensors,
     draft_vocab_size,
+    dspark_tensors,
     eagle3_tensors,
     layer_keys,
     own_embedding,
@@ -58,24 +59,42 @@ def check_dflash(drafter: BlockDrafter) -> None:
             raise UserError(f"script.engine=speculators: this layout {why}: use script.engine=vllm")
 
 
+def check_dspark(drafter: DSparkDrafter) -> None:
+    """Raise UserError for a DSpark drafter that vLLM would misread from this layout."""
+    check_dflash(drafter)
+    vllm.check_dspark(drafter)
+
+
 def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
     """Write a block drafter."""
+    config = _blocks(drafter, "dflash", "DFlashDraftModel", asked) | {
+        "sliding_window_non_causal": True, "sample_from_anchor": False
+    }  # fmt: skip
+    return write(folder, (config, dflash_tensors(drafter)), drafter, asked)
+
+
+def write_dspark(drafter: DSparkDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a DSpark drafter."""
+    config = _blocks(drafter, "dspark", "DSparkSpeculator", asked) | vllm.dspark_keys(drafter)
+    return write(folder, (config, dspark_tensors(drafter)), drafter, asked)
+
+
+def _blocks(
+    drafter: BlockDrafter, method: str, architecture: str, asked: Export
+) -> dict[str, object]:
     settings, count = drafter.settings, drafter.config.num_hidden_layers
     layers = {
         "model_type": "qwen3", "num_hidden_layers": count,
         "layer_types": ["full_attention"] * count,
     }  # fmt: skip
-    config = _named("dflash", "DFlashDraftModel", drafter, asked.target, asked.num_tokens) | {
+    return _named(method, architecture, drafter, asked.target, asked.num_tokens) | {
         "transformer_layer_config": layer_keys(drafter) | layers,
         "draft_vocab_size": draft_vocab_size(drafter),
         "target_hidden_size": drafter.config.hidden_size,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in captured_layers(drafter)],
         "block_size": settings.block_size,
         "mask_token_id": settings.mask_token,
-        "sliding_window_non_causal": True,
-        "sample_from_anchor": False,
     }
-    return write(folder, (config, dflash_tensors(drafter)), drafter, asked)
 
 
 def _named(

@@ -1,4 +1,4 @@
-"""Heads for vLLM (read in 0.32): Medusa, EAGLE-1, DFlash and the flat layout of EAGLE-3.
+"""Heads for vLLM (read in 0.32): Medusa, EAGLE-1, DFlash, DSpark and the flat layout of EAGLE-3.
 
 - Medusa drafts a chain of first choices, one head a token. Heads that share the target's output
   matrix are written with `original_lm_head` and that matrix once, as head 0's: vLLM then builds one
@@ -15,6 +15,8 @@
   asked for tokens, whatever `block_size` says. That blocks are causal is read at the top level
   first, then in `dflash_config`. An output matrix of its own may have the rows of a reduced
   vocabulary, mapped as in EAGLE-3.
+- DSpark has the published flat keys. vLLM corrects by the token before alone, whatever
+  `markov_head_type` says, and runs DSpark on a GPU only (its second model runner).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, DSparkDrafter
 from drafters.eagle1 import Eagle1Drafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.export.card import Export
@@ -35,6 +37,7 @@ from drafters.export.heads import (
     configured_vocab_size,
     dflash_tensors,
     draft_vocab_size,
+    dspark_tensors,
     dtype_of,
     eagle1_tensors,
     eagle3_tensors,
@@ -44,10 +47,13 @@ from drafters.export.heads import (
     reduced,
     refuse_biased_head,
     refuse_unserved_eagle1,
+    served_confidence,
     write,
 )
 from drafters.medusa import MedusaDrafter
 from trainer.errors import UserError
+
+MARKOV_TYPES = {"markov": "vanilla", "gated": "gated"}  # the published names of corrections
 
 
 def check_eagle1(drafter: Eagle1Drafter) -> None:
@@ -82,6 +88,16 @@ def check_dflash(drafter: BlockDrafter) -> None:
     check_ids(drafter)
 
 
+def check_dspark(drafter: DSparkDrafter) -> None:
+    """Raise UserError for a DSpark drafter that vLLM would run as another one."""
+    check_dflash(drafter)
+    if drafter.settings.correction != "markov":
+        raise UserError(
+            "vLLM and llama.cpp correct by the token before alone, as method.correction=markov "
+            f"does: this drafter has {drafter.settings.correction}; use script.engine=sglang"
+        )
+
+
 def write_medusa(drafter: MedusaDrafter, folder: str | Path, asked: Export) -> Path:
     """Write Medusa heads."""
     return write(folder, medusa(drafter), drafter, asked)
@@ -101,6 +117,11 @@ def write_eagle3(drafter: Eagle3Drafter, folder: str | Path, asked: Export) -> P
 def write_dflash(drafter: BlockDrafter, folder: str | Path, asked: Export) -> Path:
     """Write a block drafter."""
     return write(folder, dflash(drafter), drafter, asked)
+
+
+def write_dspark(drafter: DSparkDrafter, folder: str | Path, asked: Export) -> Path:
+    """Write a DSpark drafter."""
+    return write(folder, dspark(drafter), drafter, asked)
 
 
 def medusa(drafter: MedusaDrafter) -> Layout:
@@ -158,22 +179,54 @@ def eagle3(drafter: Eagle3Drafter) -> Layout:
 
 def dflash(drafter: BlockDrafter) -> Layout:
     """config.json and tensors of a block drafter, for SGLang too."""
+    settings = drafter.settings
+    inner = _read_states(drafter) | {"causal": settings.causal}
+    config = _blocks(drafter, "DFlashDraftModel") | {"dflash_config": inner}
+    return config, _with_embedding(drafter, dflash_tensors(drafter))
+
+
+def dspark(drafter: DSparkDrafter) -> Layout:
+    """config.json and tensors of a DSpark drafter, for SGLang too."""
+    config = _blocks(drafter, "Qwen3DSparkModel") | _read_states(drafter) | dspark_keys(drafter)
+    config["dflash_config"] = {"causal": drafter.settings.causal}
+    return config, _with_embedding(drafter, dspark_tensors(drafter))
+
+
+def dspark_keys(drafter: DSparkDrafter) -> dict[str, object]:
+    """The keys of the correction and the confidence."""
+    settings, judges = drafter.settings, served_confidence(drafter) is not None
+    return {
+        "sample_from_anchor": settings.from_anchor,
+        "markov_rank": settings.correction_rank,
+        "markov_head_type": MARKOV_TYPES[settings.correction],
+        "enable_confidence_head": judges,
+        "confidence_head_with_markov": judges,
+    }
+
+
+def _read_states(drafter: BlockDrafter) -> dict[str, object]:
+    mask = drafter.settings.mask_token
+    return {"mask_token_id": mask, "target_layer_ids": captured_layers(drafter)}
+
+
+def _blocks(drafter: BlockDrafter, architecture: str) -> dict[str, object]:
+    """The keys of the layers and the blocks."""
     settings, count = drafter.settings, drafter.config.num_hidden_layers
-    config: dict[str, object] = {
-        "architectures": ["DFlashDraftModel"],
+    return {
+        "architectures": [architecture],
         **layer_keys(drafter),
         "model_type": "qwen3",
         "num_hidden_layers": count,
         "layer_types": ["full_attention"] * count,
         "block_size": settings.block_size,
         "num_target_layers": drafter.shared.target.num_layers,
-        "dflash_config": {
-            "mask_token_id": settings.mask_token,
-            "target_layer_ids": captured_layers(drafter),
-            "causal": settings.causal,
-        },
         **({"is_causal": True} if settings.causal else {}),
         **({"draft_vocab_size": draft_vocab_size(drafter)} if settings.own_head else {}),
     }
-    tensors, embedding = dflash_tensors(drafter), own_embedding(drafter)
-    return config, tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}
+
+
+def _with_embedding(
+    drafter: BlockDrafter, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    embedding = own_embedding(drafter)
+    return tensors if embedding is None else tensors | {"embed_tokens.weight": embedding}

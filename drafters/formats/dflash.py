@@ -1,10 +1,12 @@
-"""Reader of the layouts of DFlash drafters.
+"""Reader of the layouts of DFlash and DSpark drafters.
 
 - Flat: that of vLLM, SGLang and llama.cpp's converter.
 - That of transformers, Muse Glimmer's assistant: `fc` and its norm have other names, and the
   settings of the block stand at the top level. With a `dflash_config` beside them vLLM reads it.
 - That of the speculators library: the layers' configuration is nested, and captured layers are
   counted by those that a state has passed. The slots of a block all see each other there.
+
+DSpark is DFlash with further keys and tensors, flat or of the speculators library.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from transformers import LlamaConfig
 
 from drafters.formats.files import Tensors, check_keys, check_tensors, renamed
 from drafters.formats.head import PublishedHead, check_vocabulary
-from drafters.formats.keys import ASSISTANT, KEYS, LAYER_KEYS, HeadConfig
+from drafters.formats.keys import ASSISTANT, KEYS, LAYER_KEYS, MARKOV_KEYS, HeadConfig
 from drafters.formats.layer import layer_config, refuse_variants
 from drafters.formats.speculators import check_proposal
 from target.outputs import LayerId
@@ -45,46 +47,82 @@ def read_dflash(
     if (folder / MASK_EMBEDDING).exists():
         raise UserError(f"{folder} has an embedding of its own for the mask, {MASK_EMBEDDING}")
     nested, rules, settings = config, list[tuple[str, str]](), dict[str, Any](config)
-    if layout == "dflash_speculators":
+    method = layout[:6]
+    if layout.endswith("_speculators"):
         nested = config["transformer_layer_config"]
         check_keys(folder, nested, {**LAYER_KEYS, "layer_types": (list, False)}, strict)
         refuse_variants(folder, config)
         passed = config["aux_hidden_state_layer_ids"]
         settings["target_layer_ids"] = [k - 1 if type(k) is int else k for k in passed]
         if strict:
-            check_proposal(folder, config["speculators_config"], "dflash")
+            check_proposal(folder, config["speculators_config"], method)
     else:
         settings = _joined(folder, config, strict)
         rules = ENCODER if layout == "dflash_hf" else []
     kind, wanted = nested.get("model_type"), ASSISTANT if layout == "dflash_hf" else "qwen3"
     if kind != wanted:
-        raise UserError(f"{folder}: key 'model_type' must be {wanted!r} for DFlash, got {kind!r}")
+        raise UserError(f"{folder}: key 'model_type' must be {wanted!r} here, got {kind!r}")
     layer = _layers(folder, nested, strict)
     vocab_size = nested.get("vocab_size") or 0
     tensors, given = renamed(
         folder, tensors, [*rules, *([] if strict else [(r"model\.(.+)", r"\1")])]
     )
     head = PublishedHead(
-        "dflash", tensors, _captures(folder, settings.get("target_layer_ids")), vocab_size, layer,
+        method, tensors, _captures(folder, settings.get("target_layer_ids")), vocab_size, layer,
         flags={
             "causal": settings.get("is_causal", settings.get("causal", False)),
-            "from_anchor": settings.get("sample_from_anchor", False),
+            "from_anchor": settings.get("sample_from_anchor", layout == "dspark"),
         },
         block_size=_number(folder, settings, "block_size"),
         mask_token=_number(folder, settings, "mask_token_id"),
+        correction=_correction(folder, settings) if method == "dspark" else "none",
     )  # fmt: skip
-    _check(folder, head, layer, config.get("draft_vocab_size") or vocab_size, given, strict)
+    drafted = config.get("draft_vocab_size") or vocab_size
+    further = {} if method == "dflash" else _heads(folder, head, settings, drafted)
+    _check(folder, head, layer, drafted, further, given, strict)
     head.tensors = {name: t for name, t in tensors.items() if name not in REPEATED}
     check_vocabulary(folder, head)
     return head
+
+
+def _correction(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The name here of the correction."""
+    kind = settings.get("markov_head_type", "vanilla")
+    if kind not in ("vanilla", "gated"):
+        raise UserError(f"{folder}: key 'markov_head_type' must be vanilla or gated, got {kind!r}")
+    return "markov" if kind == "vanilla" else kind
+
+
+def _heads(
+    folder: Path, head: PublishedHead, settings: Mapping[str, Any], drafted: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of the correction and the confidence."""
+    assert head.layer is not None
+    rank, width = _number(folder, settings, "markov_rank"), head.layer.hidden_size
+    if rank < 1:
+        raise UserError(f"{folder}: key 'markov_rank' must be >= 1, got {rank}")
+    wanted: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (head.vocab_size, rank),
+        "markov_head.markov_w2.weight": (drafted, rank),
+    }
+    if head.correction == "gated":
+        wanted["markov_head.gate_proj.weight"] = (rank, width + rank)
+        wanted["markov_head.gate_proj.bias"] = (rank,)
+    if settings.get("enable_confidence_head"):
+        reads = width + rank * bool(settings.get("confidence_head_with_markov"))
+        wanted["confidence_head.proj.weight"] = (1, reads)
+        wanted["confidence_head.proj.bias"] = (1,)
+    return wanted
 
 
 def _joined(folder: Path, config: HeadConfig, strict: bool) -> dict[str, Any]:
     """The settings at the top level and in `dflash_config`; UserError where both have one and they
     differ."""
     inner = dict[str, Any](config.get("dflash_config") or {})
-    check_keys(folder, inner, INNER, strict)
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+    # what stands at the top level is not asked for again
+    known = {name: kind for name, kind in INNER.items() if name in inner or name not in config}
+    check_keys(folder, inner, known, strict)
+    for key in ("block_size", *INNER, *MARKOV_KEYS):
         outer = config.get(key)
         if outer is not None and inner.get(key, outer) != outer:
             raise UserError(
@@ -123,11 +161,12 @@ def _check(
     head: PublishedHead,
     layer: LlamaConfig,
     drafted: int,
+    further: dict[str, tuple[int, ...]],
     given: dict[str, str],
     strict: bool,
 ) -> None:
     """Check names, shapes and dtypes of the tensors. `drafted`: rows of an output matrix of its
-    own."""
+    own; `further`: shapes of those of DSpark."""
     width, head_dim, vocab_size = layer.hidden_size, int(layer.head_dim or 0), head.vocab_size
     attended = layer.num_attention_heads * head_dim
     grouped, hidden = (layer.num_key_value_heads or 0) * head_dim, layer.intermediate_size
@@ -142,7 +181,7 @@ def _check(
     layers = range(layer.num_hidden_layers)
     wanted = {f"layers.{i}.{n}.weight": s for i in layers for n, s in shapes.items()}
     wanted |= {"fc.weight": (width, len(head.captures) * width)}
-    wanted |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
+    wanted |= {"hidden_norm.weight": (width,), "norm.weight": (width,)} | further
     optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab_size, width)}
     optional |= {"lm_head.weight": (drafted, width), "d2t": (drafted,), "t2d": (vocab_size,)}
     if drafted != vocab_size:

@@ -19,26 +19,28 @@ class PublishedHead:
 
     Tensors of EAGLE: those of the flat layout, `layer.` before the layer's. Of Medusa:
     `block.<head>.<layer>.weight|bias` and `rows.<head>`, or `rows` for a shared matrix. Those of
-    Hydra and DFlash have the published names. `captures`: ids as in `target.model`, in the order in
-    which an engine joins the states.
+    Hydra and block drafters have the published names. `captures`: ids as in `target.model`, in the
+    order in which an engine joins the states.
     """
 
-    kind: str  # "medusa" | "hydra" | "eagle" | "eagle3" | "dflash"
+    kind: str  # "medusa" | "hydra" | "eagle" | "eagle3" | "dflash" | "dspark"
     tensors: Tensors
     captures: list[LayerId]
     vocab_size: int  # 0: the file does not say
-    layer: LlamaConfig | None = None  # of EAGLE and DFlash
+    layer: LlamaConfig | None = None  # of EAGLE and block drafters
     num_heads: int = 0  # of Medusa and Hydra, as the next
     num_layers: int = 0
-    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3, Hydra and DFlash
-    block_size: int = 0  # of DFlash, as the next
+    flags: dict[str, bool] = field(default_factory=dict)  # of EAGLE-3, Hydra and block drafters
+    block_size: int = 0  # of block drafters, as the next two
     mask_token: int = 0
+    correction: str = "none"
     folder: Path = Path()
 
     @property
     def has_rows(self) -> bool:
         """Whether it has an output matrix of its own; else an engine projects by the target's."""
-        return self.kind != "eagle" and (self.kind != "dflash" or "lm_head.weight" in self.tensors)
+        blocks = self.kind in ("dflash", "dspark")
+        return self.kind != "eagle" and (not blocks or "lm_head.weight" in self.tensors)
 
     @property
     def target_ids(self) -> torch.Tensor | None:

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, drafter_type
 from drafters.block_settings import BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
@@ -104,27 +105,59 @@ def eagle3(head: PublishedHead, target: Target) -> Eagle3Drafter:
 
 @torch.no_grad()
 def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
-    """A drafter of this target with the weights of a DFlash drafter; UserError where they do not
-    fit."""
+    """A drafter of this target with the weights of a DFlash or DSpark drafter; UserError where they
+    do not fit."""
     assert head.layer is not None
     check_head(head, target)
     tables = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
     weights = {
-        name.replace("self_attn.", ""): tensor.float()
+        _own_block_name(name): tensor.float()
         for name, tensor in head.tensors.items()
         if name not in tables
     }
     causal, from_anchor = head.flags["causal"], head.flags["from_anchor"]
-    settings = BlockSettings(head.captures, head.mask_token, head.block_size, causal, from_anchor)
+    settings = BlockSettings(
+        head.captures, head.mask_token, head.block_size, causal, from_anchor,
+        correction=head.correction, confidence="confidence.out.weight" in weights,
+    )  # fmt: skip
     kept, rows = None, head.tensors.get("lm_head.weight")
     if rows is not None and not _is_targets(rows, head, target):
         settings.own_head = True
         kept, weights["lm_head.weight"] = _rows(head, rows.float(), target.vocab_size)
         if kept is not None:
             weights["kept"] = kept
-    drafter = BlockDrafter(settings, head.layer, target, kept)
+    if head.correction != "none":
+        settings.correction_rank = weights["correction.lookup.weight"].shape[1]
+        _fit_heads(head, weights, target)
+    if settings.confidence:
+        weights["confidence.temperatures"] = torch.ones(settings.max_depth)
+    drafter = drafter_type(settings)(settings, head.layer, target, kept)
     drafter.load_state_dict(weights)
     return drafter.eval()
+
+
+def _fit_heads(head: PublishedHead, weights: Tensors, target: Target) -> None:
+    """Leave the rows of padding out of a correction, and let a confidence that reads the state
+    alone read the correction with weight 0."""
+    found = weights["correction.lookup.weight"]
+    weights["correction.lookup.weight"] = found[: target.vocab_size]
+    _, weights["correction.out.weight"] = _rows(
+        head, weights["correction.out.weight"], target.vocab_size
+    )
+    if "confidence.out.weight" in weights:
+        read, missing = weights["confidence.out.weight"], target.hidden_size + found.shape[1]
+        weights["confidence.out.weight"] = F.pad(read, (0, missing - read.shape[1]))
+
+
+def _own_block_name(name: str) -> str:
+    """The drafter's name of a tensor of a DFlash or DSpark drafter."""
+    for theirs, ours in (
+        ("self_attn.", ""), ("markov_head.markov_w1", "correction.lookup"),
+        ("markov_head.markov_w2", "correction.out"), ("markov_head.gate_proj", "correction.gate"),
+        ("confidence_head.proj", "confidence.out"),
+    ):  # fmt: skip
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _is_targets(rows: torch.Tensor, head: PublishedHead, target: Target) -> bool:

@@ -8,6 +8,8 @@ EAGLE1 = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 # the second is vLLM's own name, the third that of NeMo Automodel
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
 DFLASH, DFLASH_HF = "DFlashDraftModel", "MuseGlimmerAssistantModel"  # the second: transformers'
+# the first is that of its authors, vLLM and SGLang, the second SGLang's alone
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 ASSISTANT = "muse_glimmer_assistant"  # its model_type
 # parts of the architectures of drafters that this project does not have
 OTHERS = ("DFlash", "DSpark", "MTP", "Domino", "MLPSpeculator", "ReDrafter")
@@ -29,6 +31,10 @@ class DFlashConfig(TypedDict, total=False):
     block_size: int
     causal: bool
     sample_from_anchor: bool
+    markov_rank: int
+    markov_head_type: str
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
 
 
 class Proposal(TypedDict, total=False):
@@ -83,6 +89,24 @@ class HeadConfig(TypedDict):
 
 
 # keys of config.json: the type, and whether published heads always have it; our exports have all
+MARKOV_KEYS: dict[str, tuple[type, bool]] = {
+    "markov_rank": (int, False),
+    "markov_head_type": (str, False),
+    "enable_confidence_head": (bool, False),
+    "confidence_head_with_markov": (bool, False),
+}
+NESTED_BLOCKS: dict[str, tuple[type, bool]] = {
+    "architectures": (list, False),
+    "speculators_model_type": (str, True),
+    "speculators_version": (str, False),
+    "speculators_config": (dict, False),
+    "transformer_layer_config": (dict, True),
+    "draft_vocab_size": (int, True),
+    "block_size": (int, True),
+    "target_hidden_size": (int, False),
+    "aux_hidden_state_layer_ids": (list, True),
+    "mask_token_id": (int, True),
+}
 LAYER_KEYS: dict[str, tuple[type, bool]] = {
     "model_type": (str, False),
     "hidden_size": (int, True),
@@ -150,18 +174,26 @@ KEYS: dict[str, dict[str, tuple[type, bool]]] = {
         "dflash_config": (dict, False),  # for vLLM
     },
     "dflash_speculators": {
-        "architectures": (list, False),
-        "speculators_model_type": (str, True),
-        "speculators_version": (str, False),
-        "speculators_config": (dict, False),
-        "transformer_layer_config": (dict, True),
-        "draft_vocab_size": (int, True),
-        "block_size": (int, True),
-        "target_hidden_size": (int, False),
-        "aux_hidden_state_layer_ids": (list, True),
-        "mask_token_id": (int, True),
+        **NESTED_BLOCKS,
         "sliding_window_non_causal": (bool, False),
         "sample_from_anchor": (bool, False),
+    },
+    "dspark_speculators": {
+        **NESTED_BLOCKS,
+        "sample_from_anchor": (bool, False),
+        **MARKOV_KEYS,
+    },
+    "dspark": {
+        "architectures": (list, True),
+        **LAYER_KEYS,
+        "layer_types": (list, False),
+        "block_size": (int, False),
+        "num_target_layers": (int, False),
+        "mask_token_id": (int, False),
+        "target_layer_ids": (list, False),
+        "sample_from_anchor": (bool, False),
+        "dflash_config": (dict, False),
+        **MARKOV_KEYS,
     },
     "medusa": {
         "architectures": (list, False),

@@ -5,7 +5,8 @@ It shares no table with the writers, so that a mistake in one of them shows as a
 `read` knows the names, shapes, dtypes and keys of each layout and refuses, by name, what is
 missing, unknown or contradictory. Layouts: Medusa (vLLM's names with or without `medusa_heads.`, or
 the original repository's), Hydra's original repository, EAGLE-1, EAGLE-3 flat (`midlayer.*` or
-`layers.0.*`), EAGLE-3 of the speculators library, DFlash flat, of transformers and of speculators.
+`layers.0.*`), EAGLE-3 of the speculators library, DFlash flat, of transformers and of speculators,
+DSpark flat and of speculators.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from drafters.formats.hydra import read_hydra
 from drafters.formats.keys import (
     DFLASH,
     DFLASH_HF,
+    DSPARK,
     EAGLE1,
     EAGLE3,
     EAGLE_WITHOUT,
@@ -58,7 +60,7 @@ def layout_of(folder: Path) -> str | None:
     config = read_json(folder / "config.json", dict)
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
-        return "dflash_speculators" if kind == "dflash" else "speculators"
+        return f"{kind}_speculators" if kind in ("dflash", "dspark") else "speculators"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     if "hydra_num_heads" in config:
@@ -66,14 +68,16 @@ def layout_of(folder: Path) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{folder}: key 'architectures' must be of type list, got {names!r}")
-    if names in ([DFLASH], [DFLASH_HF]):
-        return "dflash" if names == [DFLASH] else "dflash_hf"
+    blocks = {DFLASH: "dflash", DFLASH_HF: "dflash_hf"} | dict.fromkeys(DSPARK, "dspark")
+    if len(names) == 1 and names[0] in blocks:
+        return blocks[names[0]]
     if any(part in str(name) for name in names for part in OTHERS):
         raise UserError(
             "is no kind of drafter known here",
             key=f"{folder}: architectures",
             value=names,
-            remedy="name an EAGLE, EAGLE-3, Medusa, Hydra or DFlash head, or a language model",
+            remedy="name an EAGLE, EAGLE-3, Medusa or Hydra head, a DFlash or DSpark drafter, or "
+            "a language model",
         )
     for part, layout in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
         if any(part in str(name) for name in names):
@@ -103,7 +107,7 @@ def read(
         )
     if strict and [path.name for path in weight_files(folder)] != ["model.safetensors"]:
         raise UserError(f"{folder}: the weights must lie in model.safetensors")
-    if layout.startswith("dflash"):
+    if layout.startswith(("dflash", "dspark")):
         return read_dflash(folder, layout, config, read_tensors(folder), strict)
     check_keys(folder, config, KEYS[layout], strict)
     tensors = read_tensors(folder)
@@ -149,7 +153,8 @@ def _eagle3(
     if layout == "speculators":
         if (kind := config["speculators_model_type"]) != "eagle3":
             raise UserError(
-                f"{folder}: key 'speculators_model_type' must be 'eagle3' or 'dflash', got {kind!r}"
+                f"{folder}: key 'speculators_model_type' must be 'eagle3', 'dflash' or 'dspark', "
+                f"got {kind!r}"
             )
         nested, prefix = config["transformer_layer_config"], r"layers\.0"
         keys = LAYER_KEYS | {"num_aux_hidden_states": (int, False)}

@@ -129,6 +129,10 @@ class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):
             return super().is_reduced
         return bool(self.config.draft_vocab_size)
 
+    def wanted_type(self, drafter: TrainedDrafter) -> type[TrainedDrafter]:
+        """That of any correction, which is checked with the rest of the network."""
+        return type(drafter) if isinstance(drafter, BlockDrafter) else BlockDrafter
+
     def kept(self, traces: Sequence[Trace]) -> torch.Tensor | None:
         return frequent_tokens(traces, self.config.draft_vocab_size or 0, self.target)
 

@@ -96,8 +96,12 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
 
     def check_given(self, drafter: TrainedDrafter) -> None:
         """Refuse a head of another kind or network than the one that is asked for."""
-        head = check_kind(drafter, self.drafter_type, type(self).__module__.rpartition(".")[2])
-        self.check_network(head)
+        wanted, recipe = self.wanted_type(drafter), type(self).__module__.rpartition(".")[2]
+        self.check_network(check_kind(drafter, wanted, recipe))
+
+    def wanted_type(self, drafter: TrainedDrafter) -> type[TrainedDrafter]:
+        """The class that a given drafter must have."""
+        return self.drafter_type
 
     def check_network(self, drafter: TrainedDrafter) -> None:
         """Refuse a drafter with another number of heads than method.num_heads, and other settings

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, drafter_type
 from drafters.block_settings import BlockSettings
-from drafters.export.vllm import check_dflash
+from drafters.export import gguf, speculators
+from drafters.export.vllm import check_dflash, check_dspark
+from drafters.kinds import first_writer
 from drafters.layers import layer_config
 from drafters.round import Budget
 from drafters.text import Text
@@ -20,7 +22,7 @@ from eval.config import EvalConfig
 from eval.costs import read_per_round
 from eval.policies.base import Recorder
 from eval.policies.table import budget_for
-from phases.check import check_drafter
+from phases.check import check_drafter, check_engine
 from target.outputs import TargetOutputs
 from target.sampling import Sampling, warp
 from tests.eval.test_offline import NOT_UNDER_A_STOP_RULE, decoded, numbers, offline, traces_of
@@ -66,7 +68,8 @@ def made(target, kind, layers=1, **changed) -> BlockDrafter:
     torch.manual_seed(0)
     config = layer_config(target.model.config)
     config.num_hidden_layers = layers
-    return BlockDrafter(dataclasses.replace(KINDS[kind], **changed), config, target)
+    settings = dataclasses.replace(KINDS[kind], **changed)
+    return drafter_type(settings)(settings, config, target)
 
 
 @pytest.fixture
@@ -204,7 +207,7 @@ def test_a_round_sees_the_confidence_of_the_slot_that_drafted_each_token(kind, t
     drafts = list(drafter.states(Text(whole), outputs_for(outputs, range(K)), K))
     for depth, signals in enumerate(recorder.seen[1:], start=1):
         states = drafts[depth - 1][0, 11 + depth]
-        logit = drafter.confidence.out.weight[0] @ states
+        logit = drafter.confidence.out.weight[0] @ states + drafter.confidence.out.bias[0]
         expected = (logit / [0.5, 1.0, 2.0, 3.0][depth - 1]).sigmoid()
         close(signals.score[0], expected)
         at = torch.tensor([[11 + depth]])
@@ -253,7 +256,9 @@ def test_a_confidence_trains_with_its_drafter(target):
 def test_only_its_own_weights_are_trained(kind, target):
     drafter = randomised(made(target, kind), 0.1)
     assert_target_is_not_part_of(drafter, target)
-    assert_gradients_reach_everything(drafter, target, K, but=("confidence.out.weight",))
+    assert_gradients_reach_everything(
+        drafter, target, K, but=("confidence.out.weight", "confidence.out.bias")
+    )
 
 
 @EACH
@@ -276,11 +281,32 @@ def test_a_round_reads_the_block_once_and_the_correction_for_every_token(depth, 
     assert drafter.judging_parameters()[0].numel() == target.hidden_size + RANK
 
 
-@EACH
-def test_no_export_has_a_drafter_with_a_correction(kind, target):
-    name = KINDS[kind].correction
-    with pytest.raises(UserError, match=rf"with method\.correction={name}"):
-        check_dflash(made(target, kind))
+def test_a_correction_that_engines_do_not_have_is_refused_by_name(tiny_target):
+    """A GRU by all of them, a gate by all but SGLang, where a run writes it."""
+    target = tiny_target("llama", layers=4)
+    markov, gated, gru = (made(target, "markov", correction=c) for c in ("markov", "gated", "gru"))
+    with pytest.raises(UserError, match=r"no engine has .* with method\.correction=gru"):
+        check_dflash(gru)
+    for check in (check_dspark, speculators.check_dspark, gguf.check_dspark):
+        check(markov)
+        with pytest.raises(UserError, match=r"this drafter has gated; use script\.engine=sglang"):
+            check(gated)
+    assert first_writer(gated, of_gguf=True)[0] == "sglang"
+    assert [first_writer(markov, of_gguf)[0] for of_gguf in (False, True)] == ["vllm", "llamacpp"]
+
+
+def test_vllm_serves_a_correction_on_a_gpu_alone(tiny_target, monkeypatch):
+    """A server elsewhere may have one."""
+    drafter = made(tiny_target("llama", layers=4), "markov")
+    config = EvalConfig(K=K, engine="vllm")
+    monkeypatch.setattr("phases.check.engine_python", lambda: None)
+    monkeypatch.setattr("phases.check.check_server", lambda *given: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="runs DSpark on a GPU only, and there is none here"):
+        check_engine(drafter, config)
+    check_engine(drafter, dataclasses.replace(config, engine="http://elsewhere:8000"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_engine(drafter, config)
 
 
 def test_a_drafter_with_a_correction_keeps_its_vocabulary(target):

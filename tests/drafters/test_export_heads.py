@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaConfig, PhiConfig, PhiForCausalLM
 from transformers.generation import DFlashTokenCandidateGenerator
 
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, drafter_type
 from drafters.block_settings import BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Settings
@@ -58,7 +58,21 @@ DFLASH = {
     "dflash_causal": BlockSettings([0, 2], PAD, 3, causal=True),
     "dflash_reduced": BlockSettings([0, 2], PAD, 5, own_head=True),
     "dflash_widened": BlockSettings([1], PAD, 5, own_head=True),
-}
+    "dspark": BlockSettings(
+        [2, 0], PAD, 4, from_anchor=True, correction="markov", correction_rank=6, confidence=True
+    ),
+    "dspark_masks": BlockSettings([0, 2], PAD, 5, correction="markov", correction_rank=6),
+    "dspark_reduced": BlockSettings(
+        [0, 2], PAD, 4, from_anchor=True, own_head=True, correction="markov", correction_rank=6
+    ),
+    "dspark_widened": BlockSettings(
+        [1], PAD, 4, causal=True, from_anchor=True, own_head=True, correction="markov",
+        correction_rank=6, confidence=True,
+    ),
+    "dspark_gated": BlockSettings(
+        [0, 2], PAD, 4, from_anchor=True, correction="gated", correction_rank=6, confidence=True
+    ),
+}  # fmt: skip
 
 
 def noisy(drafter, seed=0):
@@ -80,7 +94,7 @@ def made(kind, target):
     if kind in DFLASH:
         config = layer_config(target.model.config)
         config.num_hidden_layers = 2
-        return noisy(BlockDrafter(DFLASH[kind], config, target, kept))
+        return noisy(drafter_type(DFLASH[kind])(DFLASH[kind], config, target, kept))
     return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
@@ -97,11 +111,11 @@ def tensors_of(folder):
 
 
 CASES = [
-    *[("vllm", kind) for kind in (*MEDUSA, *EAGLE, *DFLASH) if kind != "eagle_biased"],
+    *[("vllm", k) for k in (*MEDUSA, *EAGLE, *DFLASH) if k not in ("eagle_biased", "dspark_gated")],
     *[("sglang", kind) for kind in EAGLE],
     *[("speculators", kind) for kind in EAGLE if kind.startswith("eagle3")],
-    *[("sglang", kind) for kind in ("dflash", "dflash_causal")],
-    *[("speculators", kind) for kind in ("dflash", "dflash_reduced")],
+    *[("sglang", kind) for kind in ("dflash", "dflash_causal", "dspark", "dspark_gated")],
+    *[("speculators", k) for k in ("dflash", "dflash_reduced", "dspark", "dspark_reduced")],
     ("transformers", "dflash"),
 ]
 
@@ -202,6 +216,34 @@ def test_dflash_is_named_for_transformers_and_for_speculators(tiny_target, tmp_p
     assert torch.equal(tensors["d2t"] + torch.arange(len(KEPT)), KEPT)
 
 
+def test_dspark_is_named_as_its_authors_and_speculators_name_it(tiny_target, tmp_path):
+    target = tiny_target("llama_padded", layers=4)
+    drafter = made("dspark", target)
+    for engine, name in (("vllm", "Qwen3DSparkModel"), ("speculators", "DSparkSpeculator")):
+        folder = exported(engine, drafter, tmp_path / engine)
+        config, tensors = config_of(folder), tensors_of(folder)
+        assert config["architectures"] == [name]
+        assert config["sample_from_anchor"] is config["enable_confidence_head"] is True
+        assert config["confidence_head_with_markov"] is True
+        assert (config["markov_rank"], config["markov_head_type"]) == (6, "vanilla")
+        assert config["mask_token_id"] == PAD
+        assert tensors["markov_head.markov_w1.weight"].shape == (PADDED_WIDTH, 6)
+        # what fills the table up to the configuration's width is never the likeliest
+        rows = tensors["markov_head.markov_w2.weight"]
+        torch.testing.assert_close(rows[-1], drafter.correction.out.weight.mean(0))
+    assert config["speculators_model_type"] == "dspark"
+    assert config["aux_hidden_state_layer_ids"] == [1, 3]
+    gated = made("dspark_gated", target)
+    folder = exported("sglang", gated, tmp_path / "sglang")
+    config, tensors = config_of(folder), tensors_of(folder)
+    assert (config["markov_head_type"], config["target_layer_ids"]) == ("gated", [0, 2])
+    assert "markov_head.gate_proj.bias" in tensors
+    # SGLang's confidence reads the row before the gate, this one what is behind it
+    assert gated.confidence is not None
+    assert config["enable_confidence_head"] is False
+    assert "confidence_head.proj.weight" not in tensors
+
+
 def test_transformers_drafts_with_a_block_drafter_as_we_do(tiny_target, tmp_path):
     """Its candidates, one round after the other, and the target's own text."""
     target = tiny_target("llama", layers=4)
@@ -255,9 +297,15 @@ def test_an_exported_block_drafter_is_loaded_again_wherever_one_is_named(
     folder = exported(engine, drafter, tmp_path / "out")
     again = load_drafter(str(folder), target)
     assert isinstance(again, BlockDrafter)
-    assert again.settings == dataclasses.replace(
-        drafter.settings, captures=sorted(drafter.settings.captures)
-    )
+    expected = dataclasses.replace(
+        drafter.settings, captures=sorted(drafter.settings.captures),
+        confidence=drafter.settings.confidence and kind != "dspark_gated",
+    )  # fmt: skip
+    assert again.settings == expected
+    assert again.kind == drafter.kind
+    if expected.confidence:
+        weights = [one.confidence.out.state_dict() for one in (again, drafter)]
+        torch.testing.assert_close(*weights)
     assert again.draft_vocab_size == drafter.draft_vocab_size
     ids = torch.arange(4, 14).unsqueeze(0)
     found, expected = (

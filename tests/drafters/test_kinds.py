@@ -55,7 +55,7 @@ def test_every_row_names_its_class_and_what_engines_call_it():
         assert kind.words.startswith(("A ", "An "))
         assert (kind.method is not None) == bool(kind.writers)
     read = [name for name, kind in KINDS.items() if kind.adopt]
-    assert read == ["medusa", "hydra", "eagle", "eagle3", "dflash"]
+    assert read == ["medusa", "hydra", "eagle", "eagle3", "dflash", "dspark"]
 
 
 def test_messages_name_what_is_served_and_by_whom():
@@ -63,6 +63,7 @@ def test_messages_name_what_is_served_and_by_whom():
     assert served["medusa"] == "vllm"
     assert served["eagle3"] == "vllm, speculators, sglang, llamacpp"
     assert served["dflash"] == "vllm, transformers, speculators, sglang, llamacpp"
+    assert served["dspark"] == "vllm, speculators, sglang, llamacpp"
     assert not {"hydra", "bank"} & served.keys()
 
 

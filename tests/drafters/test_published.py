@@ -138,6 +138,42 @@ def dflash_by_hand(layout):
     }, drawn(shapes) | {name: maps[name] for name in ("d2t", "t2d")}  # fmt: skip
 
 
+RANK = 6
+
+
+def dspark_by_hand(layout, target):
+    """As its authors save it, with a copy of the target's tables; with the keys in `dflash_config`
+    and a gate; and as the speculators library does, without the row before in the confidence."""
+    nested = layout == "speculators"
+    config, tensors = dflash_by_hand("speculators" if nested else "flat")
+    rows = 24 if nested else VOCAB_SIZE
+    names = {"markov_head.markov_w1": (VOCAB_SIZE, RANK), "markov_head.markov_w2": (rows, RANK)}
+    names["confidence_head.proj"] = (1, WIDTH + RANK * (not nested))
+    shapes = {f"{name}.weight": shape for name, shape in names.items()}
+    shapes["confidence_head.proj.bias"] = (1,)
+    keys = {
+        "markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": not nested,
+    }  # fmt: skip
+    if nested:
+        del config["sliding_window_non_causal"]
+        names = {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"}
+        proposal = {"algorithm": "dspark", "proposal_methods": [{"proposal_type": "greedy"}]}
+        config |= {**names, **keys, "sample_from_anchor": True, "speculators_config": proposal}
+        return config, tensors | drawn(shapes)
+    inner = config.pop("dflash_config")
+    if layout == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (RANK, WIDTH + RANK)}
+        shapes |= {"markov_head.gate_proj.bias": (RANK,)}
+        keys |= {"markov_head_type": "gated", "projector_type": "dspark"}
+        config |= {"architectures": ["DSparkDraftModel"], "dflash_config": inner | keys}
+        return config, tensors | drawn(shapes)
+    config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, **inner, **keys}
+    own = target.embedding(torch.arange(VOCAB_SIZE)), target.head.weight
+    tables = zip(("embed_tokens.weight", "lm_head.weight"), own, strict=True)
+    return config, tensors | drawn(shapes) | {n: table.detach().clone() for n, table in tables}
+
+
 def medusa_by_hand(naming):
     """Two heads of one layer."""
     names = {
@@ -380,6 +416,33 @@ def test_published_block_drafters_load(target, tmp_path, layout):
     assert_drafts(drafter, target)
 
 
+@pytest.mark.parametrize("layout", ["flat", "gated", "speculators"])
+def test_published_dspark_drafters_load(target, tmp_path, layout):
+    """A confidence that reads the state alone reads the correction with weight 0."""
+    config, tensors = dspark_by_hand(layout, target)
+    drafter = load_drafter(save(tmp_path, config, tensors), target)
+    nested = layout == "speculators"
+    assert drafter.kind == "dspark"
+    assert drafter.settings == BlockSettings(
+        [1, 4], PAD, 4, from_anchor=True, own_head=nested, confidence=True, correction_rank=RANK,
+        correction="gated" if layout == "gated" else "markov",
+    )  # fmt: skip
+    assert drafter.max_depth == 4
+    own, out = drafter.correction, tensors["markov_head.markov_w2.weight"]
+    assert torch.equal(own.lookup.weight, tensors["markov_head.markov_w1.weight"])
+    if nested:
+        out = out[(tensors["d2t"] + torch.arange(24)).argsort()]
+    assert torch.equal(own.out.weight, out)
+    if layout == "gated":
+        assert torch.equal(own.gate.bias, tensors["markov_head.gate_proj.bias"])
+    read = tensors["confidence_head.proj.weight"]
+    assert torch.equal(drafter.confidence.out.weight[:, : read.shape[1]], read)
+    assert not drafter.confidence.out.weight[:, read.shape[1] :].any()
+    assert torch.equal(drafter.confidence.out.bias, tensors["confidence_head.proj.bias"])
+    assert bool((drafter.confidence.temperatures == 1).all())
+    assert_drafts(drafter, target)
+
+
 def test_a_block_drafter_whose_file_repeats_the_targets_matrix_borrows_it(target, tmp_path):
     config, tensors = dflash_by_hand("flat")
     tensors["lm_head.weight"] = target.head.weight.detach().clone()
@@ -554,13 +617,19 @@ class Intruder:
         ("eagle3", lambda t, c: c.update({IDS: ["2", "3", "7"]}), f"'{IDS}' must be a list of num"),
         ("eagle3", lambda t, c: c.update({IDS: [3, 2, 7]}), f"'{IDS}' must name distinct layers"),
         ("eagle3", lambda t, c: c.update(norm_before_fc=True), "'norm_before_fc' must be False"),
-        ("speculators", lambda t, c: c.update(speculators_model_type="mtp"), "be 'eagle3' or 'd"),
+        ("speculators", lambda t, c: c.update(speculators_model_type="mtp"), "'dflash' or 'dspa"),
         ("flat", lambda t, c: c["dflash_config"].pop("mask_token_id"), "'mask_token_id' is missi"),
         ("flat", lambda t, c: c.update(target_layer_ids=[1, 5]), "in dflash_config .1, 4.: leave"),
         ("flat", lambda t, c: t.update(d2t=torch.arange(24)), "'d2t' must have shape .100."),
         ("hf", lambda t, c: c.update(layer_types=["sliding_attention"] * 2), "full_attention alon"),
         ("hf", lambda t, c: c.update(model_type="qwen3"), "must be 'muse_glimmer_assistant'"),
         ("hf", lambda t, c: t.pop("encoder.fc.weight"), "'fc.weight' of shape .32, 64. is miss"),
+        ("dspark", lambda t, c: c.update(markov_head_type="rnn"), "be vanilla or gated, got 'rnn'"),
+        ("dspark", lambda t, c: c.update(markov_rank=0), "'markov_rank' must be >= 1, got 0"),
+        ("dspark", lambda t, c: c.pop("markov_rank"), "key 'markov_rank' is missing"),
+        ("dspark", lambda t, c: t.pop("confidence_head.proj.bias"), "bias' of shape .1. is missi"),
+        ("dspark", lambda t, c: c.update(model_type="deepseek_v4"), "must be 'qwen3' here"),
+        ("dspark", lambda t, c: c.update(dflash_config={"markov_rank": 7}), "is 6, in dflash_"),
         ("nested", lambda t, c: c.update(aux_hidden_state_layer_ids=[0, 5]), "got .-1, 4."),
         ("nested", lambda t, c: t["d2t"].fill_(0).add_(99), "'d2t' must lead .* below 100"),
         ("nested", lambda t, c: t["t2d"].fill_(True), "'t2d' and 'd2t' name different ids"),
@@ -632,6 +701,7 @@ def test_heads_that_cannot_be_taken_over_are_refused_by_name(
         "flat": lambda: dflash_by_hand("flat"),
         "hf": lambda: dflash_by_hand("hf"),
         "nested": lambda: dflash_by_hand("speculators"),
+        "dspark": lambda: dspark_by_hand("flat", target),
     }[make]()
     change(tensors, config)
     with pytest.raises(UserError, match=complaint) as caught:

@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFWriter
 
 import train
 from data.traces import Trace
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, drafter_type
 from drafters.block_settings import BlockSettings
 from drafters.causal_lm import CausalLMDrafter
 from drafters.eagle3 import Eagle3Drafter, Eagle3Settings
@@ -96,7 +96,12 @@ BLOCKS = {
     "block": {"layers": [0, 2]},
     "causal block": {"layers": [0, 1, 2], "causal": True},
     "reduced block": {"layers": [1], "reduced": True},
-}
+    "dspark": {"layers": [0, 2], "from_anchor": True, "correction": "markov"},
+    "dspark of masks": {"layers": [1], "causal": True, "correction": "markov"},
+    "reduced dspark": {
+        "layers": [1], "reduced": True, "from_anchor": True, "correction": "markov"
+    },
+}  # fmt: skip
 
 
 def answered(target, prompts):
@@ -132,6 +137,10 @@ def test_answers_are_identical_and_counters_ours(name, frozen, tmp_path):
     jobs = {"plain": None, name: exported(drafter, file, tmp_path / "drafter")}
     found = serve(file, jobs, prompts, max_new_tokens=NEW, sampling=GREEDY, seed=0)
     assert same_as_ours(found[name], found["plain"], target, drafter, prompts) > 10
+    if drafter.kind == "dspark":
+        drafter.correction.out.weight.data.zero_()
+        with pytest.raises(AssertionError):
+            same_as_ours(found[name], found["plain"], target, drafter, prompts)
 
 
 @pytest.mark.slow
@@ -336,6 +345,24 @@ def test_the_file_of_a_block_drafter_holds_llama_cpps_names(frozen, tmp_path):
     exported(drafter, tmp_path / "drafter" / FILE, tmp_path / "again")
     again = GGUFReader(tmp_path / "again" / FILE).fields["tokenizer.ggml.mask_token_id"]
     assert again.contents() == 2
+
+
+def test_the_file_of_a_dspark_drafter_holds_its_heads(frozen, tmp_path):
+    target, file = frozen
+    settings = BlockSettings(
+        [0, 2], 3, 4, from_anchor=True, correction="markov", correction_rank=5, confidence=True
+    )
+    drafter = drafter_type(settings).build(target, settings, layer_config(target.model.config))
+    exported(drafter, file, tmp_path / "drafter")
+    read = GGUFReader(tmp_path / "drafter" / FILE)
+    field = {name: one.contents() for name, one in read.fields.items()}
+    assert field["general.architecture"] == "dflash"
+    assert field["dflash.sample_from_anchor"] is field["dflash.has_confidence_head"] is True
+    tensors = {tensor.name: tensor.data for tensor in read.tensors}
+    width = target.model.config.vocab_size
+    assert tensors["markov_w1.weight"].shape == tensors["markov_w2.weight"].shape == (width, 5)
+    assert tensors["conf_proj.weight"].shape == (1, target.hidden_size + 5)
+    assert tensors["conf_proj.bias"].shape == (1,)
 
 
 def test_a_mask_without_a_token_is_refused_by_llama_cpp(tiny_folder, tmp_path):

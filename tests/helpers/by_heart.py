@@ -18,6 +18,7 @@ from drafters.text import Text
 from target.model import Target
 
 SHARP = 6.0  # gain of the queries: slots of a block look at different places
+STIRRED = 3.0  # standard deviation of the matrix of a correction
 SURE = 10.0  # length of a state, in rows of the output matrix
 
 
@@ -30,16 +31,20 @@ def block_drafter(
     layers: Sequence[int],
     causal: bool = False,
     reduced: bool = False,
+    from_anchor: bool = False,
+    correction: str = "none",
 ) -> BlockDrafter:
     """One of K tokens that drafts most tokens of these answers, `texts`: prompts and responses.
 
-    `layers`: captures; `reduced`: every eighth token is not drafted.
+    `layers`: captures; `reduced`: every eighth token is not drafted; `correction`: of drawn
+    weights, so that some tokens are drafted for those before them alone.
     """
     torch.manual_seed(0)
     kept = torch.arange(target.vocab_size).remainder(8).nonzero()[:, 0] if reduced else None
     settings = BlockSettings(
-        list(layers), default_mask_token(target), K + 1, causal, own_head=reduced
-    )
+        list(layers), default_mask_token(target), K + 1 - from_anchor, causal, from_anchor,
+        own_head=reduced, correction=correction, correction_rank=8, confidence=from_anchor,
+    )  # fmt: skip
     config = layer_config(target.model.config)
     config.num_hidden_layers = 1
     drafter = BlockDrafter.build(target, settings, config, kept).eval()
@@ -58,7 +63,7 @@ def block_drafter(
         outputs = target.outputs(ids, layers=drafter.target_layers, logits=False)
         next(drafter.states(Text(ids), outputs, K))
         anchors = torch.arange(1, ids.shape[1]).unsqueeze(1)
-        places = anchors + torch.arange(K + 1)
+        places = anchors + torch.arange(settings.block_size) + from_anchor
         known = ((anchors >= len(prompt)) & (places > anchors) & (places < ids.shape[1])).flatten()
         labels = ids[0, places.flatten()[known]]
         inputs.append(seen[layer.mlp.down_proj][known])
@@ -69,4 +74,6 @@ def block_drafter(
     ridge = 1e-4 * features.square().mean() * torch.eye(features.shape[1])
     found = torch.linalg.solve(features.T @ features + ridge, features.T @ wanted)
     layer.mlp.down_proj.weight.copy_(found.T)
+    if drafter.correction is not None:
+        drafter.correction.out.weight.normal_(std=STIRRED)
     return drafter

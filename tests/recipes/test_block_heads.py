@@ -78,7 +78,7 @@ def test_dspark_learns_acceptance_tokens_and_its_own_confidence(target, traces):
     ):
         p, q = theirs.softmax(-1), draft.softmax(-1)
         l1 = (p - q).abs().sum(-1)
-        logit = states @ own.drafter.confidence.out.weight[0]
+        logit = states @ own.drafter.confidence.out.weight[0] + own.drafter.confidence.out.bias
         accept = (1 - l1 / 2).detach()
         bce = -(accept * F.logsigmoid(logit) + (1 - accept) * F.logsigmoid(-logit))
         expected = {

@@ -28,6 +28,8 @@ STAGES = {
     "medusa": [],
     "eagle3": ["method.steps=2", "method.layers=[0,1]"],
 }
+BLOCKS = ["method.block_size=4", "method.draft_layers=1", "method.layers=[0,1]", "method.anchors=3",
+          "method.correction_rank=4"]  # fmt: skip
 GIVEN = ("trainer.max_steps=4", "trainer.log_every=1", "trainer.save_every=2",
          "trainer.eval_every=2", "trainer.gradient_accumulation_steps=2", "eval.temperatures=0",
          "eval.num_prompts=1", "eval.timing_prompts=0", "data.features=live",
@@ -44,7 +46,7 @@ def words_of(folder: Path, target: Path, recipe: str, *given: str) -> list[str]:
     words = command(folder, target, f"recipe={recipe}", *GIVEN, *held_out, *given)
     if recipe != "distillspec":
         words = [word for word in words if not word.startswith("method.")]
-    return words + STAGES[recipe]
+    return words + STAGES.get(recipe, BLOCKS)
 
 
 KINDS = {"ddp": "MULTI_CPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
@@ -101,10 +103,21 @@ def alone(request, tmp_path_factory, tiny_folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_lose_what_one_does(alone, tiny_folder, kind):
-    recipe, folder, run = alone
+    compare(*alone, tiny_folder("llama"), kind)
+
+
+@pytest.mark.parametrize("recipe", ["dspark", "domino"])
+def test_two_processes_draw_the_anchors_of_one(tmp_path, tiny_folder, recipe):
+    words = words_of(tmp_path, tiny_folder("llama"), recipe, "trainer.batch_size=4")
+    assert train.main(words) == 0
+    compare(recipe, tmp_path, tmp_path / "run", tiny_folder("llama"), "ddp")
+
+
+def compare(recipe: str, folder: Path, run: Path, target: Path, kind: str) -> None:
+    """Train in two processes what one has trained in `run`."""
     there = folder / kind
     given = ("trainer.batch_size=2", f"run.dir={there}")
-    launched(folder, kind, words_of(folder, tiny_folder("llama"), recipe, *given))
+    launched(folder, kind, words_of(folder, target, recipe, *given))
     facts = json.loads((there / "run.json").read_text())
     assert (facts["distributed"], facts["num_processes"]) == (KINDS[kind], 2)
     found, expected = losses(there), losses(run)
@@ -130,6 +143,7 @@ SHARED = "model.device_map=fsdp2"
     ("recipe", "kind", "own"),
     [("eagle3", "ddp", [ROWS, SHARED]),
      ("distillspec", "fsdp2", [ROWS]),
+     ("dspark", "ddp", [ROWS]),
      # the layers of its target see windows
      ("eagle3-mistral", "ddp", [ROWS]),
      # a text a row, of a block and more
@@ -148,7 +162,7 @@ def test_two_processes_that_share_texts_lose_what_one_does(
     for name, given in (("alone", ()), (kind, (shared,))):
         run = tmp_path / name
         given = (*own, "trainer.batch_size=1", f"run.dir={run}", *given)
-        if recipe in STAGES:
+        if recipe in (*STAGES, "dspark"):
             words = words_of(tmp_path, target, recipe, *given)
         else:
             words = command(tmp_path, target, f"recipe={recipe}", *GIVEN, *given)
