@@ -117,8 +117,7 @@ class Batch:
         made.num_supervised = int(own.sum())
         if self.teacher is not None:
             stored = own[self.supervised()]
-            parts = {k: part[stored] for k, part in vars(self.teacher).items() if part is not None}
-            made.teacher = dataclasses.replace(self.teacher, **parts)
+            made.teacher = self.teacher.each(lambda part: part[stored])
         return made
 
     def texts_of(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -139,9 +138,7 @@ class Batch:
             if isinstance(value, torch.Tensor):
                 moved[item.name] = sent(value, device)
             elif isinstance(value, CompressedTeacher):
-                own = {k: t for k, t in vars(value).items() if t is not None}
-                tensors = {name: sent(tensor, device) for name, tensor in own.items()}
-                moved[item.name] = dataclasses.replace(value, **tensors)
+                moved[item.name] = value.each(lambda part: sent(part, device))
         return dataclasses.replace(self, **moved)
 
 

@@ -174,12 +174,8 @@ class FeaturesStore:
             if self.identity["dtype"] == "fp8":
                 scale = sent(read[f"scale.{layer}"], device).view(torch.float32)
             hidden[layer] = _decoded(states, scale, self.identity["dtype"]).to(self._dtype)
-        if not self.has_summaries:
-            return TargetOutputs(hidden)
-        log_z, first = (
-            sent(read[name], device).view(dtype).squeeze(-1) for name, dtype in SUMMARY.items()
-        )
-        return TargetOutputs(hidden, summary=LogitsSummary(log_z, first.long()))
+        summary = _read_summary(read, device) if self.has_summaries else None
+        return TargetOutputs(hidden, summary=summary)
 
     def _holds(self, batch: Batch) -> bool:
         return all(key in self._places for key in _keys(batch))
@@ -206,6 +202,13 @@ def _decoded(states: torch.Tensor, scale: torch.Tensor | None, dtype: str) -> to
     # e4m3 in the bits of float16: 2^8 too small, but far faster than a cast on a CPU
     bits = states.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
     return bits.view(torch.float16).float().mul_(scale * 256)
+
+
+def _read_summary(read: _Tensors, device: torch.device | str) -> LogitsSummary:
+    log_z, first = (
+        sent(read[name], device).view(dtype).squeeze(-1) for name, dtype in SUMMARY.items()
+    )
+    return LogitsSummary(log_z, first.long())
 
 
 def _place(folder: str | Path | Folder) -> Folder:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-
 from drafters.base import TrainedDrafter
 from recipes.base import Stage, Start
 from recipes.common.block import BlockConfig, BlockObjective, BlockRecipe
+from recipes.common.heads import Depth, Scored
+from trainer.chunked import ChunkedLoss
 from trainer.divergence import Divergence
 from trainer.errors import UserError, require
 from trainer.keys import key
-from trainer.logits import OutputHead
+from trainer.losses import Term
 
 HAS_ONE = "be markov, gated or gru with recipe=domino"
 
@@ -48,15 +48,20 @@ class DominoObjective(BlockObjective):
 
     def divergences(self, step: int) -> dict[str, tuple[Divergence, float]]:
         base, found = self.base_weight(step), super().divergences(step)
-        found = {name: (one, (1 - base) * weight) for name, (one, weight) in found.items()}
-        return found | {"base": (self.divergence, base * self.config.divergence_weight)}
+        return {name: (one, (1 - base) * weight) for name, (one, weight) in found.items()}
 
-    def projected(
-        self, name: str, states: torch.Tensor, head: OutputHead
-    ) -> tuple[torch.Tensor, OutputHead]:
-        if name != "base":
-            return super().projected(name, states, head)
-        return states[:, : head.weight.shape[1]], head.plain()
+    def terms(self, step: int) -> list[str]:
+        return [*super().terms(step), "base"]
+
+    def of_depth(self, scored: Scored, depth: Depth) -> tuple[ChunkedLoss, dict[str, Term]]:
+        found, terms = super().of_depth(scored, depth)
+        weight = self.base_weight(scored.step) * self.config.divergence_weight
+        if not weight:
+            return found, {**terms, "base": depth.term(depth.states.new_zeros(()), 0.0)}
+        states, head = depth.states[:, : depth.head.weight.shape[1]], depth.head.plain()
+        plain = dataclasses.replace(depth, states=states, head=head)
+        total = plain.chunked(self.divergence, weight).total
+        return found, {**terms, "base": depth.term(total, weight)}
 
 
 class Recipe(BlockRecipe[Config]):

@@ -26,13 +26,14 @@ from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter
 from eval.calibration import best_temperature, calibration_error
 from recipes.common.block import BlockConfig, BlockObjective, BlockRecipe
-from recipes.common.heads import rounds_of
+from recipes.common.heads import Depth, Scored, rounds_of
 from recipes.common.target_logits import TargetLogits
 from target.padding import by_length
 from trainer.chunked import ChunkedLoss, chunked_divergence
 from trainer.divergence import CE_HARD, DIVERGENCES, Divergence
 from trainer.errors import UserError
 from trainer.keys import key
+from trainer.losses import Term
 
 TEXTS = 16  # of held-out text that are read together
 
@@ -73,16 +74,17 @@ class DSparkObjective(BlockObjective):
     def terms(self, step: int) -> list[str]:
         return [*super().terms(step), *["confidence"] * self.own.has_confidence]
 
-    def further(
-        self, drafter: TrainedDrafter, states: torch.Tensor, found: ChunkedLoss
-    ) -> dict[str, tuple[torch.Tensor, float]]:
+    def of_depth(self, scored: Scored, depth: Depth) -> tuple[ChunkedLoss, dict[str, Term]]:
+        found, terms = super().of_depth(scored, depth)
         if not self.own.has_confidence:
-            return {}
-        assert isinstance(drafter, BlockDrafter)
-        assert drafter.confidence is not None
-        logits, accept = drafter.confidence.logits(states), found.overlap.clamp(0, 1)
-        values = F.binary_cross_entropy_with_logits(logits, accept.to(logits), reduction="none")
-        return {"confidence": (values, self.own.confidence_weight)}
+            return found, terms
+        assert isinstance(scored.drafter, BlockDrafter)
+        assert scored.drafter.confidence is not None
+        logits = scored.drafter.confidence.logits(depth.states)
+        accept = found.overlap.clamp(0, 1).to(logits)
+        values = F.binary_cross_entropy_with_logits(logits, accept, reduction="none")
+        total = (values * depth.weights).sum()
+        return found, {**terms, "confidence": depth.term(total, self.own.confidence_weight)}
 
 
 class Recipe(BlockRecipe[Config]):

@@ -24,12 +24,12 @@ from drafters.medusa import MedusaDrafter
 from drafters.medusa2 import ADAPTER, Medusa2Drafter
 from recipes import medusa
 from recipes.base import Metrics, Needs, Stage, Start, check_kind, unwrapped
-from recipes.common.heads import HeadObjective, rounds_of
+from recipes.common.heads import HeadObjective, Scored, rounds_of
 from recipes.common.target_logits import TargetLogits
 from target.adapted import AdaptedTarget, LoraSettings
 from target.model import Target
 from target.outputs import TargetOutputs
-from trainer.chunked import JointGradients, chunked_divergence
+from trainer.chunked import chunked_divergence
 from trainer.divergence import DIVERGENCES
 from trainer.errors import UserError, require
 from trainer.keys import key
@@ -158,11 +158,10 @@ class JointObjective(HeadObjective):
         """Compute the terms; `where`: the heads' `positions`; `unrolled` yields the adapted
         target's states, then those of the heads."""
         states, head = next(unrolled), drafter.adapted.head()
-        teacher = self.teacher(drafter, where, head, states.detach())
+        teacher = self.teacher(drafter, where, head, TargetOutputs({"final_norm": states.detach()}))
         output = self._of_target(batch, original, states, head)
-        joint = None if denominators is None else JointGradients()
-        given = drafter, batch, where, teacher, denominators, joint, step
-        heads = self.of_depths(*given, unrolled)
+        scored = Scored(drafter, batch, step, where, teacher, denominators)
+        heads = self.of_depths(scored, unrolled)
         # never 0: all that is left then is rounding, which Adam would scale up to whole steps
         ramp = RAMPS[self.config.heads_ramp]((step + 1) / self.max_steps)
         # published: the first head too weighs less than 1; its `weight` here is 1

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from trainer.logits import (
     places,
 )
 from trainer.losses import both_log_probs, ce_hard, warm, wide
+
+_Gradients: TypeAlias = list[Tensor | None]  # by weight, bias and extra of an output head
 
 
 @dataclass
@@ -54,24 +56,18 @@ class JointGradients:
         # with the parameter, or its id may become another's
         self._of: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
-    def of(self, head: OutputHead) -> tuple[_ByHead, _ByHead]:
+    def of(self, head: OutputHead) -> tuple[_Gradients, _Gradients]:
         """Return the gradients by the parameters of `head`, None where there is none, and those of
         them that no earlier term has asked for, which this one's backward pass returns."""
-        found: list[Tensor | None] = []
-        first: list[Tensor | None] = []
+        found: _Gradients = []
+        first: _Gradients = []
         for parameter in (head.weight, head.bias, head.extra):
             is_first = id(parameter) not in self._of
             if is_first:
                 self._of[id(parameter)] = parameter, _sum_for(parameter)
             found.append(self._of[id(parameter)][1])
             first.append(found[-1] if is_first else None)
-        return _ByHead(*found), _ByHead(*first)
-
-
-class _ByHead(NamedTuple):
-    weight: Tensor | None
-    bias: Tensor | None
-    extra: Tensor | None
+        return found, first
 
 
 def _sum_for(parameter: Tensor | None) -> Tensor | None:
@@ -146,43 +142,36 @@ class _Job:
     weights: Tensor
     spans: list[slice]
     factor: float  # that the gradients have before backward
-    by_head: _ByHead
-    returned: _ByHead
-
-    @property
-    def width(self) -> int:
-        """The vocabulary that the passes of a chunk go over: the draft's."""
-        return len(self.head.weight)
+    by_head: _Gradients
+    returned: _Gradients
 
     def read(self, states: Tensor, span: slice) -> _Chunk:
-        head, kept = self.head, self.head.kept
-        rows, more = _parted(states[span].to(head.weight.dtype), head)
+        head, labels = self.head, self.labels[span]
+        rows, more = head.parted(states[span].to(head.weight.dtype))
         draft = F.linear(rows, head.weight, head.bias)
         if head.extra is not None:
             draft += F.linear(more, head.extra)
         target = None if self.teacher is None else self.teacher(span)
-        if kept is not None and isinstance(target, Tensor):
-            target = ReducedLogits.of(target, kept)
-        if target is not None:
-            shape = (target if isinstance(target, Tensor) else target.logits).shape
-            rule = f"have the shape of the draft's, {tuple(draft.shape)}"
-            require(shape == draft.shape, "logits of the target", rule, tuple(shape))
-        labels = self.labels[span]
-        if kept is None:
-            assert not isinstance(target, ReducedLogits)
-            every = torch.ones_like(labels, dtype=torch.bool)
-            return _Chunk(draft, target, None, None, labels, every)
-        assert not isinstance(target, Tensor)
+        if head.kept is not None:
+            return self._reduced(draft, target, labels, head.kept)
+        assert not isinstance(target, ReducedLogits)
+        return _Chunk(draft, target, labels, torch.ones_like(labels, dtype=torch.bool))
+
+    def _reduced(
+        self, draft: Tensor, target: TeacherLogits | None, labels: Tensor, kept: Tensor
+    ) -> _Chunk:
         place, known = places(kept, labels)
         if target is None:
-            return _Chunk(draft, None, None, None, place, known)
+            return _Chunk(draft, None, place, known)
+        if isinstance(target, Tensor):
+            target = ReducedLogits.of(target, kept)
         best, best_known = places(kept, target.first)
         if self.divergence.whole_mass:
             known = torch.ones_like(known)
         elif self.divergence.name != "ce_hard":
             place, known = best, best_known
         best = torch.where(best_known, best, -1)
-        return _Chunk(draft, target.logits, target.log_z, best, place, known)
+        return _Chunk(draft, target.logits, place, known, target.log_z, best)
 
 
 @dataclass
@@ -192,11 +181,16 @@ class _Chunk:
 
     draft: Tensor  # [n, W] logits before the head's `transform`
     target: Tensor | None  # [n, W] logits
-    log_z: Tensor | None  # [n] of the target over its whole vocabulary; None: that is W
-    # [n] int64, the target's likeliest token, -1 where it is not kept; None where log_z is
-    best: Tensor | None
     labels: Tensor  # [n] int64
     counted: Tensor  # [n] bool
+    log_z: Tensor | None = None  # [n] of the target over its whole vocabulary; None: that is W
+    # [n] int64, the target's likeliest token, -1 where it is not kept; None where log_z is
+    best: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.draft.shape if self.target is None else self.target.shape)
+        rule = f"have the shape of the draft's, {tuple(self.draft.shape)}"
+        require(shape == self.draft.shape, "logits of the target", rule, shape)
 
     @property
     def log_mass(self) -> Tensor | None:
@@ -223,7 +217,7 @@ class _Chunked(torch.autograd.Function):
         differentiate = any(g is not None for g in gradients)
         values, shared = torch.zeros_like(job.weights), torch.zeros_like(job.weights)
         match, counted, good = (torch.zeros_like(job.labels, dtype=torch.bool) for _ in range(3))
-        score = fused(_score, job.width)
+        score = fused(_score, len(job.head.weight))  # over the draft's vocabulary
         mean_reward = _mean_reward(job, states) if job.divergence.name == "tvd_pp" else None
         for span in job.spans:
             chunk = job.read(states, span)
@@ -263,7 +257,7 @@ class _Chunked(torch.autograd.Function):
 def _mean_reward(job: _Job, states: Tensor) -> Tensor:
     """E_q[1{p > q}] over all counted positions, [] float; the first of the two passes of tvd_pp."""
     total = count = torch.zeros_like(job.weights).sum()
-    rewards = fused(_rewards, job.width)
+    rewards = fused(_rewards, len(job.head.weight))
     for span in job.spans:
         chunk = job.read(states, span)
         found = rewards(job.divergence, job.head.transform, chunk)
@@ -333,19 +327,13 @@ def _complain(job: _Job, states: Tensor, good: Tensor, mean_reward: Tensor | Non
     job.divergence.complain(draft[chunk.counted], own, values[chunk.counted])
 
 
-def _parted(states: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
-    """The columns of states [n, d + r] that the weight reads, and those that `extra` does."""
-    width = states.shape[1] if head.extra is None else head.weight.shape[1]
-    return states[:, :width], states[:, width:]
-
-
 def _fold(job: _Job, by_logits: Tensor, states: Tensor, span: slice, *into: Tensor | None) -> None:
     """Add the gradients of one chunk to those by states, weight, bias and extra, in place."""
     head, width = job.head, by_logits.shape[1]  # without padding rows
-    rows, more = _parted(states[span].to(by_logits.dtype), head)
+    rows, more = head.parted(states[span].to(by_logits.dtype))
     by_states, by_weight, by_bias, by_extra = into
     if by_states is not None:
-        by_rows, by_more = _parted(by_states[span], head)
+        by_rows, by_more = head.parted(by_states[span])
         by_rows.copy_(by_logits @ head.weight)
         if head.extra is not None:
             by_more.copy_(by_logits @ head.extra)

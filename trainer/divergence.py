@@ -104,20 +104,22 @@ class Divergence:
         labels: Tensor | None = None,
         *,
         approx: str | None = None,
-        mean_reward: Tensor | None = None,
     ) -> Tensor:
         """The divergence per position, [N] float32, differentiable in the draft.
 
         draft_logits, teacher: [N, V] float, before temperature. labels: [N] int64, for ce_hard. A
         compressed teacher gives, for fkl, the cross-entropy: the gradient is that of fkl, the value
         is larger by the entropy of p. With approx="bucket" its tail is one token and the value a
-        lower bound of the divergence (data processing). mean_reward: see `losses.tvd_pp`. Raises
-        RunFault where a value is infinite, not a number or negative; on a device that the host
-        would have to wait for, such a value is NaN instead.
+        lower bound of the divergence (data processing). Raises RunFault where a value is infinite,
+        not a number or negative; on a device that the host would have to wait for, such a value is
+        NaN instead.
         """
-        values, good = self.unchecked(
-            draft_logits, teacher, labels, approx=approx, mean_reward=mean_reward
-        )
+        require(approx in (None, "bucket"), "approx", "be null or bucket", approx)
+        if self.name == "ce_hard" or not isinstance(teacher, CompressedTeacher):
+            full = None if isinstance(teacher, CompressedTeacher) else teacher
+            values, good = self.unchecked(draft_logits, full, labels)
+        else:
+            values, good = self._of_compressed(draft_logits, teacher, approx)
         if not shows_numbers_at_once(good.device):
             return torch.where(good, values, math.nan)
         if not bool(good.all()):
@@ -127,47 +129,50 @@ class Divergence:
     def unchecked(
         self,
         draft_logits: Tensor,
-        teacher: Tensor | CompressedTeacher | None,
+        teacher: Tensor | None,
         labels: Tensor | None = None,
         *,
-        approx: str | None = None,
         mean_reward: Tensor | None = None,
         log_mass: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The divergence per position, and where it is sound, [N] bool; it waits for no device.
 
-        log_mass: see `losses.tvd`, for a divergence with `whole_mass`.
+        mean_reward: see `losses.tvd_pp`; log_mass: see `losses.tvd`, for a divergence with
+        `whole_mass`.
         """
-        require(approx in (None, "bucket"), "approx", "be null or bucket", approx)
         draft = warm(draft_logits, self.draft_temperature)
-        sound = torch.ones((), dtype=torch.bool, device=draft.device)
-        formula = type(self).formula
         if self.name == "ce_hard":
             if labels is None:
                 raise UserError("ce_hard needs labels, got none")
-            values, teacher = formula(draft, labels), None
-        elif teacher is None:
+            return self._scaled(type(self).formula(draft, labels))
+        if teacher is None:
             raise UserError(f"{self.name} needs the logits of the target, got none")
-        elif isinstance(teacher, CompressedTeacher) and approx is None:
-            self.check_compressed(approx)
+        further = {"mean_reward": mean_reward} if self.name == "tvd_pp" else {}
+        if self.whole_mass:
+            further["log_mass"] = log_mass
+        target = warm(teacher, self.teacher_temperature)
+        return self._scaled(type(self).formula(draft, target, **self.options, **further))
+
+    def _of_compressed(
+        self, draft_logits: Tensor, teacher: CompressedTeacher, approx: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """`unchecked` of part of p."""
+        self.check_compressed(approx)
+        draft, sound = warm(draft_logits, self.draft_temperature), sums_to_one(teacher)
+        if approx is None:
             if teacher.tail_ids is None:
-                sound = (teacher.log_tail.float().exp() <= 1e-3).all()
-            values = compressed_ce(draft, teacher)
+                sound = sound & (teacher.log_tail.float().exp() <= 1e-3).all()
+            values, good = self._scaled(compressed_ce(draft, teacher))
         else:
-            if isinstance(teacher, CompressedTeacher):
-                self.check_compressed(approx)
-                q, p = bucket(draft, teacher)
-            else:
-                q, p = draft, warm(teacher, self.teacher_temperature)
-            further = {"mean_reward": mean_reward} if self.name == "tvd_pp" else {}
-            if self.whole_mass:
-                further["log_mass"] = log_mass
-            values = formula(q, p, **self.options, **further)
-        if isinstance(teacher, CompressedTeacher):
-            sound = sound & sums_to_one(teacher)
+            found = type(self).formula(*bucket(draft, teacher), **self.options)
+            values, good = self._scaled(found)
+        return values, good & sound
+
+    def _scaled(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The values [N] of the formula by `temperature_scale`, and where they are sound."""
         # the surrogate has any sign
         floor = -math.inf if self.name == "tvd_pp" else NEGATIVE_TOLERANCE
-        good = values.detach().isfinite() & (values.detach() >= floor) & sound
+        good = values.detach().isfinite() & (values.detach() >= floor)
         return values * self.draft_temperature**2 if self.temperature_scale else values, good
 
     def complain(

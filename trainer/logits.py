@@ -79,10 +79,13 @@ class OutputHead:
     def logits(self, states: Tensor) -> Tensor:
         """states: [..., d or d + r] float -> [..., W or vocab_size], all at once and through
         autograd."""
-        width = self.weight.shape[1]
-        if self.extra is None:
-            return self.finished(self.base(states))
-        return self.finished(self.base(states[..., :width]), states[..., width:])
+        rows, more = self.parted(states)
+        return self.finished(self.base(rows), more)
+
+    def parted(self, states: Tensor) -> Sequence[Tensor]:
+        """The columns of states [..., d + r] that the weight reads, and those that `extra` does."""
+        rank = 0 if self.extra is None else self.extra.shape[1]
+        return states.split([self.weight.shape[1], rank], -1)
 
     def base(self, states: Tensor) -> Tensor:
         """states: [..., d] float -> [..., W or vocab_size] before `extra` and `transform`."""

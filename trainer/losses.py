@@ -9,6 +9,7 @@ of -inf excludes a token: its probability is zero, in either model.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -212,6 +213,11 @@ class CompressedTeacher:
     log_tail: Tensor  # [N] float, log of the mass outside ids; -inf if there is none
     tail_ids: Tensor | None = None  # [N, m] int64, drawn from p restricted to the tail
     tail_logp: Tensor | None = None  # [N, m] float
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> CompressedTeacher:
+        """A copy with `change` of each tensor."""
+        parts = {name: change(part) for name, part in vars(self).items() if part is not None}
+        return CompressedTeacher(**parts)
 
 
 @torch.no_grad()

@@ -344,6 +344,10 @@ class Window:
                 )
         if all(map(math.isfinite, [*losses, grad_norm])):
             return None
+        return self._not_finite(record, losses, grad_norm)
+
+    def _not_finite(self, record: StepRecord, losses: list[float], grad_norm: float) -> str:
+        """Save the batches that gave such a loss, and say where."""
         pairs = zip(record.batches, losses, strict=True)
         broken = [batch for batch, loss in pairs if not math.isfinite(loss)]
         path = self.save(broken or record.batches, record.step)

@@ -9,7 +9,7 @@ weighed by depth, else by `recipes.common.survival`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from data.batches import Batch
 from data.traces import Trace
-from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter
 from drafters.block_heads import CORRECTIONS
 from drafters.block_settings import BlockSettings, default_captures
@@ -25,7 +24,7 @@ from drafters.layers import layer_config
 from drafters.mask_token import check_mask_token, default_mask_token
 from recipes.common.chosen_layers import ChosenLayers
 from recipes.common.draft_vocabulary import VocabularyConfig, VocabularyRecipe, frequent_tokens
-from recipes.common.heads import HeadObjective, Trained
+from recipes.common.heads import Depth, HeadObjective, Scored
 from recipes.common.survival import SURVIVAL, slot_weights
 from target.outputs import LayerId
 from trainer.errors import require
@@ -95,22 +94,16 @@ class BlockObjective(HeadObjective):
     def anchors(self, batch: Batch, step: int) -> torch.Tensor | None:
         return drawn_anchors(batch, self.config.anchors) if self.config.anchors else None
 
-    def trained(
-        self,
-        drafter: TrainedDrafter,
-        batch: Batch,
-        where: list[torch.Tensor],
-        unrolled: Iterator[torch.Tensor],
-    ) -> Iterator[Trained]:
+    def depths(self, scored: Scored, unrolled: Iterator[torch.Tensor]) -> Iterator[Depth]:
         """Weigh the slots of a block against each other, all of which are there at once."""
-        depths, weighting = super().trained(drafter, batch, where, unrolled), self.config.weights
-        if weighting == "decay":
+        depths = super().depths(scored, unrolled)
+        if self.config.weights == "decay":
             yield from depths
             return
         known = list(depths)
-        found = slot_weights(weighting, drafter, known, batch.input_ids.shape)
+        found = slot_weights(self.config.weights, known, scored.batch.input_ids.shape)
         for one, weights in zip(known, found, strict=True):
-            yield one._replace(weights=one.weights * weights, scale=1.0)
+            yield replace(one, weights=one.weights * weights, scale=1.0)
 
 
 class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -24,14 +24,14 @@ from drafters.base import TrainedDrafter
 from drafters.text import Text
 from recipes.base import Needs, Objective, Recipe, Stage, check_kind, unwrapped
 from recipes.common.divergence import DivergenceConfig
-from recipes.common.target_logits import TargetLogits
+from recipes.common.target_logits import Positions, ReducedTargetLogits, TargetLogits
 from target.model import Target
 from target.outputs import LayerId, TargetOutputs, TargetRequest
 from trainer.chunked import ChunkedLoss, JointGradients, chunked_divergence
 from trainer.divergence import DIVERGENCES, Divergence
 from trainer.errors import UserError
 from trainer.keys import key
-from trainer.logits import LogitsSummary, OutputHead
+from trainer.logits import OutputHead
 from trainer.losses import LossOutput, Term, position_weights
 
 ConfigT = TypeVar("ConfigT", bound="HeadConfig")
@@ -128,15 +128,42 @@ def rounds_of(batch: Batch, where: list[torch.Tensor]) -> Text:
     return batch.text(torch.stack(columns).any(0))
 
 
-class Trained(NamedTuple):
-    """The N trained positions of a depth."""
+@dataclass(frozen=True)
+class Scored:
+    """A forward pass whose depths are scored."""
 
-    at: tuple[torch.Tensor, torch.Tensor]  # rows and logit indices, [N] int64 each
+    drafter: TrainedDrafter
+    batch: Batch
+    step: int
+    where: list[torch.Tensor]  # the trained logit indices of each depth, [B, L-1] bool
+    teacher: TargetLogits
+    denominators: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The N trained positions of a depth, and what scores them."""
+
+    at: Positions  # with the target's logits there
     states: torch.Tensor  # [N, d]
     labels: torch.Tensor  # [N] int64
     weights: torch.Tensor  # [N] float32, no gradient
-    denominator: torch.Tensor  # [] float32, of the weights
+    count: torch.Tensor  # [] float32, denominator of the weights
     scale: float  # what the depth weighs
+    head: OutputHead
+    joint: JointGradients | None
+    divisor: float  # `count` of all ranks and micro-steps, where `joint` is given
+
+    def chunked(self, divergence: Divergence, weight: float) -> ChunkedLoss:
+        """The `divergence` at these positions, whose term weighs `weight`."""
+        return chunked_divergence(
+            divergence, self.states, self.head, self.at, self.labels, self.weights,
+            joint=self.joint, factor=self.scale * weight / self.divisor,
+        )  # fmt: skip
+
+    def term(self, total: torch.Tensor, weight: float) -> Term:
+        """A term of this depth; `total` [] float: sum of its values times `weights`."""
+        return Term(total, self.count, self.scale * weight)
 
 
 class HeadObjective(Objective):
@@ -199,39 +226,25 @@ class HeadObjective(Objective):
         return [*self.divergences(step), *["states"] * (self.config.feature_weight > 0)]
 
     def divergences(self, step: int) -> dict[str, tuple[Divergence, float]]:
-        """Return the divergences of a depth and their weights by the name of the term, the same
-        names in every step; one with weight 0 is not computed."""
+        """Return the divergences of a depth and their weights, which are not 0, by the name of the
+        term, the same names in every step."""
         found = {"divergence": (self.divergence, self.config.divergence_weight)}
         if self.config.top_weight:
             found["top"] = (DIVERGENCES["ce_top"](), self.config.top_weight)
         return found
-
-    def projected(
-        self, name: str, states: torch.Tensor, head: OutputHead
-    ) -> tuple[torch.Tensor, OutputHead]:
-        """Return the states [N, d] and the output head that make the logits of this divergence, out
-        of those of the drafter."""
-        return states, head
-
-    def further(
-        self, drafter: TrainedDrafter, states: torch.Tensor, found: ChunkedLoss
-    ) -> dict[str, tuple[torch.Tensor, float]]:
-        """Return further terms of a depth by name, each its values [N] and its weight, from the
-        states [N, d] and what the term "divergence" has found."""
-        return {}
 
     def loss(
         self, drafter: nn.Module, batch: Batch, target_outputs: TargetOutputs | None, step: int,
         denominators: Mapping[str, float] | None = None,
     ) -> LossOutput:  # fmt: skip
         assert target_outputs is not None
-        network, final = unwrapped(drafter), target_outputs.hidden["final_norm"]
+        network, hidden = unwrapped(drafter), target_outputs.hidden
         where = self.positions(batch, step)
-        teacher = self.teacher(network, where, self.target.head, final, target_outputs.summary)
-        hidden = {k: self._noisy(v, batch) for k, v in target_outputs.hidden.items()}
-        joint = None if denominators is None else JointGradients()
-        given = network, batch, where, teacher, denominators, joint, step
-        score = partial(self.of_depths, *given)
+        teacher = self.teacher(network, where, self.target.head, target_outputs)
+        if self.config.feature_noise:
+            hidden = {layer: self._noisy(states, batch) for layer, states in hidden.items()}
+        scored = Scored(network, batch, step, where, teacher, denominators)
+        score = partial(self.of_depths, scored)
         return drafter(rounds_of(batch, where), TargetOutputs(hidden), self.depth, score)
 
     def teacher(
@@ -239,86 +252,60 @@ class HeadObjective(Objective):
         drafter: TrainedDrafter,
         where: list[torch.Tensor],
         head: OutputHead,
-        final: torch.Tensor,
-        summary: LogitsSummary | None = None,
+        outputs: TargetOutputs,
     ) -> TargetLogits:
-        """The logits of `head` at the positions `where` of the states `final` [B, L, H]."""
-        kept = drafter.output_head(1).kept
-        if summary is not None and kept is not None and self._kept_head is None:
-            self._kept_head = head.rows(kept)
-        found = TargetLogits(head, final, kept, summary, self._kept_head)
+        """The logits of `head` at the positions `where` of the target's final states."""
+        kept, final = drafter.output_head(1).kept, outputs.hidden["final_norm"]
+        found = TargetLogits(head, final)
+        if kept is not None:
+            if outputs.summary is not None and self._kept_head is None:
+                self._kept_head = head.rows(kept)
+            found = ReducedTargetLogits(head, final, kept, outputs.summary, self._kept_head)
         if self.depth > 1:
-            found.hold(torch.stack(where).any(0), self.target.vocab_size)
+            found.hold(torch.stack(where).any(0))
         return found
 
-    def of_depths(
-        self,
-        drafter: TrainedDrafter,
-        batch: Batch,
-        where: list[torch.Tensor],
-        teacher: TargetLogits,
-        denominators: Mapping[str, float] | None,
-        joint: JointGradients | None,
-        step: int,
-        unrolled: Iterator[torch.Tensor],
-    ) -> LossOutput:
-        """Compute the terms at the `positions` `where` from each depth's states [B, L, d]. With
-        `joint` they share one gradient by the output head."""
-        config, output = self.config, LossOutput({})
-        depths = self.trained(drafter, batch, where, unrolled)
-        for depth, (at, picked, labels, weights, count, scale) in enumerate(depths, start=1):
-            rows, index = at
-            own, logits = drafter.output_head(depth), teacher.at(rows, index)
-            found = dict[str, ChunkedLoss]()
-            for name, (divergence, weight) in self.divergences(step).items():
-                term = f"depth_{depth}_{name}"
-                # 0 where nobody has a position of this depth
-                divisor = denominators[term] or 1 if denominators else 1
-                if not weight:
-                    output.terms[term] = Term(picked.new_zeros(()), count, 0.0)
-                    continue
-                found[name] = chunked_divergence(
-                    divergence, *self.projected(name, picked, own), logits, labels, weights,
-                    joint=joint, factor=scale * weight / divisor,
-                )  # fmt: skip
-                output.terms[term] = Term(found[name].total, count, scale * weight)
-            if config.feature_weight:
-                wanted = teacher.final[rows, index].float()
-                width = wanted.shape[1]  # without the columns that correct logits
-                error = F.smooth_l1_loss(picked[:, :width].float(), wanted, reduction="none").mean(
-                    -1
-                )  # [N]
-                total, weight = (error * weights).sum(), scale * config.feature_weight
-                output.terms[f"depth_{depth}_states"] = Term(total, count, weight)
-            number, value = float(len(rows)), found["divergence"]
-            for name, (values, weight) in self.further(drafter, picked, value).items():
-                total = (values * weights).sum()
-                output.terms[f"depth_{depth}_{name}"] = Term(total, count, scale * weight)
-            output.metrics[f"alpha_{depth}"] = (value.overlap.sum(), number)
-            output.metrics[f"match_{depth}"] = (value.match.float().sum(), number)
+    def of_depths(self, scored: Scored, unrolled: Iterator[torch.Tensor]) -> LossOutput:
+        """Compute the terms from each depth's states [B, L, d]."""
+        output = LossOutput({})
+        for number, depth in enumerate(self.depths(scored, unrolled), start=1):
+            found, terms = self.of_depth(scored, depth)
+            output.terms |= {f"depth_{number}_{name}": term for name, term in terms.items()}
+            count = float(len(depth.labels))
+            output.metrics[f"alpha_{number}"] = (found.overlap.sum(), count)
+            output.metrics[f"match_{number}"] = (found.match.float().sum(), count)
         return output
 
-    def trained(
-        self,
-        drafter: TrainedDrafter,
-        batch: Batch,
-        where: list[torch.Tensor],
-        unrolled: Iterator[torch.Tensor],
-    ) -> Iterator[Trained]:
-        """Yield the positions `where` of each depth with their states, out of [B, L, d], and what
-        they weigh."""
-        for number, (states, trained) in enumerate(zip(unrolled, where, strict=True)):
-            rows, index = trained.nonzero(as_tuple=True)
+    def depths(self, scored: Scored, unrolled: Iterator[torch.Tensor]) -> Iterator[Depth]:
+        """Yield each depth, out of its states [B, L, d]. If the denominators are known, all share
+        one gradient by the output head."""
+        drafter, batch, denominators = scored.drafter, scored.batch, scored.denominators
+        joint = None if denominators is None else JointGradients()
+        for depth, (states, where) in enumerate(zip(unrolled, scored.where, strict=True), start=1):
+            rows, index = where.nonzero(as_tuple=True)
             texts = batch.texts_of(rows, index)
             weights, count = position_weights(texts, len(batch.prompts), self.config.reduction)
-            labels, scale = batch.input_ids[rows, index + 1], self.config.depth_decay**number
-            yield Trained((rows, index), states[rows, index], labels, weights, count, scale)
+            # 0 where nobody has a position of this depth
+            divisor = denominators[f"depth_{depth}_divergence"] or 1 if denominators else 1
+            yield Depth(
+                scored.teacher.at(rows, index), states[rows, index],
+                batch.input_ids[rows, index + 1], weights, count,
+                self.config.depth_decay ** (depth - 1), drafter.output_head(depth), joint, divisor,
+            )  # fmt: skip
+
+    def of_depth(self, scored: Scored, depth: Depth) -> tuple[ChunkedLoss, dict[str, Term]]:
+        """Return what the term "divergence" of a depth has found, and its `terms` by name."""
+        found, terms = dict[str, ChunkedLoss](), dict[str, Term]()
+        for name, (divergence, weight) in self.divergences(scored.step).items():
+            found[name] = depth.chunked(divergence, weight)
+            terms[name] = depth.term(found[name].total, weight)
+        if self.config.feature_weight:
+            terms["states"] = depth.term(_state_error(depth), self.config.feature_weight)
+        return found["divergence"], terms
 
     def _noisy(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Add uniform noise to states [B, L, H], as wide in each text as 512 / its tokens (Li et
         al. 2024, EAGLE)."""
-        if not self.config.feature_noise:
-            return states
         texts = zip(batch.prompts, batch.responses, strict=True)
         tokens = torch.tensor([len(p) + len(r) for p, r in texts], device=states.device)
         width = (self.config.feature_noise * 512 / tokens).to(states)
@@ -326,3 +313,11 @@ class HeadObjective(Objective):
         # [B, 1], or [B, L] where texts share a row, whose padding has no text
         width = width.unsqueeze(1) if documents is None else width[documents.clamp(min=0)]
         return states + (2 * torch.rand_like(states) - 1) * width.unsqueeze(-1)
+
+
+def _state_error(depth: Depth) -> torch.Tensor:
+    """SmoothL1 between the states of a depth and the target's, summed over its positions."""
+    wanted = depth.at.states.float()
+    own = depth.states[:, : wanted.shape[1]].float()  # without the columns that correct logits
+    error = F.smooth_l1_loss(own, wanted, reduction="none").mean(-1)  # [N]
+    return (error * depth.weights).sum()

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafters.base import TrainedDrafter
-from recipes.common.heads import Trained
+from recipes.common.heads import Depth
 from trainer.chunked import chunked_divergence
 from trainer.divergence import CE_HARD
 
@@ -45,9 +44,7 @@ SURVIVAL = {"dpace": dpace, "accept_until_fail": accept_until_fail}
 
 
 @torch.no_grad()
-def slot_weights(
-    weighting: str, drafter: TrainedDrafter, depths: Sequence[Trained], shape: torch.Size
-) -> list[torch.Tensor]:
+def slot_weights(weighting: str, depths: Sequence[Depth], shape: torch.Size) -> list[torch.Tensor]:
     """What the positions of each depth weigh, [N] float32 each; `weighting`: a name of `SURVIVAL`,
     `shape`: of the batch's ids.
 
@@ -59,13 +56,13 @@ def slot_weights(
     probability = torch.zeros(size, dtype=dtype, device=states.device)
     right, trained = (torch.zeros_like(probability, dtype=torch.bool) for _ in range(2))
     for number, one in enumerate(depths):
-        head = drafter.output_head(number + 1)
-        found = chunked_divergence(CE_HARD, one.states, head, None, one.labels)
-        block = number, one.at[0], one.at[1] - (number + 1)
+        found = chunked_divergence(CE_HARD, one.states, one.head, None, one.labels)
+        block = number, one.at.rows, one.at.index - (number + 1)
         # all of p is on the label: the overlap is what the drafter gives it, 0 if it lacks it
         probability[block], right[block] = found.overlap.to(dtype), found.match
         trained[block] = True
     weights = SURVIVAL[weighting](probability, right, trained)
     return [
-        weights[number, one.at[0], one.at[1] - (number + 1)] for number, one in enumerate(depths)
+        weights[number, one.at.rows, one.at.index - (number + 1)]
+        for number, one in enumerate(depths)
     ]

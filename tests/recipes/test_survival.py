@@ -10,9 +10,9 @@ import torch
 
 from data.batches import Batches
 from data.shares import TextShares
-from drafters.base import TrainedDrafter
-from recipes.common.heads import Trained
+from recipes.common.heads import Depth
 from recipes.common.survival import FLOOR, SURVIVAL, accept_until_fail, dpace, slot_weights
+from recipes.common.target_logits import TargetLogits
 from target.model import Target
 from target.shared_text import TextGroup
 from tests.helpers.losses import listed, ordered
@@ -56,25 +56,21 @@ def test_a_loss_stops_behind_the_first_wrong_slot():
     assert found.T.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
 
 
-class Reduced(TrainedDrafter):
-    """Drafts the tokens 1, 4 and 6, whose logits are its states."""
-
-    def output_head(self, depth):
-        return OutputHead(torch.eye(3), kept=torch.tensor([1, 4, 6]))
-
-
 def test_a_label_that_the_drafter_lacks_is_wrong_for_sure():
+    """The head drafts the tokens 1, 4 and 6, whose logits are the states."""
+    head = OutputHead(torch.eye(3), kept=torch.tensor([1, 4, 6]))
     states = torch.tensor([[9.0, 0.0, 0.0]])
+    final = TargetLogits(head, torch.zeros(1, 8, 3))
     depths = [
-        Trained((torch.tensor([0]), torch.tensor([index])), states, torch.tensor([label]),
-                torch.ones(1), torch.ones(()), 1.0)
+        Depth(final.at(torch.tensor([0]), torch.tensor([index])), states, torch.tensor([label]),
+              torch.ones(1), torch.ones(()), 1.0, head, None, 1.0)
         for index, label in ((3, 1), (4, 2), (5, 1))
     ]  # fmt: skip
     right = (1 - FLOOR) * float(states[0].softmax(-1)[0]) + FLOOR
     survival = [right, right * FLOOR, right * FLOOR * right]
     expected = {"dpace": [sum(survival[k:]) for k in range(3)], "accept_until_fail": [1, 1, 0]}
     for name, wanted in expected.items():
-        found = slot_weights(name, Reduced(), depths, torch.Size([1, 8]))
+        found = slot_weights(name, depths, torch.Size([1, 8]))
         assert torch.cat(found).tolist() == pytest.approx(wanted)
 
 
