@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from data.batches import Batch
 from data.traces import Trace
+from drafters.base import TrainedDrafter
 from drafters.block import BlockDrafter
 from drafters.block_heads import CORRECTIONS
 from drafters.block_settings import BlockSettings, default_captures

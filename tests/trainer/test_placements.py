@@ -29,7 +29,7 @@ STAGES = {
     "eagle3": ["method.steps=2", "method.layers=[0,1]"],
 }
 BLOCKS = ["method.block_size=4", "method.draft_layers=1", "method.layers=[0,1]", "method.anchors=3",
-          "method.correction_rank=4"]  # fmt: skip
+          "method.correction_rank=4", "eval.K=3", "eval.tree=[]"]  # fmt: skip
 GIVEN = ("trainer.max_steps=4", "trainer.log_every=1", "trainer.save_every=2",
          "trainer.eval_every=2", "trainer.gradient_accumulation_steps=2", "eval.temperatures=0",
          "eval.num_prompts=1", "eval.timing_prompts=0", "data.features=live",
