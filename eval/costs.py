@@ -31,7 +31,8 @@ class Cost:
     `round_time`: time of drafting a round over that of a target forward on one token; `verify`:
     time of the target's forward on all verified tokens over that on one; `round_bytes`,
     `round_parameters`: read by the drafting of a round over those read by a step of the target;
-    `source`: what the times are of, since an engine on the same device has others.
+    `source`: what the times are of, since an engine on the same device has others; `one_pass`: a
+    round costs this however early a stop rule ends it, since one pass drafts all its tokens.
     """
 
     round_time: float
@@ -39,6 +40,7 @@ class Cost:
     round_bytes: float
     round_parameters: float
     source: str = "not measured"
+    one_pass: bool = False
 
 
 # of a configuration of transformers: the experts that a token is sent to, and all of a layer
@@ -178,7 +180,9 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
     stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
     whole_round = dataclasses.replace(budget, stop=stop)
     ratio = draft_seconds(drafter, target, whole_round, context) / step
-    return Cost(ratio, verify, read[0] / whole[0], read[1] / whole[1], source)
+    return Cost(
+        ratio, verify, read[0] / whole[0], read[1] / whole[1], source, drafter.one_pass
+    )  # fmt: skip
 
 
 def timed_on(target: Target, context: int) -> str:

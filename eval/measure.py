@@ -295,8 +295,8 @@ class Bench:
         K, tree = budget.max_tokens, budget.tree
         # drafted per round: K, unless a stop rule or a copy ends earlier
         drafted = sum(one.submitted + one.judging for one in counters) / rounds if rounds else 0.0
-        # a stop rule that is replayed: of a round of full length
-        whole = budget.stop is not None and drafted == 0
+        # a stop rule that is replayed, or cannot save anything: of a round of full length
+        whole = budget.stop is not None and (drafted == 0 or cost.one_pass)
         share = 1.0 if whole else drafted / (K if tree is None else budget.max_nodes)
         copies = tree is not None and tree.siblings == CHAIN
         # replay does not know how far a stop rule drafts past a rejection, and so not its cost; how

@@ -316,6 +316,8 @@ def check_engine(drafter: TrainedDrafter, config: EvalConfig) -> None:
         return
     kind = kind_of(drafter)
     engine = "llamacpp" if config.engine == "llamacpp" else "vllm"
+    if drafter.unserved is not None:
+        raise UserError(f"eval.engine={config.engine}: {drafter.unserved}")
     if engine not in kind.writers:
         raise UserError(
             f"eval.engine={config.engine}: {'no' if not kind.writers else 'another'} engine loads "

@@ -304,7 +304,11 @@ def test_vllm_serves_a_correction_on_a_gpu_alone(tiny_target, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="runs DSpark on a GPU only, and there is none here"):
         check_engine(drafter, config)
-    check_engine(drafter, dataclasses.replace(config, engine="http://elsewhere:8000"))
+    elsewhere = dataclasses.replace(config, engine="http://elsewhere:8000")
+    check_engine(drafter, elsewhere)
+    gru = made(tiny_target("llama", layers=4), "markov", correction="gru")
+    with pytest.raises(UserError, match=r"8000: no engine has block drafters with .*=gru"):
+        check_engine(gru, elsewhere)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_engine(drafter, config)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -140,6 +142,19 @@ def test_a_lenient_row_is_decoded_and_carries_its_quality(target, drawn):
     assert other.quality is None
     (note,) = [one for one in notes([row]) if "nats" in one]
     assert note == f"after: its answers have {row.quality:.3f} {row.quality_metric}."
+
+
+def test_a_stop_rule_saves_nothing_of_a_round_that_one_pass_drafts(target, drawn):
+    bench = bench_of(target, drawn, policy="confidence:0.999")
+    drafter = drafter_of(perturbed(target.model, 0.1), target)
+    one, each = (
+        bench.decoded("after", drafter, dataclasses.replace(COST, one_pass=one_pass)).row
+        for one_pass in (True, False)
+    )
+    assert one.tokens_per_round == each.tokens_per_round
+    assert one.mbsu == pytest.approx(one.tokens_per_round / (1 + COST.round_bytes))
+    assert each.mbsu > one.mbsu
+    assert each.modelled_speedup > one.modelled_speedup
 
 
 def test_a_row_says_where_its_costs_were_timed(target, drawn):
