@@ -39,7 +39,7 @@ from trainer.errors import UserError
 
 CAUSAL_LM = ("distillspec", "fastdraft", "osd", "specdecpp")  # what these train drafts as one
 BLOCKS = ("block_head", "dflash", "domino", "dspark")  # their own K is another one
-NO_ENGINE = ("hydra", "hydrapp", "domino", "dspark")
+NO_ENGINE = ("hydra", "hydrapp", "domino")
 ROWS = {"plain", "untrained", "before", "control", "after", "prompt_lookup", "target"}
 K = 4
 CASES = [(name, {}) for name in ARCHITECTURES] + [("llama", {"sharded": True})]
