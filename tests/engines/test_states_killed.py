@@ -15,11 +15,12 @@ from target.model import Target
 from tests.helpers.commands import read_jsonl
 
 LAYERS, STEPS = (1, 3, 4, "final_norm"), 8  # the layers that EAGLE-3 reads of the toy
-KILLS = (10, 40)  # after so many answers
+KILLED_AFTER = 10  # answers
 
 
 class Killed:
-    """A vLLM at one address, which is killed after `KILLS` answers and started again."""
+    """A vLLM at one address, which is killed after `KILLED_AFTER` answers of each training and
+    started again."""
 
     def __init__(self, options):
         self.options, self.lock = options, threading.Lock()
@@ -34,7 +35,7 @@ class Killed:
     def answered(self):
         with self.lock:
             self.answers += 1
-            if self.answers not in KILLS:
+            if self.answers != KILLED_AFTER:
                 return
             self.kills += 1
             for child in psutil.Process().children(recursive=True):
@@ -51,22 +52,21 @@ class Killed:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("features", ["live", "cached"])
-def test_it_outlives_two_kills_and_loses_what_transformers_does(
-    features, vllm_python, tmp_path, monkeypatch
-):
-    """`live`: the drafter trains while vLLM serves; `cached`: all states are written before."""
+def test_it_outlives_two_kills_and_loses_what_transformers_does(vllm_python, tmp_path, monkeypatch):
+    """One in each training. `cached`: all states are written before; `live`: the drafter trains
+    while vLLM serves."""
     words = ["recipe=eagle3", "data.num_prompts=200", "data.max_new_tokens=16",
              f"trainer.max_steps={STEPS}", "trainer.batch_size=8", "trainer.log_every=1",
-             "eval.num_prompts=2", "run.stage=train", f"data.features={features}",
-             "data.features_dtype=fp32", f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+             "eval.num_prompts=2", "run.stage=train", "data.features_dtype=fp32",
+             f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
 
-    def losses(engine, name):
-        folder = tmp_path / name
-        assert train.main([*words, f"data.features_engine={engine}", f"run.dir={folder}"]) == 0
+    def losses(features, engine, name):
+        folder = tmp_path / f"{name}-{features}"
+        own = [f"data.features={features}", f"data.features_engine={engine}", f"run.dir={folder}"]
+        assert train.main([*words, *own]) == 0
         return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
 
-    own = losses("hf", "own")
+    own = {features: losses(features, "hf", "own") for features in ("cached", "live")}
     target = Target.load("assets/toy/target", dtype="float32")
     states, once = tmp_path / "states", StatesClient._try
     server = Killed(states_options(target, LAYERS, states) | {"port": free_port()})
@@ -78,9 +78,10 @@ def test_it_outlives_two_kills_and_loses_what_transformers_does(
 
     monkeypatch.setattr(StatesClient, "_try", counted)
     try:
-        served = losses(server.url, "served")
+        for kills, (features, expected) in enumerate(own.items(), start=1):
+            server.answers = 0
+            assert losses(features, server.url, "served") == pytest.approx(expected, rel=1e-4)
+            assert server.kills == kills
+            assert len(expected) == STEPS
     finally:
         server.close()
-    assert server.kills == len(KILLS)
-    assert len(own) == STEPS
-    assert served == pytest.approx(own, rel=1e-4)
