@@ -10,8 +10,8 @@ anchor, h_k the slot's state that the output matrix reads, e the target's embedd
                                                                      (Domino, arXiv:2605.29707)
 
 In training the tokens before are those of the text, in a round those of a node's own path. The
-gate is the published code's, one for each of the r numbers. W_2 starts at zero, so
-that a fresh correction changes nothing.
+gate is the published code's, one for each of the r numbers. W_2 starts at zero, so that a fresh
+correction changes nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train and measure a drafter for a real chat model of 135 M parameters, on a laptop, in 15 to 30 minutes:
+# Train and measure a drafter for a real chat model of 135 M parameters, on a laptop, in 15 to 40 minutes:
 #
 #     bash scripts/real.sh [prompts=<file, folder or data set id>] [target=<file.gguf>] [key=value ...]
 #

@@ -67,11 +67,12 @@ def read_dflash(
     tensors, given = renamed(
         folder, tensors, [*rules, *([] if strict else [(r"model\.(.+)", r"\1")])]
     )
+    from_anchor = settings.get("sample_from_anchor")
     head = PublishedHead(
         method, tensors, _captures(folder, settings.get("target_layer_ids")), vocab_size, layer,
         flags={
             "causal": settings.get("is_causal", settings.get("causal", False)),
-            "from_anchor": settings.get("sample_from_anchor", layout == "dspark"),
+            "from_anchor": layout == "dspark" if from_anchor is None else from_anchor,
         },
         block_size=_number(folder, settings, "block_size"),
         mask_token=_number(folder, settings, "mask_token_id"),
@@ -87,7 +88,7 @@ def read_dflash(
 
 def _correction(folder: Path, settings: Mapping[str, Any]) -> str:
     """The name here of the correction."""
-    kind = settings.get("markov_head_type", "vanilla")
+    kind = settings.get("markov_head_type") or "vanilla"
     if kind not in ("vanilla", "gated"):
         raise UserError(f"{folder}: key 'markov_head_type' must be vanilla or gated, got {kind!r}")
     return "markov" if kind == "vanilla" else kind

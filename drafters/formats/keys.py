@@ -11,7 +11,7 @@ DFLASH, DFLASH_HF = "DFlashDraftModel", "MuseGlimmerAssistantModel"  # the secon
 # the first is that of its authors, vLLM and SGLang, the second SGLang's alone
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 ASSISTANT = "muse_glimmer_assistant"  # its model_type
-# parts of the architectures of drafters that this project does not have
+# parts of the architectures of drafters, of which no other is read
 OTHERS = ("DFlash", "DSpark", "MTP", "Domino", "MLPSpeculator", "ReDrafter")
 LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 

@@ -169,6 +169,7 @@ def dspark_by_hand(layout, target):
         config |= {"architectures": ["DSparkDraftModel"], "dflash_config": inner | keys}
         return config, tensors | drawn(shapes)
     config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, **inner, **keys}
+    config |= {"sample_from_anchor": None}  # stands for the default
     own = target.embedding(torch.arange(VOCAB_SIZE)), target.head.weight
     tables = zip(("embed_tokens.weight", "lm_head.weight"), own, strict=True)
     return config, tensors | drawn(shapes) | {n: table.detach().clone() for n, table in tables}
