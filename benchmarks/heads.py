@@ -31,7 +31,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from benchmarks.heads_cells import (
     ALL,
     BLOCK_K,
     BLOCK_NODES,
+    BLOCK_TREES,
     BLOCKS,
     CAPTURES,
     CELLS,
@@ -110,7 +111,8 @@ class ReadingNormed(Eagle1Drafter):
 
 class Experiment:
     name, layers, new_tokens = "assets/toy/target", LAYERS, NEW_TOKENS
-    steps, rows, trees, num_prompts, K = STEPS, ROWS, True, NUM_PROMPTS, K
+    steps, rows, num_prompts, K = STEPS, ROWS, NUM_PROMPTS, K
+    trees: Collection[str] = ALL  # the cells that are measured with trees
     about = (
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts ({SMALL} where said), {NUM_EVAL} "
         f"held-out prompts, {NODES} nodes"
@@ -191,9 +193,9 @@ class Experiment:
             shapes |= {name: parse_shape(text) for name, text in TREES.items()}
         return shapes
 
-    def measure(self, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
+    def measure(self, name: str, drafter: TrainedDrafter) -> dict[str, dict[str, object]]:
         """shape -> temperature -> counters, and alpha by depth of the chain."""
-        shapes = self.shapes(drafter) if self.trees else {}
+        shapes = self.shapes(drafter) if name in self.trees else {}
         found: dict[str, dict[str, object]] = {"chain": {}, "alpha": {}, **{s: {} for s in shapes}}
         for temperature, traces in self.held_out.items():
             sampling, key = Sampling(temperature), f"{temperature:g}"
@@ -207,7 +209,7 @@ class Experiment:
 
 
 class BlockFamily(Experiment):
-    layers, K = (1, 2, 3, 4, 5, "final_norm"), BLOCK_K
+    layers, K, trees = (1, 2, 3, 4, 5, "final_norm"), BLOCK_K, BLOCK_TREES
     about = (
         f"{STEPS} steps of {ROWS} rows, {NUM_PROMPTS} prompts, {NUM_EVAL} held-out prompts, "
         f"blocks behind 32 tokens of a text"
@@ -235,7 +237,7 @@ class LongBudget(Experiment):
 class ChatModel(Experiment):
     name, layers = chat_model.TARGET, chat_model.LAYERS
     new_tokens = chat_model.NEW_TOKENS
-    steps, rows, trees = CHAT_STEPS, CHAT_ROWS, False
+    steps, rows, trees = CHAT_STEPS, CHAT_ROWS, ()
     about = f"{CHAT_STEPS} steps of {CHAT_ROWS} rows, {chat_model.NUM_TEXTS} answers"
 
     def texts(self) -> tuple[Sequence[Trace], list[Trace]]:
@@ -268,7 +270,7 @@ def run(seeds: Sequence[int], cells: Sequence[str]) -> None:
             began = time.monotonic()
             drafter = bench.fit(name, seed)
             trained = time.monotonic() - began
-            found = bench.measure(drafter)
+            found = bench.measure(name, drafter)
             path.parent.mkdir(parents=True, exist_ok=True)
             content = {"seconds": trained, "parameters": drafter.num_parameters, **found}
             path.with_suffix(".part").write_text(json.dumps(content))

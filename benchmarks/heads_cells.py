@@ -112,6 +112,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     ),
 }  # fmt: skip
 BLOCK_K, BLOCK_NODES = 7, (16, 64, 256)
+BLOCK_TREES = ("blocks: dflash", "blocks: head")  # trees of equal nodes are compared on these
 # the states of layer 26 as they are reach 24,790 at the first token, 42 behind the final norm
 NORMED = ("chat: eagle, layer 26",)
 # cells whose hidden matrices Muon trains, at these rates; all else goes at the cell's own
@@ -183,7 +184,7 @@ CLAIMS |= {
     f"best_first > {other}, {nodes} nodes, {cell}": (
         (cell, f"best_first {nodes}"), (cell, f"{other} {nodes}"), 1.0,
     )
-    for cell in ("blocks: dflash", "blocks: head")
+    for cell in BLOCK_TREES
     for other in ("calibrated", "dynamic")
     for nodes in BLOCK_NODES
 }  # fmt: skip
