@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drafters.trees.tree import WITHOUT_REPLACEMENT
 from eval.verifiers.base import Verifier
+from eval.verifiers.block import Block
 from eval.verifiers.lenient import Lenient
 from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.token import Token
@@ -12,7 +13,7 @@ from target.sampling import Sampling
 from trainer.specs import parse
 
 VERIFIERS: dict[str, type[Verifier]] = {
-    one.name: one for one in (Token, MultiRound, Typical, Lenient)
+    one.name: one for one in (Token, Block, MultiRound, Typical, Lenient)
 }
 
 

@@ -37,6 +37,68 @@ class Token(Verifier):
         return follow(round.tree, draw)
 
 
+@dataclass(frozen=True)
+class ChainLaws:
+    """The distributions of a sampled round of chains.
+
+    `p`: [B, N+1, W], the target's after the last committed token and after each draft; `q`: [B, N,
+    W], those that the drafts were drawn from, point masses where they were chosen without a draw;
+    `p_drafted`, `q_drafted`: [B, N], of the drafts under them; `submitted`: [B, N] bool.
+    """
+
+    p: torch.Tensor
+    q: torch.Tensor
+    p_drafted: torch.Tensor
+    q_drafted: torch.Tensor
+    submitted: torch.Tensor
+
+    @classmethod
+    def of(cls, round: Verification) -> ChainLaws:
+        """Raises RunFault where a draft has probability 0 under the distribution it was drawn
+        from."""
+        tree, depth = round.tree, round.tree.tokens.shape[1]
+        p = warp(round.logits, round.sampling)
+        drafted = tree.tokens.unsqueeze(-1)
+        if tree.probs is None:
+            q = torch.zeros_like(p[:, :depth]).scatter_(-1, drafted, 1.0)
+        else:
+            q = torch.nn.functional.pad(tree.probs, (0, p.shape[-1] - tree.probs.shape[-1]))
+        p_drafted, q_drafted = (one[:, :depth].gather(-1, drafted).squeeze(-1) for one in (p, q))
+        submitted = _submitted(round)
+        checked = submitted if round.live is None else submitted & round.live.unsqueeze(1)
+        if bool(((q_drafted <= 0) & checked).any()):
+            raise RunFault(
+                "a drafted token has probability 0 under the distribution it was drawn from"
+            )
+        return cls(p, q, p_drafted, q_drafted, submitted)
+
+    def verdict(
+        self,
+        round: Verification,
+        accepted: torch.Tensor,
+        kept: torch.Tensor | float,
+        lenience: float,
+    ) -> Verdict:
+        """Emit a token from p after full acceptance, else from norm((kept p - lenience q)+);
+        `accepted` [B] int64, `kept` [B, 1] or a number."""
+        row = torch.arange(len(accepted), device=accepted.device)
+        final = self.p[row, accepted]
+        rejected = accepted < round.tree.lengths
+        behind = self.q[row, accepted.clamp(max=self.q.shape[1] - 1)]
+        residual = (kept * final - lenience * behind).clamp_min(0)
+        usable = rejected & (residual.sum(-1) > 0)  # p = q up to rounding leaves nothing: p it is
+        final = torch.where(usable.unsqueeze(-1), residual, final)
+        final = final / final.sum(-1, keepdim=True)
+        emitted = round.random.choice(final, round.first_position + accepted, "target")
+        overlap = torch.minimum(self.p[:, : self.q.shape[1]], self.q).sum(-1)
+        return Verdict(accepted, emitted, overlap)
+
+
+def _submitted(round: Verification) -> torch.Tensor:
+    index = torch.arange(round.tree.tokens.shape[1], device=round.tree.tokens.device)
+    return index < round.tree.lengths.unsqueeze(1)
+
+
 def verify_chain(round: Verification, lenience: float = 1.0) -> Verdict:
     """Accept draft i with probability min(1, p/q).
 
@@ -44,40 +106,18 @@ def verify_chain(round: Verification, lenience: float = 1.0) -> Verdict:
     chosen deterministically has the point mass as its q, whatever the drafter's softmax was.
     `lenience`: what q is multiplied by in both; below 1 the result is lossy.
     """
-    tree, random, first_position = round.tree, round.random, round.first_position
-    depth = tree.tokens.shape[1]
-    index = torch.arange(depth, device=tree.tokens.device)
-    submitted = index < tree.lengths.unsqueeze(1)
+    tokens = round.tree.tokens
     if round.sampling.temperature == 0:
         best = round.logits.argmax(-1)
-        match = (tree.tokens == best[:, :depth]) & submitted
+        match = (tokens == best[:, : tokens.shape[1]]) & _submitted(round)
         accepted = match.long().cumprod(1).sum(1)
         return Verdict(accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1), match.float())
 
-    p = warp(round.logits, round.sampling)
-    width = p.shape[-1]
-    drafted = tree.tokens.unsqueeze(-1)
-    p_drafted = p[:, :depth].gather(-1, drafted).squeeze(-1)
-    if tree.probs is None:
-        q = torch.zeros_like(p[:, :depth]).scatter_(-1, drafted, 1.0)
-    else:
-        q = torch.nn.functional.pad(tree.probs, (0, width - tree.probs.shape[-1]))
-    q_drafted = q.gather(-1, drafted).squeeze(-1)
-    checked = submitted if round.live is None else submitted & round.live.unsqueeze(1)
-    if bool(((q_drafted <= 0) & checked).any()):
-        raise RunFault("a drafted token has probability 0 under the distribution it was drawn from")
-    probability = (p_drafted / (lenience * q_drafted).clamp_min(1e-38)).clamp(max=1.0)
-    flips = [random.flip(probability[:, i], first_position + i, "accept") for i in range(depth)]
-    accepted = (torch.stack(flips, 1) & submitted).long().cumprod(1).sum(1)
-
-    # the token after the accepted ones comes from p, or from the residual after a rejection
-    row = torch.arange(len(accepted), device=accepted.device)
-    final = p[row, accepted]
-    rejected = accepted < tree.lengths
-    residual = (final - lenience * q[row, accepted.clamp(max=depth - 1)]).clamp_min(0)
-    usable = rejected & (residual.sum(-1) > 0)  # p = q up to rounding leaves nothing: p it is
-    final = torch.where(usable.unsqueeze(-1), residual, final)
-    emitted = random.choice(
-        final / final.sum(-1, keepdim=True), first_position + accepted, "target"
-    )
-    return Verdict(accepted, emitted, torch.minimum(p[:, :depth], q).sum(-1))
+    laws = ChainLaws.of(round)
+    probability = laws.p_drafted / (lenience * laws.q_drafted).clamp_min(1e-38)
+    flips = [
+        round.random.flip(probability[:, i].clamp(max=1.0), round.first_position + i, "accept")
+        for i in range(tokens.shape[1])
+    ]
+    accepted = (torch.stack(flips, 1) & laws.submitted).long().cumprod(1).sum(1)
+    return laws.verdict(round, accepted, 1.0, lenience)

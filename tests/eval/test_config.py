@@ -34,7 +34,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
     [
         (
             {"verifier": "typical"},
-            r"verifier=typical cannot judge .* a chain\): name token or lenient, or",
+            r"verifier=typical cannot judge .* a chain\): name token or block or lenient",
         ),
         ({"verifier": "multi_round"}, "cannot judge .* a chain"),
         (
@@ -47,7 +47,7 @@ def test_a_verifier_that_judges_the_tree_is_taken(tree, verifier):
         ),
         (
             {"verifier": "tokens"},
-            r"eval\.verifier must be one of token, multi_round, typical",
+            r"eval\.verifier must be one of token, block, multi_round",
         ),
         (
             {"verifier": "typical:0", "tree": ["eagle"]},

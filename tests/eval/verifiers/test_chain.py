@@ -12,8 +12,9 @@ from drafters.trees.tree import TokenTree
 from eval.engine import SpeculativeDecoder
 from eval.policies.table import make_budget
 from eval.verifiers.base import Verdict, Verification
+from eval.verifiers.block import Block
 from eval.verifiers.lenient import Lenient
-from eval.verifiers.token import Token
+from eval.verifiers.token import ChainLaws, Token
 from target.sampling import Sampling, warp
 from tests.helpers.tabular import (
     TabularModel,
@@ -29,6 +30,7 @@ V = 3
 CONTEXTS = [(0, 1), (2, 2), (1, 0)]
 PLAIN = Sampling(1.0)
 VERIFY = Token()
+both = pytest.mark.parametrize("verifier", [Token(), Block()], ids=lambda one: one.name)
 
 
 def error(
@@ -42,6 +44,7 @@ def error(
     change=lambda drafter: drafter,
     batch_size=1000,
     size=V,
+    verifier=VERIFY,
 ):
     """Largest difference between the law of gamma + 1 tokens and the target's own, over contexts,
     and the same for the sum of the weights."""
@@ -59,6 +62,7 @@ def error(
             eos_ids=(),
             max_new_tokens=gamma + 2,
             batch_size=batch_size,
+            verifier=verifier,
         )
 
     law = warp(target.log(), sampling)
@@ -77,32 +81,38 @@ def error(
     return worst
 
 
+@both
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_sampled_drafts_leave_the_targets_law(monkeypatch, seed, gamma):
-    assert error(monkeypatch, seed=seed, gamma=gamma) < 1e-12
+def test_sampled_drafts_leave_the_targets_law(monkeypatch, seed, gamma, verifier):
+    assert error(monkeypatch, seed=seed, gamma=gamma, verifier=verifier) < 1e-12
 
 
+@both
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_greedy_drafts_under_a_sampling_target_leave_its_law(monkeypatch, seed):
-    assert error(monkeypatch, seed=seed, gamma=3, draft_sampling=Sampling(0.0)) < 1e-12
+def test_greedy_drafts_under_a_sampling_target_leave_its_law(monkeypatch, seed, verifier):
+    greedy = Sampling(0.0)
+    found = error(monkeypatch, seed=seed, gamma=3, draft_sampling=greedy, verifier=verifier)
+    assert found < 1e-12
 
 
 @pytest.mark.slow
+@both
 @pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
-def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature):
-    lengths, verify = set(), Token.__call__
+def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature, verifier):
+    kind = type(verifier)
+    lengths, verify = set(), kind.__call__
 
     def spy(self, round):
         lengths.update(round.tree.lengths.tolist())
         return verify(self, round)
 
-    monkeypatch.setattr(Token, "__call__", spy)
+    monkeypatch.setattr(kind, "__call__", spy)
     for seed in range(3):
         budget = make_budget("confidence:0.55", 3)
         found = error(
             monkeypatch, seed=seed, gamma=3, budget=budget,
-            draft_sampling=Sampling(draft_temperature),
+            draft_sampling=Sampling(draft_temperature), verifier=verifier,
         )  # fmt: skip
         assert found < 1e-12
     assert lengths == {1, 2, 3}  # the policy did stop, at every depth
@@ -113,23 +123,29 @@ def test_confidence_stop_leaves_the_targets_law(monkeypatch, draft_temperature):
     [Sampling(1.0, top_k=2), Sampling(0.7, top_p=0.6), Sampling(1.3, top_k=3, top_p=0.7)],
     ids=str,
 )
-def test_truncated_laws_with_zeros_are_kept(monkeypatch, sampling):
+@both
+def test_truncated_laws_with_zeros_are_kept(monkeypatch, sampling, verifier):
     for seed in range(2):
-        assert error(monkeypatch, seed=seed, sampling=sampling, size=4) < 1e-12
+        found = error(monkeypatch, seed=seed, sampling=sampling, size=4, verifier=verifier)
+        assert found < 1e-12
 
 
+@both
 @pytest.mark.parametrize("draft", [Sampling(0.5), Sampling(2.0), Sampling(1.0, top_k=1)], ids=str)
-def test_another_sampling_of_the_drafter_leaves_the_targets_law(monkeypatch, draft):
-    assert error(monkeypatch, draft_sampling=draft) < 1e-12
-    assert error(monkeypatch, draft_sampling=draft, sampling=Sampling(0.8, top_k=2)) < 1e-12
+def test_another_sampling_of_the_drafter_leaves_the_targets_law(monkeypatch, draft, verifier):
+    assert error(monkeypatch, draft_sampling=draft, verifier=verifier) < 1e-12
+    cut = Sampling(0.8, top_k=2)
+    assert error(monkeypatch, draft_sampling=draft, sampling=cut, verifier=verifier) < 1e-12
 
 
+@both
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_refilled_batches_have_the_same_law(monkeypatch, batch_size):
-    assert error(monkeypatch, batch_size=batch_size) < 1e-12
+def test_refilled_batches_have_the_same_law(monkeypatch, batch_size, verifier):
+    assert error(monkeypatch, batch_size=batch_size, verifier=verifier) < 1e-12
 
 
-def test_rows_without_a_draft_emit_one_token_of_the_target(monkeypatch):
+@both
+def test_rows_without_a_draft_emit_one_token_of_the_target(monkeypatch, verifier):
     class Silent:  # submits nothing on some rows, like prompt lookup
         def __init__(self, inner):
             self.inner = inner
@@ -142,7 +158,7 @@ def test_rows_without_a_draft_emit_one_token_of_the_target(monkeypatch):
             last = state.ids.gather(1, state.lengths.unsqueeze(1) - 1)[:, 0]
             return dataclasses.replace(tree, lengths=torch.where(last == 1, 0, tree.lengths))
 
-    assert error(monkeypatch, change=Silent) < 1e-12
+    assert error(monkeypatch, change=Silent, verifier=verifier) < 1e-12
 
 
 # --- positive controls: the harness must see what is wrong -----------------------------------
@@ -165,6 +181,16 @@ def test_control_resampling_from_p_after_a_rejection_is_seen(monkeypatch):
 
     monkeypatch.setattr(Token, "__call__", broken)
     assert error(monkeypatch) > 0.01
+
+
+def test_control_the_residual_of_a_token_is_not_that_of_a_block(monkeypatch):
+    verdict = ChainLaws.verdict
+
+    def broken(self, round, accepted, kept, lenience):
+        return verdict(self, round, accepted, 1.0, lenience)
+
+    monkeypatch.setattr(ChainLaws, "verdict", broken)
+    assert error(monkeypatch, seed=1, verifier=Block()) > 0.01
 
 
 class _Changed:
@@ -266,6 +292,65 @@ def test_a_drafted_token_of_probability_zero_is_a_fault_on_live_rows_only():
         VERIFY(round)
     VERIFY(dataclasses.replace(round, live=torch.tensor([False])))
     VERIFY(dataclasses.replace(round, tree=tree_of([[0]], laws, [0])))  # drafted, not submitted
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """flip: note the probability, and refuse; choice: the first token."""
+
+    def __init__(self):
+        self.asked = []
+
+    def flip(self, probability, positions, stream):
+        self.asked.append(probability)
+        return torch.zeros(len(probability), dtype=torch.bool)
+
+    def choice(self, probs, positions, stream):
+        return torch.zeros(len(probs), dtype=torch.long)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_accept_no_fewer_behind_any_prefix_than_tokens_do(seed):
+    """Given i drafts, and over all further ones, at least i are accepted with probability P_i."""
+    gamma, first = 3, 2
+    target, draft = dirichlet_table([V] * 2, seed), dirichlet_table([V] * 2, 50 + seed)
+    drafts = torch.tensor(list(product(V, gamma)))
+    before = torch.cat([torch.full((len(drafts), 1), first), drafts], 1)
+    random = _Asked()
+    tree = tree_of(drafts.tolist(), draft[before[:, :-1]])
+    positions = torch.full((len(drafts),), 4)
+    Block()(Verification(tree, target[before].log(), PLAIN, random, positions))
+    h = torch.stack(random.asked, 1)
+    at_least = 1 - (1 - h).flip(1).cumprod(1).flip(1)  # i or more, of these drafts
+    q = draft[before[:, :-1], drafts]
+    ratio = target[before[:, :-1], drafts] / q
+    gained = 0.0
+    for i in range(1, gamma + 1):
+        weight = q[:, i:].prod(1)  # of the drafts behind the first i
+        blocks = (at_least[:, i - 1] * weight).view(V**i, -1).sum(1)
+        likelihood, tokens = torch.ones(len(drafts)).double(), torch.ones(len(drafts)).double()
+        for j in range(i):
+            likelihood = (likelihood * ratio[:, j]).clamp(max=1)
+            tokens = tokens * ratio[:, j].clamp(max=1)
+        likelihood, tokens = (one.view(V**i, -1)[:, 0] for one in (likelihood, tokens))
+        torch.testing.assert_close(blocks, likelihood, atol=1e-12, rtol=0)
+        assert bool((blocks >= tokens - 1e-12).all())
+        gained += float((blocks - tokens).max())
+    assert gained > 0.01
+
+
+def test_a_block_that_ends_earlier_is_judged_as_a_shorter_one():
+    target, draft = dirichlet_table([V] * 2, 1), dirichlet_table([V] * 2, 2)
+    before = torch.tensor([[0, 1, 2]])
+    logits, laws = target[before].log(), draft[before[:, :2]]
+    long, short = _Asked(), _Asked()
+    first = torch.tensor([4])
+    tree = tree_of([[1, 2]], laws, [1])
+    Block()(Verification(tree, logits, PLAIN, long, first))
+    Block()(Verification(tree_of([[1]], laws[:, :1]), logits[:, :2], PLAIN, short, first))
+    assert torch.equal(long.asked[0], short.asked[0])
 
 
 # --- lenience ------------------------------------------------------------------------------------

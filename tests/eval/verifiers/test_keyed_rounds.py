@@ -15,6 +15,7 @@ from drafters.round import Budget, DraftState
 from drafters.trees.static import static_tree
 from drafters.trees.tree import CHAIN, TOP, WITHOUT_REPLACEMENT
 from eval.verifiers.base import Verification
+from eval.verifiers.block import Block
 from eval.verifiers.multi_round import MultiRound
 from eval.verifiers.token import Token
 from target.sampling import KeyedRandom
@@ -31,8 +32,13 @@ DRAWN = dataclasses.replace(PAIRS, siblings=WITHOUT_REPLACEMENT)
 
 @pytest.mark.parametrize(
     ("budget", "verify"),
-    [(Budget(2), Token()), (Budget.of(PAIRS), Token()), (Budget.of(DRAWN), MultiRound())],
-    ids=[CHAIN, TOP, WITHOUT_REPLACEMENT],
+    [
+        (Budget(2), Token()),
+        (Budget(2), Block()),
+        (Budget.of(PAIRS), Token()),
+        (Budget.of(DRAWN), MultiRound()),
+    ],
+    ids=[CHAIN, "block", TOP, WITHOUT_REPLACEMENT],
 )
 def test_the_text_of_many_rows_has_the_targets_law(budget, verify):
     """Three tokens: those of a round, completed by draws of the target's own."""
