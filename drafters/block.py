@@ -103,7 +103,7 @@ class BlockDrafter(TrainedDrafter):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(width, eps=eps)
         assert settings.own_head or kept is None
-        assert isinstance(self, drafter_type(settings))
+        assert isinstance(self, drafter_type(settings.correction))
         rows = self.vocab_size if kept is None else len(kept)
         self.lm_head = nn.Linear(width, rows, bias=False) if settings.own_head else None
         self.register_buffer("kept", kept)
@@ -125,7 +125,7 @@ class BlockDrafter(TrainedDrafter):
         kept: torch.Tensor | None = None,
     ) -> BlockDrafter:
         """A fresh drafter; an output matrix of its own starts as the target's."""
-        drafter = drafter_type(settings)(settings, config, target, kept)
+        drafter = drafter_type(settings.correction)(settings, config, target, kept)
         if drafter.lm_head is not None:
             copy_rows(target, drafter.lm_head, kept)
             with torch.no_grad():
@@ -361,9 +361,9 @@ class DSparkDrafter(BlockDrafter):
         return None
 
 
-def drafter_type(settings: BlockSettings) -> type[BlockDrafter]:
-    """The class of a drafter with this network."""
-    return DSparkDrafter if settings.correction in ("markov", "gated") else BlockDrafter
+def drafter_type(correction: str) -> type[BlockDrafter]:
+    """The class of a drafter with this `BlockSettings.correction`."""
+    return DSparkDrafter if correction in ("markov", "gated") else BlockDrafter
 
 
 def _layer(

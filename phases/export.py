@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drafters.acceptance_head import adaptive_note
 from drafters.base import TrainedDrafter
-from drafters.export.card import Export, model_card
+from drafters.export.card import Export, Serving, model_card
 from drafters.kinds import first_writer, kind_of
 from eval.report.rows import Report
 from eval.report.schema import markdown_table
@@ -115,16 +115,16 @@ def run_card(
     """Write the model card of an export; `report`: None before the drafter is measured."""
     kind = kind_of(drafter)
     assert kind.method is not None
+    revision = run.config.model.target_revision if target == run.target.name else None
+    served = drafter.served_tokens(run.config.eval.K)
+    template = run.config.data.chat_template_kwargs
     return model_card(
         report,
-        target=target,
-        revision=run.config.model.target_revision if target == run.target.name else None,
+        Serving(target, kind.method, served, revision, template),
         recipe=run.config.recipe,
-        num_assistant_tokens=drafter.served_tokens(run.config.eval.K),
         table=markdown_table(report["results"]) if report else None,
         license="apache-2.0" if run.target.name == ModelConfig.target else None,
         engine=engine,
-        method=kind.method,
         words=kind.words,
         note=adaptive_note(drafter.acceptance) if "transformers" in kind.writers else "",
     )

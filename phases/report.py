@@ -15,7 +15,7 @@ from data.features_layout import bytes_per_token
 from data.prompts import Prompt
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.export.card import llama_server
+from drafters.export.card import Serving
 from drafters.export.gguf import FILE
 from drafters.kinds import KINDS
 from drafters.served_dtype import in_served_dtype
@@ -97,7 +97,8 @@ def llamacpp_lines(report: Report, target: str, drafter: str) -> str:
     K = next(row.K for row in rows if row.drafter == "after" and row.tree is None)
     assert method is not None, "it was written for an engine"
     assert K is not None, "a chain has a length"
-    commands = f"llama-server -m {shlex.quote(target)}\n{llama_server(target, drafter, method, K)}"
+    served = Serving(target, method, K).llamacpp(drafter)
+    commands = f"llama-server -m {shlex.quote(target)}\n{served}"
     lines = ["\nin llama.cpp, without the drafter and with it:", textwrap.indent(commands, " " * 4)]
     alone = ("after", f"after{GREEDY_DRAFTS}")
     found = [row for row in rows if row.measured_by == "llamacpp" and row.drafter in alone]

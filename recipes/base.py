@@ -24,6 +24,7 @@ from data.packing import RawText
 from data.split import HeldOut
 from data.traces import Trace
 from drafters.base import TrainedDrafter
+from drafters.causal_lm import CausalLMDrafter
 from recipes.common.config import Config
 from recipes.common.divergence import DivergenceConfig, check_step
 from target.model import Target
@@ -210,6 +211,11 @@ class Recipe:
         """The key that says over how many drafting steps training unrolls the drafter on its own
         states, and that number; None for a drafter that is not unrolled."""
         return None
+
+    @property
+    def trains(self) -> type[TrainedDrafter]:
+        """The class of the drafter that it trains."""
+        return CausalLMDrafter
 
     @property
     def builds_from_traces(self) -> bool:

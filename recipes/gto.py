@@ -177,6 +177,10 @@ class Recipe(base.Recipe):
         return f"{name} of recipe={type(self.heads).__module__.partition('.')[2]}", steps
 
     @property
+    def trains(self) -> type[TrainedDrafter]:
+        return self.heads.trains
+
+    @property
     def builds_from_traces(self) -> bool:
         return self.heads.builds_from_traces
 

@@ -96,6 +96,10 @@ class Recipe(medusa.Recipe):
         )  # fmt: skip
         return [heads, second] if self.given is None else [second]
 
+    @property
+    def trains(self) -> type[TrainedDrafter]:
+        return Medusa2Drafter
+
     def check_given(self, drafter: TrainedDrafter) -> None:
         """Refuse all but trained heads, with or without a trained adapter."""
         if drafter.kind != Medusa2Drafter.kind:

@@ -30,7 +30,7 @@ from drafters.acceptance import attach
 from drafters.acceptance_head import adaptive_note
 from drafters.base import DrafterJson, TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export.card import Export, model_card
+from drafters.export.card import Export, Serving, model_card
 from drafters.formats.files import read_json
 from drafters.kinds import Kind, served_by, stored_kind
 from drafters.load import drafter_folder, load_drafter, stored
@@ -49,6 +49,7 @@ from trainer.errors import UserError, require
 from trainer.terminal import guard_terminal
 
 TEXTS = ["script.drafter", "script.engine", "script.out", "model.target", "model.target_gguf"]
+TEMPLATE = "chat_template_kwargs"
 KEYS = [*TEXTS, "model.trust_remote_code", "eval.K"]
 
 
@@ -122,10 +123,10 @@ def export_drafter(
     if trained is not None:  # it serves on the target that was trained with it
         out, target, revision = out / "drafter", trained.name, None
     assert kind.method is not None, "a kind with writers has a name that engines know"
+    template = _section(_section(config, "data", stored_config), TEMPLATE, stored_config)
     text = model_card(
-        report, target=target, revision=revision, recipe=config.get("recipe"),
-        num_assistant_tokens=num_tokens, table=table, license=license, engine=engine,
-        method=kind.method, words=kind.words,
+        report, Serving(target, kind.method, num_tokens, revision, template),
+        recipe=config.get("recipe"), table=table, license=license, engine=engine, words=kind.words,
         note=adaptive_note(whole.acceptance) if "transformers" in kind.writers else "",
     )  # fmt: skip
     if is_gguf(target):

@@ -31,6 +31,7 @@ from scripts import (
     import_traces,
     push_to_hub,
     request_log,
+    serve,
 )
 from tests.helpers.commands import ROOT, finish, start
 from tests.helpers.heads import eagle3_word
@@ -48,6 +49,7 @@ SCRIPT_KEYS = {
     "scripts.export": export.KEYS,
     "scripts.import_traces": [f"script.{key}" for key in import_traces.KEYS],
     "scripts.push_to_hub": push_to_hub.KEYS,
+    "scripts.serve": serve.KEYS,
     "scripts.request_log": [f"script.{key}" for key in request_log.KEYS],
 }
 # what else a block may start; keys of ours stand in none of them
@@ -164,6 +166,8 @@ def test_the_words_of_a_block_are_taken_by_its_command(block):
             import_traces.resolve(words)
         elif entry == "scripts.get_smollm2":
             get_smollm2.parse(words)
+        elif entry == "scripts.serve":
+            serve.resolve(words)
         elif entry == "scripts.compare":
             compare.parse(words)
         else:

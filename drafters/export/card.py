@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,30 +54,84 @@ class Export:
     gguf: Path | None = None
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What the command of a server says.
+
+    `method`: the engines' name for this kind of drafter; `num_tokens`: tokens to draft a round;
+    `revision`: of the target on the Hub, where the run named one; `template`: arguments of the chat
+    template that it was trained with.
+    """
+
+    target: str
+    method: str
+    num_tokens: int
+    revision: str | None = None
+    template: Mapping[str, object] = field(default_factory=dict)
+
+    def vllm(self, drafter: str) -> str:
+        """vLLM's, which by itself drafts the likeliest tokens at any temperature."""
+        speculative: dict[str, object] = {
+            "method": self.method, "model": drafter, "num_speculative_tokens": self.num_tokens,
+        }  # fmt: skip
+        if self.method != "medusa":
+            speculative["draft_sample_method"] = "probabilistic"
+        words = f"vllm serve {_word(self.target)}{self._options('--default-chat-template-kwargs')}"
+        return f"{words} --speculative-config {shlex.quote(json.dumps(speculative))}"
+
+    def sglang(self, drafter: str) -> str:
+        """SGLang's: a chain, like the measured one; a wider top-k makes it a tree, but for block
+        drafters."""
+        chain = f"--speculative-num-steps {self.num_tokens} --speculative-eagle-topk 1 \\\n    "
+        chain = "" if self.method in ("dflash", "dspark") else chain
+        options = self._options("--default-chat-template-kwargs")
+        return (
+            f"python -m sglang.launch_server --model-path {_word(self.target)}{options} \\\n"
+            f"    --speculative-algorithm {self.method.upper()} "
+            f"--speculative-draft-model-path {_word(drafter)} \\\n"
+            f"    {chain}--speculative-num-draft-tokens {self.num_tokens + 1}"
+        )
+
+    def llamacpp(self, drafter: str) -> str:
+        """llama.cpp's, of the files of target and drafter; it drafts the likeliest tokens at any
+        temperature."""
+        options = self._options("--chat-template-kwargs", revision=False)
+        return (
+            f"llama-server -m {_word(self.target)} -md {_word(drafter)}{options} "
+            f"--spec-type {SPEC_TYPES[self.method]} \\\n"
+            f"    --spec-draft-n-max {self.num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0"
+        )
+
+    def _options(self, of_template: str, revision: bool = True) -> str:
+        """What loads the target at its revision, and renders chats as they were rendered."""
+        words = ["--revision", self.revision] if self.revision and revision else []
+        if self.template:
+            words += [of_template, json.dumps(self.template)]
+        return f" {shlex.join(words)}" if words else ""
+
+
 def model_card(
     report: Mapping[str, Any] | None,
+    serving: Serving,
     *,
-    target: str,
     recipe: str | None,
-    num_assistant_tokens: int,
-    revision: str | None = None,
     table: str | None = None,
     license: str | None = None,
     engine: str = "transformers",
-    method: str = "draft_model",
     words: str = "A draft model",
     note: str = "",
 ) -> str:
     """README.md of an export: a description, the measurements, and the commands to serve it.
 
-    It holds no secret and no path of this machine. `report`: content of report.json; `revision`: of
-    the target on the Hub, where the run named one; `table`: the report's rows as an escaped
-    Markdown table; `license`: only where it is known, the target's may apply; `method`: the
-    engines' name for this kind of drafter; `words`: how to name it; `engine`: the engine it was
-    written for; `note`: a further sentence.
+    It holds no secret and no path of this machine. `report`: content of report.json; `table`: the
+    report's rows as an escaped Markdown table; `license`: only where it is known, the target's may
+    apply; `words`: how to name such a drafter; `engine`: the engine it was written for; `note`: a
+    further sentence.
     """
+    method, target = serving.method, serving.target
     head = method != "draft_model"
     hub_id, target = is_hub_id(target), _line(shown(target))
+    serving = replace(serving, target=target, template=shown(dict(serving.template)))
     measured = _measured((report or {}).get("results", []))
     front = ModelCardData(
         pipeline_tag="text-generation",
@@ -100,11 +154,12 @@ def model_card(
         for key, label in (("command", "command"), ("commit", "commit"), ("date", "date"))
         if run.get(key)
     )
-    serving = [{"sglang": _serve_sglang, "llamacpp": _serve_llamacpp}.get(engine, _serve_vllm)]
+    in_engine = {"sglang": _in_sglang, "llamacpp": _in_llamacpp}.get(engine, _in_vllm)
+    sections = [in_engine(serving)]
     in_transformers = engine == "transformers" if head else engine != "llamacpp"
     if in_transformers:
-        serving.insert(0, _serve_transformers)
-    commands = "\n".join(serve(target, revision, method, num_assistant_tokens) for serve in serving)
+        sections.insert(0, _in_transformers(serving))
+    commands = "\n".join(sections)
     no_loader = head and method != "dflash" and engine != "llamacpp"
     loaders = "\nTransformers has no loader for such heads.\n" if no_loader else ""
     return f"""---
@@ -114,7 +169,7 @@ def model_card(
 # Drafter for {code(target)}
 
 {words} for speculative decoding with {code(target)}{trained}.
-It proposes {num_assistant_tokens} tokens a round and the target verifies them: the output is the
+It proposes {serving.num_tokens} tokens a round and the target verifies them: the output is the
 target's own. It is of no use alone.{note and " " + note}
 
 ## Measured
@@ -160,10 +215,11 @@ def _measured(rows: Sequence[MeasuredRow]) -> list[EvalResult]:
     return found
 
 
-def _serve_transformers(target: str, revision: str | None, method: str, num_tokens: int) -> str:
-    named = json.dumps(target) + (f", revision={json.dumps(revision)}" if revision else "")
+def _in_transformers(serving: Serving) -> str:
+    revision = serving.revision
+    named = json.dumps(serving.target) + (f", revision={json.dumps(revision)}" if revision else "")
     loader, option = "AutoModelForCausalLM", ""
-    if method == "dflash":
+    if serving.method == "dflash":
         loader, option = "AutoModel", ', speculation_type="dflash"'
     loaders = ", ".join(sorted({loader, "AutoModelForCausalLM", "AutoTokenizer"}))
     return f"""transformers:
@@ -180,12 +236,9 @@ print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter{option}
 """
 
 
-def _serve_vllm(target: str, revision: str | None, method: str, num_tokens: int) -> str:
-    """The command for vLLM, which by itself drafts the likeliest tokens at any temperature."""
-    speculative = {"method": method, "model": "DRAFTER", "num_speculative_tokens": num_tokens}
+def _in_vllm(serving: Serving) -> str:
     note = "Medusa's heads draft their likeliest tokens there, also above temperature 0."
-    if method != "medusa":
-        speculative["draft_sample_method"] = "probabilistic"
+    if serving.method != "medusa":
         note = (
             "`draft_sample_method` is of vLLM 0.32; without it fewer tokens are accepted above "
             "temperature 0."
@@ -193,51 +246,30 @@ def _serve_vllm(target: str, revision: str | None, method: str, num_tokens: int)
     return f"""vLLM:
 
 ```bash
-vllm serve {_word(target)}{_option(revision)} --speculative-config '{json.dumps(speculative)}'
+{serving.vllm("DRAFTER")}
 ```
 
 {note}
 """
 
 
-def _serve_sglang(target: str, revision: str | None, method: str, num_tokens: int) -> str:
-    """The command for SGLang: a chain, like the measured one; a wider top-k makes it a tree, but
-    for block drafters."""
-    chain = f"--speculative-num-steps {num_tokens} --speculative-eagle-topk 1 \\\n    "
-    chain = "" if method in ("dflash", "dspark") else chain
+def _in_sglang(serving: Serving) -> str:
     return f"""SGLang:
 
 ```bash
-python -m sglang.launch_server --model-path {_word(target)}{_option(revision)} \\
-    --speculative-algorithm {method.upper()} --speculative-draft-model-path DRAFTER \\
-    {chain}--speculative-num-draft-tokens {num_tokens + 1}
+{serving.sglang("DRAFTER")}
 ```
 """
 
 
-def _serve_llamacpp(target: str, revision: str | None, method: str, num_tokens: int) -> str:
-    """The command for llama.cpp, which drafts the likeliest tokens at any temperature."""
-    command = llama_server("TARGET", "DRAFTER/drafter.gguf", method, num_tokens)
+def _in_llamacpp(serving: Serving) -> str:
+    of_files = replace(serving, target="TARGET")
     return f"""llama.cpp, with the target's own GGUF file as TARGET:
 
 ```bash
-{command}
+{of_files.llamacpp("DRAFTER/drafter.gguf")}
 ```
 """
-
-
-def llama_server(target: str, drafter: str, method: str, num_tokens: int) -> str:
-    """The shell's command that serves files of target and drafter."""
-    kind = SPEC_TYPES[method]
-    return (
-        f"llama-server -m {_word(target)} -md {_word(drafter)} --spec-type {kind} \\\n"
-        f"    --spec-draft-n-max {num_tokens} --spec-draft-n-min 0 --spec-draft-p-min 0"
-    )
-
-
-def _option(revision: str | None) -> str:
-    """What makes vLLM and SGLang load the target at `revision`."""
-    return f" --revision {shlex.quote(revision)}" if revision else ""
 
 
 def _word(name: str) -> str:

@@ -131,7 +131,7 @@ def dflash(head: PublishedHead, target: Target) -> BlockDrafter:
         _fit_heads(head, weights, target)
     if settings.confidence:
         weights["confidence.temperatures"] = torch.ones(settings.max_depth)
-    drafter = drafter_type(settings)(settings, head.layer, target, kept)
+    drafter = drafter_type(settings.correction)(settings, head.layer, target, kept)
     drafter.load_state_dict(weights)
     return drafter.eval()
 

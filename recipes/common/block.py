@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from data.batches import Batch
 from data.traces import Trace
 from drafters.base import TrainedDrafter
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, drafter_type
 from drafters.block_heads import CORRECTIONS
 from drafters.block_settings import BlockSettings, default_captures
 from drafters.layers import layer_config
@@ -112,6 +112,10 @@ class BlockRecipe(ChosenLayers[ConfigT], VocabularyRecipe[ConfigT]):
 
     drafter_type = BlockDrafter
     objective_type: ClassVar[type[BlockObjective]] = BlockObjective
+
+    @property
+    def trains(self) -> type[TrainedDrafter]:
+        return drafter_type(self.config.correction) if self.given is None else type(self.given)
 
     def make_objective(self) -> BlockObjective:
         given = (self.depth, self.captures, self.is_reduced)

@@ -71,6 +71,10 @@ class HeadRecipe(Recipe, Generic[ConfigT]):
         return HeadObjective(self.config, self.target, self.depth, self.captures, self.is_reduced)
 
     @property
+    def trains(self) -> type[TrainedDrafter]:
+        return self.drafter_type
+
+    @property
     def captures(self) -> tuple[LayerId, ...]:
         """The target's layers that the head reads."""
         return ("final_norm",)

@@ -69,7 +69,7 @@ def made(target, kind, layers=1, **changed) -> BlockDrafter:
     config = layer_config(target.model.config)
     config.num_hidden_layers = layers
     settings = dataclasses.replace(KINDS[kind], **changed)
-    return drafter_type(settings)(settings, config, target)
+    return drafter_type(settings.correction)(settings, config, target)
 
 
 @pytest.fixture

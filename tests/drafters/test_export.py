@@ -1,4 +1,5 @@
 import json
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from drafters.causal_lm import CausalLMDrafter
-from drafters.export.card import is_hub_id, model_card
+from drafters.export.card import Serving, is_hub_id, model_card
 from drafters.export.hf import export, pad_vocabulary, reread
 from eval.row import row_with
 from phases.export import run_card
@@ -238,9 +239,8 @@ def test_model_card_front_matter_and_text():
     report = {"run": {"command": "train.py recipe=distillspec", "commit": "abc"}}
     card = model_card(
         report,
-        target="org/model-8b",
+        Serving("org/model-8b", "draft_model", 6),
         recipe="distillspec",
-        num_assistant_tokens=6,
         table="| a |\n| - |\n| 1 |",
     )
     _, front, body = card.split("---\n", 2)
@@ -258,14 +258,14 @@ def test_model_card_front_matter_and_text():
         "method": "draft_model", "model": "DRAFTER", "num_speculative_tokens": 6,
         "draft_sample_method": "probabilistic",
     }  # fmt: skip
-    about = {"target": "org/model-8b", "recipe": "medusa", "num_assistant_tokens": 4}
-    heads = model_card(None, **about, engine="vllm", method="medusa")
+    served = Serving("org/model-8b", "medusa", 4)
+    heads = model_card(None, served, recipe="medusa", engine="vllm")
     assert "draft_sample_method" not in heads  # vLLM draws no tokens of Medusa's heads
 
 
 def test_the_card_of_a_block_drafter_has_the_commands_of_its_engine():
-    about = {"target": "a/b", "recipe": "dflash", "num_assistant_tokens": 7, "method": "dflash"}
-    cards = {name: model_card(None, **about, engine=name)
+    served = Serving("a/b", "dflash", 7)
+    cards = {name: model_card(None, served, recipe="dflash", engine=name)
              for name in ("transformers", "vllm", "speculators", "sglang", "llamacpp")}  # fmt: skip
     call = 'drafter = AutoModel.from_pretrained("DRAFTER")'
     assert [name for name, card in cards.items() if call in card] == ["transformers"]
@@ -281,16 +281,19 @@ def test_the_card_of_a_block_drafter_has_the_commands_of_its_engine():
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
 def test_a_card_serves_the_revision_of_the_target_that_the_drafter_was_trained_for(engine):
     head = engine == "sglang"
-    about = {"target": "a/b", "recipe": "eagle", "num_assistant_tokens": 4, "engine": engine}
-    about |= {"method": "eagle"} if head else {}
-    card, pinned = model_card(None, **about), model_card(None, **about, revision="v1")
+    served = Serving("a/b", "eagle" if head else "draft_model", 4)
+    card, pinned = (
+        model_card(None, replace(served, revision=revision), recipe="eagle", engine=engine)
+        for revision in (None, "v1")
+    )
     assert "revision" not in card
     assert f"{'--model-path' if head else 'vllm serve'} a/b --revision v1 " in pinned
     assert pinned.count('from_pretrained("a/b", revision="v1")') == (0 if head else 2)
 
 
 def test_a_runs_card_names_its_revision_but_not_for_a_target_trained_with_the_drafter(tokenizer):
-    config = {"recipe": "distillspec", "eval": SimpleNamespace(K=4)}
+    data = SimpleNamespace(chat_template_kwargs={"enable_thinking": False})
+    config = {"recipe": "distillspec", "eval": SimpleNamespace(K=4), "data": data}
     model = SimpleNamespace(target_revision="v2")
     run = SimpleNamespace(
         config=SimpleNamespace(model=model, **config), target=SimpleNamespace(name="org/model-8b")
@@ -301,7 +304,22 @@ def test_a_runs_card_names_its_revision_but_not_for_a_target_trained_with_the_dr
         run_card(run, drafter, "vllm", name, None) for name in ("org/model-8b", "trained")
     )
     assert "vllm serve org/model-8b --revision v2 " in card
-    assert "vllm serve trained --spec" in other
+    thinking = "--default-chat-template-kwargs '{\"enable_thinking\": false}' --spec"
+    assert f"vllm serve trained {thinking}" in other
+
+
+def test_servers_render_chats_as_the_training_text_was():
+    served = Serving("a/b", "eagle3", 4, template={"enable_thinking": False})
+    quoted = "'{\"enable_thinking\": false}'"
+    assert f" --default-chat-template-kwargs {quoted} " in served.vllm("D")
+    assert f" --default-chat-template-kwargs {quoted} " in served.sglang("D")
+    assert f" --chat-template-kwargs {quoted} " in served.llamacpp("D")
+    assert "template" not in replace(served, template={}).vllm("D")
+    hostile = replace(served, template={"a": "'; rm -rf x; '"}, revision="$(x)")
+    for command in (hostile.vllm("D"), hostile.sglang("D"), hostile.llamacpp("D")):
+        words = shlex.split(command.replace("\\\n", " "))
+        at = next(i for i, word in enumerate(words) if word.endswith("chat-template-kwargs"))
+        assert json.loads(words[at + 1]) == {"a": "'; rm -rf x; '"}
 
 
 def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
@@ -310,7 +328,7 @@ def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
     rows = [row, replace(row, drafter="before"), replace(row, measured_by="decoding"),
             replace(row, tree="eagle", alpha=None)]  # fmt: skip
     card = ModelCard(
-        model_card({"results": rows}, target="a/b", recipe="eagle", num_assistant_tokens=4)
+        model_card({"results": rows}, Serving("a/b", "draft_model", 4), recipe="eagle")
     )
     found = [(r.metric_type, r.metric_value, r.metric_config) for r in card.data.eval_results]
     assert found == [
@@ -324,9 +342,8 @@ def test_a_card_carries_the_headline_numbers_as_the_hubs_model_index():
 
 
 def test_model_card_of_a_local_target_names_no_base_model():
-    card = model_card(
-        None, target="assets/toy/target", recipe=None, num_assistant_tokens=4, license="apache-2.0"
-    )
+    served = Serving("assets/toy/target", "draft_model", 4)
+    card = model_card(None, served, recipe=None, license="apache-2.0")
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["license"] == "apache-2.0"
     assert "base_model" not in front
@@ -341,9 +358,10 @@ def test_a_model_card_holds_no_secret_and_no_place_of_this_machine(monkeypatch):
                    temperature=1.0, K=4, num_prompts=96,
                    prompts={"name": "/data/of-us/set.jsonl"})  # fmt: skip
     card = model_card(
-        {"run": {"command": command}, "results": [row]}, target="/home/of-me/models/m",
-        recipe="eagle", num_assistant_tokens=4,
-    )  # fmt: skip
+        {"run": {"command": command}, "results": [row]},
+        Serving("/home/of-me/models/m", "draft_model", 4),
+        recipe="eagle",
+    )
     for part in ("/home", "of-me", "of-us", "glpat"):
         assert part not in card
     assert "`train.py run.dir=~/run data.system_prompt=<redacted: pass it again>`" in card

@@ -17,7 +17,7 @@ from drafters.block import BlockDrafter, drafter_type
 from drafters.block_settings import BlockSettings
 from drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from drafters.eagle3 import Eagle3Settings
-from drafters.export.card import Export, model_card
+from drafters.export.card import Export, Serving, model_card
 from drafters.export.reread import reread
 from drafters.formats.reader import read
 from drafters.hydra import HydraDrafter, HydraSettings
@@ -94,7 +94,7 @@ def made(kind, target):
     if kind in DFLASH:
         config = layer_config(target.model.config)
         config.num_hidden_layers = 2
-        return noisy(drafter_type(DFLASH[kind])(DFLASH[kind], config, target, kept))
+        return noisy(drafter_type(DFLASH[kind].correction)(DFLASH[kind], config, target, kept))
     return noisy(build_eagle(target, EAGLE[kind], kept=kept))
 
 
@@ -854,8 +854,8 @@ def test_script_refuses_another_target_with_one_line(
 
 def test_the_card_of_a_head_names_its_kind():
     card = model_card(
-        None, target="org/model", recipe="eagle3", num_assistant_tokens=4, engine="vllm",
-        method="eagle3", words=KINDS["eagle3"].words,
+        None, Serving("org/model", "eagle3", 4), recipe="eagle3", engine="vllm",
+        words=KINDS["eagle3"].words,
     )  # fmt: skip
     assert card.split("---\n")[2].startswith("\n# Drafter for `org/model`\n\nAn EAGLE-3 head for")
     assert yaml.safe_load(card.split("---\n")[1])["tags"][1] == "eagle3"

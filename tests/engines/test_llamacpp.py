@@ -352,7 +352,9 @@ def test_the_file_of_a_dspark_drafter_holds_its_heads(frozen, tmp_path):
     settings = BlockSettings(
         [0, 2], 3, 4, from_anchor=True, correction="markov", correction_rank=5, confidence=True
     )
-    drafter = drafter_type(settings).build(target, settings, layer_config(target.model.config))
+    drafter = drafter_type(settings.correction).build(
+        target, settings, layer_config(target.model.config)
+    )
     exported(drafter, file, tmp_path / "drafter")
     read = GGUFReader(tmp_path / "drafter" / FILE)
     field = {name: one.contents() for name, one in read.fields.items()}

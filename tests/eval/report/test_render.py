@@ -8,7 +8,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from drafters.export.card import model_card
+from drafters.export.card import Serving, model_card
 from eval.report.render import Bullets, Heading, Table, Text, escape_markdown, to_markdown
 from eval.report.web import to_html
 from eval.row import row_with
@@ -102,7 +102,7 @@ def test_a_hostile_name_is_only_text_in_a_model_card(name):
     report = {"run": {"command": name, "commit": name}, "results": [row]}
 
     def card(name):
-        whole = model_card(report, target=name, recipe=name, num_assistant_tokens=4)
+        whole = model_card(report, Serving(name, "draft_model", 4), recipe=name)
         front, end, body = whole.removeprefix("---\n").partition("\n---\n")
         assert end
         return front, body
