@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from data.bad_rows import DROP, FEW
-from trainer.checks import SIDE_BY_SIDE, is_address, require_address
+from trainer.checks import SIDE_BY_SIDE, addresses_of, require_address
 from trainer.config import Section, suggest
 from trainer.errors import UserError, require
 from trainer.keys import Rule, key
@@ -60,8 +60,8 @@ class DataConfig(Section):
     # live: the target reads every batch again; cached: its hidden states are stored once
     features: str = key("live", one_of=("live", "cached"))
     # what reads the text for these states; hf: transformers, in this process; vllm: a vLLM server
-    # that the run starts; or the address of a running one, such as http://host:8000
-    features_engine: str = key("hf", Rule("be hf, vllm or the address of a server"))
+    # that the run starts; or the addresses of running ones, such as http://a:8001,http://b:8001
+    features_engine: str = key("hf", Rule("be hf, vllm or the addresses of servers"))
     # of stored hidden states; fp8 has one scale per token
     features_dtype: str = key("bf16", one_of=("bf16", "fp8", "fp32"))
     # URL of object storage for these states, such as s3://bucket/states; null: below data.cache_dir
@@ -99,13 +99,17 @@ class DataConfig(Section):
             self.temperature = [self.temperature]
         self.temperature = [float(t) for t in self.temperature]
         super().__post_init__()
-        if is_address(self.features_engine):
-            require_address("data.features_engine", self.features_engine)
+        if addresses := addresses_of(self.features_engine):
+            for address in addresses:
+                require_address("data.features_engine", address)
+            once = len(set(addresses)) == len(addresses)
+            rule = "name each server once"
+            require(once, "data.features_engine", rule, self.features_engine)
         else:
             require(
                 self.features_engine in ("hf", "vllm"),
                 "data.features_engine",
-                "be hf, vllm or the address of a server",
+                "be hf, vllm or the addresses of servers",
                 self.features_engine,
             )
         if self.engine_options and "vllm" not in (self.engine, self.features_engine):

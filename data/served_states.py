@@ -72,7 +72,8 @@ class ServedStates:
 
     def check(self, traces: Sequence[Trace]) -> None:
         """Compare the states of a few texts with those that transformers computes. UserError where
-        they are another model's or other layers': too far off, or nearer to a layer beside."""
+        they are another model's or other layers': too far off, or nearer to a layer beside. The
+        client asks one server."""
         texts = [(t.prompt_ids + t.response_ids)[:CHECKED_TOKENS] for t in traces[:CHECKED_TEXTS]]
         prompts, responses = [ids[:1] for ids in texts], [ids[1:] for ids in texts]
         batch = collate(prompts, responses, ["target"] * len(texts))
@@ -90,9 +91,10 @@ class ServedStates:
             nearest = min(apart, key=apart.__getitem__)
             if nearest != layer or not apart[layer] <= TOLERANCE[self.target.model.dtype]:
                 dtype = str(self.target.model.dtype).removeprefix("torch.")
+                root = self.client.servers[0].root
                 raise UserError(
-                    f"data.features_engine: the states of layer {layer} from {self.client.root} "
-                    f"are {apart[layer]:.1%} off those of {self.target.name} here, and nearest to "
+                    f"data.features_engine: the states of layer {layer} from {root} are "
+                    f"{apart[layer]:.1%} off those of {self.target.name} here, and nearest to "
                     f"layer {nearest}: it must serve this model, in {dtype}, and write the layers "
                     f"{self.client.numbers} as vLLM counts them"
                 )

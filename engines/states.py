@@ -7,7 +7,6 @@ folder: on one machine, or on a file system that both have.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import queue
@@ -16,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
@@ -72,30 +72,54 @@ def check_server(address: str) -> None:
         ) from error  # fmt: skip
 
 
+@dataclass(eq=False)
+class Server:
+    """One of the servers that give states. `failing`: since when no request has been answered;
+    `folder`: where its files come; `bytes`, `tokens`: of the states that were read, `began` and
+    `ended`: when the first of them was asked for and the last one was there."""
+
+    root: str
+    model: str | None = None
+    failing: float | None = None
+    folder: Path | None = None
+    bytes: int = 0
+    tokens: int = 0
+    began: float = math.inf
+    ended: float = 0.0
+
+    def note(self, states: torch.Tensor, began: float) -> None:
+        """Count states [n, layers, H] that were asked for at `began`."""
+        self.failing = None
+        self.bytes, self.tokens = self.bytes + states.nbytes, self.tokens + len(states)
+        self.began, self.ended = min(self.began, began), time.monotonic()
+
+
 class StatesClient:
-    """Asks a server for states, `concurrency` texts at a time. `alive` raises RunFault where the
-    server is known to have ended."""
+    """Asks servers for states, each for `concurrency` texts at a time. A text that one of them
+    fails to read goes to the next that is free; one that gives other states, or none for
+    PATIENCE_S, is left out, by name, as long as there are others. `alive` raises RunFault where the
+    run's own server is known to have ended."""
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         numbers: Sequence[int],
         hidden_size: int,
         *,
         concurrency: int,
-        alive: Callable[[], None],
+        alive: Callable[[], None] = lambda: None,
     ):
-        self.root = server_root(address)
+        self.servers = [Server(server_root(address)) for address in addresses]
         self.numbers = sorted({*numbers})  # vLLM's, in the order of the files
         self.hidden_size, self._alive = hidden_size, alive
-        self._closed = threading.Event()
-        self._model: str | None = None
-        self._failing: float | None = None  # since when no request has been answered
+        self._closed, self._choosing = threading.Event(), threading.Lock()
         self._todo: queue.SimpleQueue[tuple[list[int], Future[torch.Tensor]] | None]
         self._todo = queue.SimpleQueue()
         # daemons: a process that ends does not wait for a server that hangs
         self._threads = [
-            threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)
+            threading.Thread(target=self._work, args=(server,), daemon=True)
+            for server in self.servers
+            for _ in range(concurrency)
         ]
         for thread in self._threads:
             thread.start()
@@ -116,80 +140,102 @@ class StatesClient:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _work(self) -> None:
+    def _work(self, server: Server) -> None:
+        """Read texts until there are no more, or this server is left out."""
+        failures = 0
         while (one := self._todo.get()) is not None:
             ids, future = one
             if self._closed.is_set():
                 future.cancel()
                 continue
+            if server not in self.servers:
+                self._todo.put(one)
+                return
+            began = time.monotonic()
             try:
-                future.set_result(self._states(ids))
+                found = self._try(server, ids)
+            except ServerError as error:
+                delay = DELAYS_S[min(failures, len(DELAYS_S) - 1)]
+                failures += 1
+                try:
+                    self._failed(server, error)
+                except RunFault as fault:
+                    future.set_exception(fault)
+                    continue
+                self._todo.put(one)  # for whichever server is free next
+                self._closed.wait(delay)
             except Exception as error:  # of whoever waits for the result
                 future.set_exception(error)
-
-    def _states(self, ids: list[int]) -> torch.Tensor:
-        for delay in itertools.chain(DELAYS_S, itertools.repeat(DELAYS_S[-1])):
-            try:
-                found = self._try(ids)
-            except ServerError as error:
-                self._alive()
-                known = self._failing
-                self._failing = since = known or time.monotonic()
-                late = time.monotonic() - since > PATIENCE_S
-                if late or not error.transient or self._closed.wait(delay):
-                    raise RunFault(f"data.features_engine: {error}; {RESUME}") from error
-                if known is None:
-                    print(f"{error}: asked again for {PATIENCE_S:g} s", flush=True)
             else:
-                self._failing = None
-                return found
-        raise AssertionError
+                failures = 0
+                with self._choosing:
+                    server.note(found, began)
+                future.set_result(found)
 
-    def _try(self, ids: list[int]) -> torch.Tensor:
-        self._model = self._model or served_model(self.root)
+    def _failed(self, server: Server, error: ServerError) -> None:
+        """Note that a server has not read a text. RunFault where no other is left and it is not to
+        be asked again."""
+        self._alive()
+        with self._choosing:
+            known, others = server.failing, [one for one in self.servers if one is not server]
+            server.failing = since = known or time.monotonic()
+            late = time.monotonic() - since > PATIENCE_S
+            if self._closed.is_set() or ((late or not error.transient) and not others):
+                raise RunFault(f"data.features_engine: {error}; {RESUME}") from error
+            if late or not error.transient:
+                if server in self.servers:
+                    print(f"{error}: left out, {len(others)} remain", flush=True)
+                self.servers = others
+            elif known is None:
+                print(f"{error}: asked again for {PATIENCE_S:g} s", flush=True)
+
+    def _try(self, server: Server, ids: list[int]) -> torch.Tensor:
+        root = server.root
+        server.model = server.model or served_model(root)
         name = uuid.uuid4().hex
-        answer = ask(f"{self.root}/v1/completions", {
-            "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+        answer = ask(f"{root}/v1/completions", {
+            "model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
             "add_special_tokens": False, "kv_transfer_params": {"states": name},
         }, answer_limits(1, len(ids)))  # fmt: skip
         params = answer.get("kv_transfer_params")
         path = params.get("path") if isinstance(params, dict) else None
         if not isinstance(path, str) or Path(path).name != name:
             said = "it writes no hidden states: start it with this project's connector"
-            raise ServerError(self.root, said, False)
+            raise ServerError(root, said, False)
         shape = len(ids), len(self.numbers), self.hidden_size
         most = NUMBER_BYTES * math.prod(shape) + ID_BYTES * len(ids) + PAGE_BYTES
-        content = self._read(Path(path), most)
+        server.folder = Path(path).parent
+        content = self._read(root, Path(path), most)
         states, read = content.get("states"), content.get("ids")
         if not _is_dense(read) or read.shape != (len(ids),) or read.tolist() != ids:
-            raise ServerError(self.root, "states of another text than the one sent", False)
+            raise ServerError(root, "states of another text than the one sent", False)
         if not _is_dense(states) or states.shape != shape:
             shown = list(states.shape) if _is_dense(states) else "nothing"
             said = f"states of the shape {shown}, expected {list(shape)}: tokens, layers, width"
-            raise ServerError(self.root, said, False)
+            raise ServerError(root, said, False)
         if not states.is_floating_point():
-            raise ServerError(self.root, f"states of the kind {states.dtype}", False)
+            raise ServerError(root, f"states of the kind {states.dtype}", False)
         return states
 
-    def _read(self, path: Path, most: int) -> dict[str, object]:
+    def _read(self, root: str, path: Path, most: int) -> dict[str, object]:
         """The content of a file of at most `most` bytes, which is deleted. It may appear after the
         answer."""
         began, pause = time.monotonic(), 0.001
         while not os.path.exists(path):  # False, too, for what can be no path
             if time.monotonic() - began > FILE_S:
                 said = f"no file {path} after {FILE_S:g} s: it must lie in a folder that both see"
-                raise ServerError(self.root, said, True)
+                raise ServerError(root, said, True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         try:
             if not path.is_file() or path.stat().st_size > most:
                 said = f"{path} is no file of at most {most} bytes, as these states would be"
-                raise ServerError(self.root, said, False)
+                raise ServerError(root, said, False)
             return dict(torch.load(path, weights_only=True))
         except ServerError:
             raise
         except Exception as error:  # of a damaged file torch raises whatever comes
-            raise ServerError(self.root, f"cannot read {path}: {error}", True) from error
+            raise ServerError(root, f"cannot read {path}: {error}", True) from error
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()

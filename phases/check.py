@@ -40,7 +40,7 @@ from recipes.base import Recipe, Stage, presets
 from recipes.common.config import Config
 from target.gguf import is_gguf, target_gguf
 from target.model import Target
-from trainer.checks import is_address, require_folder
+from trainer.checks import addresses_of, is_address, require_folder
 from trainer.errors import UserError, require
 from trainer.tracking import check_login
 
@@ -92,7 +92,7 @@ def check_slots(config: EvalConfig, has_slots: bool) -> None:
 def check_address(data: DataConfig) -> None:
     """UserError where states are to come from a server that does not answer, before the target is
     loaded. Where states of a server are stored already, none may be needed: it is not asked yet."""
-    if not is_address(data.features_engine):
+    if not (addresses := addresses_of(data.features_engine)):
         return
     stored = data.features == "cached" and (
         data.features_url is not None
@@ -102,8 +102,8 @@ def check_address(data: DataConfig) -> None:
             if (found := LocalFolder(path.parent).manifest())
         )
     )
-    if not stored:
-        check_states_server(data.features_engine)
+    for address in () if stored else addresses:
+        check_states_server(address)
 
 
 def check_prompts(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import psutil
 from accelerate.utils import gather_object
 
 from data.features import FeaturesStore, Folder, write_features
@@ -15,14 +18,26 @@ from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.file_cache import FileCache
 from data.served_states import ServedStates
+from data.trace_rows import num_tokens
 from data.traces import Trace
-from engines.states import PLUGIN, StatesClient, check_server, layer_numbers, states_options
+from engines.states import (
+    NUMBER_BYTES,
+    PLUGIN,
+    StatesClient,
+    check_server,
+    layer_numbers,
+    states_options,
+)
+from engines.states import Server as StatesServer
 from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
 from phases.uses import note_use
 from target.outputs import LayerId, TargetRequest
-from trainer.checks import is_address
+from trainer.checks import addresses_of
+
+MEMORY = Path("/dev/shm")
+NETWORK = ("nfs", "nfs4", "cifs", "smbfs", "lustre", "ceph", "fuse.sshfs", "beegfs", "gpfs")
 
 
 @contextlib.contextmanager
@@ -90,25 +105,67 @@ def _folder(run: Run, local: Path) -> Folder:
 def served_states(
     run: Run, layers: Sequence[LayerId], traces: Sequence[Trace]
 ) -> Iterator[ServedStates]:
-    """Yield states from the server of data.features_engine, or from one that the first process of
-    each machine starts; they are compared with transformers' first."""
+    """Yield states from the servers of data.features_engine, or from one that the first process of
+    each machine starts; those of each are compared with transformers' first."""
     data, target = run.config.data, run.target
+    addresses = addresses_of(data.features_engine)
     with contextlib.ExitStack() as stack:
-        server = Server(data.features_engine, lambda: None)
-        if is_address(server.url):
-            check_server(server.url)
-        else:
-            Path(data.cache_dir).mkdir(parents=True, exist_ok=True)
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix=".states-", dir=data.cache_dir)
-            )
-            options = {**states_options(target, layers, Path(folder)), **data.engine_options}
-            server = stack.enter_context(own_server(run, options, PLUGIN))
-        client = StatesClient(
-            server.url, [*layer_numbers(layers, target.num_layers).values()], target.hidden_size,
-            concurrency=data.batch_size, alive=server.alive,
-        )  # fmt: skip
-        stack.callback(client.close)
-        states = ServedStates(client, target, layers)
-        states.check(traces)
-        yield states
+        own = Server("", lambda: None)
+        for address in addresses:
+            check_server(address)
+        if not addresses:
+            folder = stack.enter_context(_own_folder(run, layers, traces))
+            options = {**states_options(target, layers, folder), **data.engine_options}
+            own = stack.enter_context(own_server(run, options, PLUGIN))
+            addresses = [own.url]
+        numbers = [*layer_numbers(layers, target.num_layers).values()]
+
+        def asking(some: Sequence[str]) -> AbstractContextManager[StatesClient]:
+            return contextlib.closing(StatesClient(
+                some, numbers, target.hidden_size, concurrency=data.batch_size, alive=own.alive,
+            ))  # fmt: skip
+
+        for address in addresses:
+            with asking([address]) as client:
+                ServedStates(client, target, layers).check(traces)
+                (server,) = client.servers
+                if run.accelerator.is_main_process:
+                    print(about(server), flush=True)
+        yield ServedStates(stack.enter_context(asking(addresses)), target, layers)
+
+
+def about(server: StatesServer) -> str:
+    """What is known of a server that has given states: how large they are, how fast they come, and
+    where its files lie."""
+    assert server.folder is not None
+    kind, rate = file_system(server.folder), server.bytes / (server.ended - server.began)
+    slow = f", a network disk ({kind}): /dev/shm is faster" if kind in NETWORK else ""
+    return (
+        f"states from {server.root}: {server.bytes // server.tokens:,} bytes a token, the first "
+        f"{server.bytes / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s, in {server.folder}{slow}"
+    )
+
+
+@contextlib.contextmanager
+def _own_folder(run: Run, layers: Sequence[LayerId], traces: Sequence[Trace]) -> Iterator[Path]:
+    """A folder for the files of the run's own server: in memory, where twice as much is free as
+    they can take at a time, else below data.cache_dir."""
+    data, width = run.config.data, NUMBER_BYTES * run.target.hidden_size
+    longest = int(num_tokens(traces).max())
+    numbers = {*layer_numbers(layers, run.target.num_layers).values()}
+    most = data.batch_size * run.accelerator.num_processes * longest * len(numbers) * width
+    place = Path(data.cache_dir)
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * most:
+        place = MEMORY
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".states-", dir=place) as folder:
+        yield Path(folder)
+
+
+def file_system(folder: Path) -> str:
+    """The kind of the file system that holds a folder, "" where it is not known."""
+    found, length = "", -1
+    for part in psutil.disk_partitions(all=True):
+        if folder.is_relative_to(part.mountpoint) and len(part.mountpoint) > length:
+            found, length = part.fstype, len(part.mountpoint)
+    return found

@@ -89,6 +89,11 @@ def is_address(text: object) -> bool:
     return str(text).startswith(("http://", "https://"))
 
 
+def addresses_of(text: str) -> list[str]:
+    """The addresses in a text such as http://a:8000,http://b:8000; none in another one."""
+    return [one.strip() for one in text.split(",")] if is_address(text) else []
+
+
 def require_address(key: str, address: str) -> None:
     """UserError unless `address` is one that a request can be sent to."""
     if "@" in address:  # not shown: a password may stand before it

@@ -335,7 +335,7 @@ def test_a_server_that_sends_nonsense_ends_the_run_once_patience_is_over(
 @pytest.mark.parametrize("kind", SOME)
 def test_states_are_not_waited_for_past_the_limits(tight, kind):
     with raw_server(SOME[kind]) as server:
-        client = StatesClient(server.url, [1], 8, concurrency=1, alive=lambda: None)
+        client = StatesClient([server.url], [1], 8, concurrency=1, alive=lambda: None)
         with pytest.raises(
             RunFault, match=r"data\.features_engine: .* same command again"
         ) as error:
@@ -344,13 +344,14 @@ def test_states_are_not_waited_for_past_the_limits(tight, kind):
     assert str(error.value).isprintable()
 
 
-def test_the_answer_to_a_request_for_states_is_an_object():
+def test_the_answer_to_a_request_for_states_is_an_object(monkeypatch):
+    monkeypatch.setattr("engines.states.PATIENCE_S", -1.0)
     for answer in ([], {"kv_transfer_params": []}, {"kv_transfer_params": {"path": [[]]}}):
         with raw_server(once(page(answer))) as server:
-            client = StatesClient(server.url, [1], 8, concurrency=1, alive=lambda: None)
-            client.close()  # no patience
+            client = StatesClient([server.url], [1], 8, concurrency=1, alive=lambda: None)
             with pytest.raises(RunFault, match=r"data\.features_engine"):
-                client._states([5, 6])
+                client.submit([5, 6]).result(timeout=20)
+            client.close()
 
 
 # --- counters ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from engines import states as module
 from engines.states import PLUGIN, StatesClient, layer_numbers, states_options
 from engines.vllm_server import vllm_server
 from phases.check import check_address
-from phases.states import served_states
+from phases.states import about, served_states
 from recipes.common.heads import HeadObjective
 from target.model import Target, decoder_layers, final_norm
 from tests.engines.states_server import LAYERS, Handler, Server, written
@@ -42,14 +43,25 @@ def target(tiny_target):
     return tiny_target("llama", layers=3)
 
 
-@pytest.fixture
-def server(target, tmp_path):
-    folder = tmp_path / "states"
+@contextlib.contextmanager
+def serving(target, folder):
     folder.mkdir()
     with Server(target, folder) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()
         yield one
         one.shutdown()
+
+
+@pytest.fixture
+def server(target, tmp_path):
+    with serving(target, tmp_path / "states") as one:
+        yield one
+
+
+@pytest.fixture
+def second(target, tmp_path):
+    with serving(target, tmp_path / "others") as one:
+        yield one
 
 
 @pytest.fixture
@@ -61,7 +73,7 @@ def client(server, target, monkeypatch):
         if server.ended:
             raise RunFault("vLLM's server ended")
 
-    one = StatesClient(server.url, numbers, target.hidden_size, concurrency=3, alive=alive)
+    one = StatesClient([server.url], numbers, target.hidden_size, concurrency=3, alive=alive)
     yield one
     one.close()
 
@@ -163,6 +175,112 @@ def test_a_server_of_the_run_that_ended_is_not_waited_for(server, client):
     assert len(server.asked) == 1
 
 
+# --- several servers -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both(server, second, target, monkeypatch):
+    monkeypatch.setattr(module, "DELAYS_S", (0.01,))
+    numbers = [*layer_numbers(LAYERS, target.num_layers).values()]
+    one = StatesClient([server.url, second.url], numbers, target.hidden_size, concurrency=2)
+    yield one
+    one.close()
+
+
+def texts(count):
+    return [[5 + (3 * i + j) % 50 for j in range(4 + i % 3)] for i in range(count)]
+
+
+def test_several_servers_share_the_texts(server, second, both, target):
+    futures = [both.submit(ids) for ids in texts(40)]
+    for ids, future in zip(texts(40), futures, strict=True):
+        torch.testing.assert_close(future.result(timeout=60), written(target, ids))
+    assert len(server.asked) + len(second.asked) == 40
+    assert min(len(server.asked), len(second.asked)) > 5
+    assert not [*server.folder.iterdir(), *second.folder.iterdir()]
+
+
+@pytest.mark.parametrize(("fault", "patience"), [("busy", 0.2), ("two layers", 300.0)])
+def test_a_server_that_fails_is_left_out_by_name(
+    fault, patience, server, second, both, target, monkeypatch, capsys
+):
+    monkeypatch.setattr(module, "PATIENCE_S", patience)
+    second.faults += [fault] * 10_000
+    began = time.monotonic()
+    while len(both.servers) == 2:
+        for ids in texts(10):
+            torch.testing.assert_close(both.submit(ids).result(20), written(target, ids))
+        assert time.monotonic() - began < 60
+    assert [one.root for one in both.servers] == [server.url]
+    said = capsys.readouterr().out
+    assert said.count("left out, 1 remain") == 1
+    assert next(line for line in said.splitlines() if "left out" in line).startswith(second.url)
+    asked = len(second.asked)
+    futures = [both.submit(ids) for ids in texts(20)]
+    for ids, future in zip(texts(20), futures, strict=True):
+        torch.testing.assert_close(future.result(20), written(target, ids))
+    assert len(second.asked) == asked
+
+
+def test_the_last_server_ends_the_run(server, second, both, monkeypatch):
+    for one in (server, second):
+        one.faults += ["no connector"] * 100
+    for _ in range(3):  # however many are asked for
+        with pytest.raises(RunFault, match=r"writes no hidden states.*same command again"):
+            both.submit([5, 6, 7, 8]).result(timeout=20)
+
+
+def run_on(target, *servers, cache="unused", processes=1):
+    data = DataConfig(features_engine=",".join(servers), cache_dir=str(cache))
+    place = SimpleNamespace(is_main_process=True, num_processes=processes)
+    return SimpleNamespace(config=SimpleNamespace(data=data), target=target, accelerator=place)
+
+
+def test_each_of_several_servers_is_compared_before_any_is_believed(server, second, target, capsys):
+    traces = traces_of(target)
+    run = run_on(target, server.url, second.url)
+    with served_states(run, LAYERS, traces) as states:
+        assert len(states.client.servers) == 2
+    said = capsys.readouterr().out.splitlines()
+    width = 3 * target.hidden_size * 4
+    for line, one in zip(said, (server, second), strict=True):
+        assert line.startswith(f"states from {one.url}: {width:,} bytes a token, the first 0.0 MB")
+        assert line.endswith(f"MB/s, in {one.folder}")
+    second.faults += ["one layer off"] * 4
+    with (
+        pytest.raises(UserError, match=rf"from {second.url} .* off those of"),
+        served_states(run, LAYERS, traces),
+    ):
+        pass
+
+
+def test_a_network_disk_is_said_to_be_slow(monkeypatch):
+    part = SimpleNamespace
+    parts = [part(mountpoint="/", fstype="ext4"), part(mountpoint="/data", fstype="nfs4"),
+             part(mountpoint="/data/fast", fstype="xfs")]  # fmt: skip
+    monkeypatch.setattr("phases.states.psutil.disk_partitions", lambda all: parts)
+    for folder, slow in (("/data/states", True), ("/data/fast/a", False), ("/datax", False)):
+        one = module.Server("http://a:1", folder=Path(folder), bytes=800, tokens=4)
+        one.began, one.ended = 1.0, 2.0
+        line = about(one)
+        assert "200 bytes a token" in line
+        assert ("a network disk (nfs4): /dev/shm is faster" in line) == slow
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("http://a:1,http://a:1", "must name each server once"),
+        ("http://a:1,b:2", r"must be http://host:port or https://host:port, got 'b:2'"),
+        ("http://a:1,", "must be http://host:port"),
+        ("hf,http://a:1", "must be hf, vllm or the addresses of servers"),
+    ],
+)
+def test_a_list_of_servers_is_checked_word_by_word(engine, says):
+    with pytest.raises(UserError, match=rf"data\.features_engine {says}"):
+        DataConfig(features_engine=engine)
+
+
 def test_patience_begins_with_the_first_failure(server, client, monkeypatch):
     """Not with the last answer: nothing is asked for during an evaluation."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
@@ -217,7 +335,7 @@ def test_a_process_ends_while_a_server_hangs():
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         code = (
             "import time; from engines import states; states.CLOSE_S = 0.1; client = states."
-            f"StatesClient('{address}', [1], 8, concurrency=1, alive=print); client.submit([5]);"
+            f"StatesClient(['{address}'], [1], 8, concurrency=1, alive=print); client.submit([5]);"
             "time.sleep(1); client.close()"
         )
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
@@ -323,12 +441,13 @@ def test_states_are_asked_for_while_a_step_before_is_trained(tiny_folder, server
 def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
     end, server, monkeypatch, tmp_path
 ):
-    check_address(DataConfig(features_engine=f"{server.url}{end}"))
+    answering = f"{server.url}{end}"
+    check_address(DataConfig(features_engine=answering))
     with socket.socket() as free:  # bound and not listening: connections are refused
         free.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{free.getsockname()[1]}{end}"
         with pytest.raises(UserError) as caught:
-            check_address(DataConfig(features_engine=gone))
+            check_address(DataConfig(features_engine=f"{answering},{gone}"))
     assert (caught.value.key, caught.value.value) == ("data.features_engine", gone)
     assert "Cannot connect to host 127.0.0.1" in caught.value.rule
     cached = DataConfig(features="cached", features_engine=gone, cache_dir=str(tmp_path))
@@ -347,8 +466,7 @@ def test_an_address_that_does_not_answer_is_refused_before_the_target_is_loaded(
 
 def test_a_server_that_has_ended_is_not_waited_for(target, tmp_path):
     """At the first text of a store, too."""
-    data = DataConfig(features="cached", features_engine="http://127.0.0.1:9")
-    run = SimpleNamespace(config=SimpleNamespace(data=data), target=target)
+    run = run_on(target, "http://127.0.0.1:9")
     with pytest.raises(UserError) as caught, served_states(run, LAYERS, traces_of(target)):
         pass
     assert caught.value.key == "data.features_engine"
@@ -365,7 +483,7 @@ def test_vllms_states_are_transformers_and_train_the_same(vllm_python, tmp_path)
     numbers = [*layer_numbers(layers, target.num_layers).values()]
     with vllm_server(target, states_options(target, layers, tmp_path / "states"), PLUGIN) as server:
         client = StatesClient(
-            server.url, numbers, target.hidden_size, concurrency=16, alive=server.alive
+            [server.url], numbers, target.hidden_size, concurrency=16, alive=server.alive
         )
         source = ServedStates(client, target, layers)
         source.check(traces)

@@ -71,8 +71,8 @@ def test_it_outlives_two_kills_and_loses_what_transformers_does(vllm_python, tmp
     states, once = tmp_path / "states", StatesClient._try
     server = Killed(states_options(target, LAYERS, states) | {"port": free_port()})
 
-    def counted(client, ids):
-        found = once(client, ids)
+    def counted(client, one, ids):
+        found = once(client, one, ids)
         server.answered()
         return found
 
