@@ -121,7 +121,7 @@ def test_states_are_the_targets_at_every_token(server, client, target):
 def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, target, capsys):
     server.faults += faults
     ids = [5, 6, 7, 8]
-    torch.testing.assert_close(client.submit(ids).result(), written(target, ids))
+    torch.testing.assert_close(client.submit(ids).result(timeout=30), written(target, ids))
     assert len(server.asked) == len(faults) + (faults != ["late"])
     said = capsys.readouterr().out
     assert said.count("asked again for 300 s") == (faults != ["late"]), "once, and not silently"
@@ -144,7 +144,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(faults, server, client, 
 def test_a_server_with_other_answers_is_refused_at_once(fault, says, server, client):
     server.faults += [fault] * 9
     with pytest.raises(RunFault, match=r"data\.features_engine") as raised:
-        client.submit([5, 6, 7, 8]).result()
+        client.submit([5, 6, 7, 8]).result(timeout=30)
     assert says in str(raised.value)
     assert len(server.asked) == 1
 
@@ -155,7 +155,7 @@ def test_a_folder_that_is_not_shared_is_said(fault, server, client, monkeypatch)
     monkeypatch.setattr(module, "PATIENCE_S", -1.0)
     server.faults += [fault]
     with pytest.raises(RunFault, match="a folder that both see"):
-        client.submit([5, 6, 7, 8]).result()
+        client.submit([5, 6, 7, 8]).result(timeout=30)
 
 
 def test_a_server_that_stays_away_ends_the_run(server, client, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_server_that_stays_away_ends_the_run(server, client, monkeypatch):
     server.faults += ["busy"] * 10_000
     began = time.monotonic()
     with pytest.raises(RunFault, match="run the same command again"):
-        client.submit([5, 6, 7, 8]).result()
+        client.submit([5, 6, 7, 8]).result(timeout=30)
     assert time.monotonic() - began < 10
 
 
@@ -171,7 +171,7 @@ def test_a_server_of_the_run_that_ended_is_not_waited_for(server, client):
     server.faults += ["busy"] * 10_000
     server.ended = True
     with pytest.raises(RunFault, match="vLLM's server ended"):
-        client.submit([5, 6, 7, 8]).result()
+        client.submit([5, 6, 7, 8]).result(timeout=30)
     assert len(server.asked) == 1
 
 
@@ -284,10 +284,10 @@ def test_a_list_of_servers_is_checked_word_by_word(engine, says):
 def test_patience_begins_with_the_first_failure(server, client, monkeypatch):
     """Not with the last answer: nothing is asked for during an evaluation."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
-    client.submit([5, 6, 7, 8]).result()
+    client.submit([5, 6, 7, 8]).result(timeout=30)
     time.sleep(0.3)
     server.faults += ["busy"]
-    client.submit([5, 6, 7, 8]).result()
+    client.submit([5, 6, 7, 8]).result(timeout=30)
 
 
 def test_nothing_is_asked_for_that_no_batch_may_use(server, client, target):
