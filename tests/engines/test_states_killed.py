@@ -19,18 +19,20 @@ KILLED_AFTER = 10  # answers
 
 
 class Killed:
-    """A vLLM at one address, which is killed after `KILLED_AFTER` answers of each training and
-    started again."""
+    """A vLLM that is killed after `KILLED_AFTER` answers, and started again where it is `revived`;
+    `further`: options of its own."""
 
-    def __init__(self, options):
-        self.options, self.lock = options, threading.Lock()
+    def __init__(self, options, **further):
+        self.options, self.lock, self.revived = options | further, threading.Lock(), True
         self.answers, self.kills, self.starters = 0, 0, []
         self.stack = contextlib.ExitStack()
         self.start()
 
     def start(self):
         target = Target.load("assets/toy/target", dtype="float32")
+        before = children()
         self.url = self.stack.enter_context(vllm_server(target, self.options, PLUGIN)).url
+        self.processes = children() - before
 
     def answered(self):
         with self.lock:
@@ -38,12 +40,12 @@ class Killed:
             if self.answers != KILLED_AFTER:
                 return
             self.kills += 1
-            for child in psutil.Process().children(recursive=True):
-                if SERVER in child.cmdline():
-                    child.kill()
+            for process in self.processes:
+                process.kill()
             self.stack.close()
-            self.starters.append(threading.Thread(target=self.start))
-            self.starters[-1].start()
+            if self.revived:
+                self.starters.append(threading.Thread(target=self.start))
+                self.starters[-1].start()
 
     def close(self):
         for starter in self.starters:
@@ -51,10 +53,16 @@ class Killed:
         self.stack.close()
 
 
+def children():
+    """The programs of vLLM's servers."""
+    every = psutil.Process().children(recursive=True)
+    return {process for process in every if SERVER in process.cmdline()}
+
+
 @pytest.mark.engine
-def test_it_outlives_two_kills_and_loses_what_transformers_does(vllm_python, tmp_path, monkeypatch):
-    """One in each training. `cached`: all states are written before; `live`: the drafter trains
-    while vLLM serves."""
+def test_kills_change_nothing_of_what_is_trained(vllm_python, tmp_path, monkeypatch, capsys):
+    """`cached`: all states are written before, by one vLLM that is killed and comes back; `live`:
+    the drafter trains while two serve, of which the first is killed for good."""
     words = ["recipe=eagle3", "data.num_prompts=200", "data.max_new_tokens=16",
              f"trainer.max_steps={STEPS}", "trainer.batch_size=8", "trainer.log_every=1",
              "eval.num_prompts=2", "run.stage=train", "data.features_dtype=fp32",
@@ -64,24 +72,32 @@ def test_it_outlives_two_kills_and_loses_what_transformers_does(vllm_python, tmp
         folder = tmp_path / f"{name}-{features}"
         own = [f"data.features={features}", f"data.features_engine={engine}", f"run.dir={folder}"]
         assert train.main([*words, *own]) == 0
-        return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
+        found = [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
+        assert len(found) == STEPS
+        return found
 
     own = {features: losses(features, "hf", "own") for features in ("cached", "live")}
     target = Target.load("assets/toy/target", dtype="float32")
-    states, once = tmp_path / "states", StatesClient._try
-    server = Killed(states_options(target, LAYERS, states) | {"port": free_port()})
+    options, once = states_options(target, LAYERS, tmp_path / "states"), StatesClient._try
+    servers = [Killed(options, port=free_port())]
 
     def counted(client, one, ids):
         found = once(client, one, ids)
-        server.answered()
+        if one.root == servers[0].url:
+            servers[0].answered()
         return found
 
     monkeypatch.setattr(StatesClient, "_try", counted)
     try:
-        for kills, (features, expected) in enumerate(own.items(), start=1):
-            server.answers = 0
-            assert losses(features, server.url, "served") == pytest.approx(expected, rel=1e-4)
-            assert server.kills == kills
-            assert len(expected) == STEPS
+        found = losses("cached", servers[0].url, "served")
+        assert found == pytest.approx(own["cached"], rel=1e-4)
+        assert servers[0].kills == 1
+        servers.append(Killed(options, port=free_port()))
+        servers[0].answers, servers[0].revived = 0, False
+        found = losses("live", ",".join(server.url for server in servers), "served")
+        assert found == pytest.approx(own["live"], rel=1e-4)
+        assert servers[0].kills == 2
+        assert f"{servers[0].url}/v1/completions failed" in capsys.readouterr().out
     finally:
-        server.close()
+        for server in servers:
+            server.close()
