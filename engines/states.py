@@ -73,24 +73,25 @@ def check_server(address: str) -> None:
 
 
 @dataclass(eq=False)
-class Server:
+class StatesServer:
     """One of the servers that give states. `failing`: since when no request has been answered;
-    `folder`: where its files come; `bytes`, `tokens`: of the states that were read, `began` and
-    `ended`: when the first of them was asked for and the last one was there."""
+    `folder`: where its files come; `num_bytes`, `num_tokens`: of the states that were read, `began`
+    and `ended`: when the first of them was asked for and the last one was there."""
 
     root: str
     model: str | None = None
     failing: float | None = None
     folder: Path | None = None
-    bytes: int = 0
-    tokens: int = 0
+    num_bytes: int = 0
+    num_tokens: int = 0
     began: float = math.inf
     ended: float = 0.0
 
     def note(self, states: torch.Tensor, began: float) -> None:
         """Count states [n, layers, H] that were asked for at `began`."""
         self.failing = None
-        self.bytes, self.tokens = self.bytes + states.nbytes, self.tokens + len(states)
+        self.num_bytes += states.nbytes
+        self.num_tokens += len(states)
         self.began, self.ended = min(self.began, began), time.monotonic()
 
 
@@ -109,7 +110,7 @@ class StatesClient:
         concurrency: int,
         alive: Callable[[], None] = lambda: None,
     ):
-        self.servers = [Server(server_root(address)) for address in addresses]
+        self.servers = [StatesServer(server_root(address)) for address in addresses]
         self.numbers = sorted({*numbers})  # vLLM's, in the order of the files
         self.hidden_size, self._alive = hidden_size, alive
         self._closed, self._choosing = threading.Event(), threading.Lock()
@@ -140,7 +141,7 @@ class StatesClient:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _work(self, server: Server) -> None:
+    def _work(self, server: StatesServer) -> None:
         """Read texts until there are no more, or this server is left out."""
         failures = 0
         while (one := self._todo.get()) is not None:
@@ -172,7 +173,7 @@ class StatesClient:
                     server.note(found, began)
                 future.set_result(found)
 
-    def _failed(self, server: Server, error: ServerError) -> None:
+    def _failed(self, server: StatesServer, error: ServerError) -> None:
         """Note that a server has not read a text. RunFault where no other is left and it is not to
         be asked again."""
         self._alive()
@@ -189,7 +190,7 @@ class StatesClient:
             elif known is None:
                 print(f"{error}: asked again for {PATIENCE_S:g} s", flush=True)
 
-    def _try(self, server: Server, ids: list[int]) -> torch.Tensor:
+    def _try(self, server: StatesServer, ids: list[int]) -> torch.Tensor:
         root = server.root
         server.model = server.model or served_model(root)
         name = uuid.uuid4().hex

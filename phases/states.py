@@ -24,11 +24,11 @@ from engines.states import (
     NUMBER_BYTES,
     PLUGIN,
     StatesClient,
+    StatesServer,
     check_server,
     layer_numbers,
     states_options,
 )
-from engines.states import Server as StatesServer
 from engines.vllm_server import Server
 from phases.run import Run
 from phases.servers import own_server
@@ -138,11 +138,12 @@ def about(server: StatesServer) -> str:
     """What is known of a server that has given states: how large they are, how fast they come, and
     where its files lie."""
     assert server.folder is not None
-    kind, rate = file_system(server.folder), server.bytes / (server.ended - server.began)
+    kind, rate = file_system(server.folder), server.num_bytes / (server.ended - server.began)
     slow = f", a network disk ({kind}): /dev/shm is faster" if kind in NETWORK else ""
+    per_token = server.num_bytes // server.num_tokens
     return (
-        f"states from {server.root}: {server.bytes // server.tokens:,} bytes a token, the first "
-        f"{server.bytes / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s, in {server.folder}{slow}"
+        f"states from {server.root}: {per_token:,} bytes a token, the first "
+        f"{server.num_bytes / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s, in {server.folder}{slow}"
     )
 
 

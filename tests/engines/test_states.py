@@ -260,7 +260,7 @@ def test_a_network_disk_is_said_to_be_slow(monkeypatch):
              part(mountpoint="/data/fast", fstype="xfs")]  # fmt: skip
     monkeypatch.setattr("phases.states.psutil.disk_partitions", lambda all: parts)
     for folder, slow in (("/data/states", True), ("/data/fast/a", False), ("/datax", False)):
-        one = module.Server("http://a:1", folder=Path(folder), bytes=800, tokens=4)
+        one = module.StatesServer("http://a:1", folder=Path(folder), num_bytes=800, num_tokens=4)
         one.began, one.ended = 1.0, 2.0
         line = about(one)
         assert "200 bytes a token" in line
