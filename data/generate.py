@@ -19,12 +19,15 @@ import torch
 from data.answers import AnswerFormat
 from data.budget import check_budget, estimate_bytes
 from data.generation_plan import GenerationPlan
+from data.imported import reread
 from data.prompts import Message, Prompt, Turn, user_turns
 from data.render import fixed_response_ids, num_answers, reads_tools, render, with_answers
 from data.rendered import describe_rendered
 from data.trace_rows import Traces, trace_key
 from data.traces import Trace, TraceStore
 from engines.completions import complete
+from engines.distribution_check import judged
+from engines.witnesses import Witnesses, distinct
 from target.cache import CachedModel
 from target.decode import Continuation, Request, decode
 from target.model import Target
@@ -40,6 +43,10 @@ TEACHER_GROUP = 16
 # why later turns of a conversation are left out
 BEHIND_CUT = "behind an answer that was cut"
 REFUSED = "of a form that the chat template has no place for"
+UNCHECKED = (
+    "the answers of one server are compared with nobody's: name a second server of the same model "
+    "in data.servers, or see what the first run says that loads the target"
+)
 NOT_PUT_BACK = "behind an answer with special tokens that the chat template cannot write back"
 
 
@@ -177,20 +184,31 @@ def generate_traces(
         barrier()  # from here on no other command can complete it: all ranks see the same
         if not store.is_complete(()):
             with servers() if servers else contextlib.nullcontext(()) as urls:
+                if rank == 0 and target.is_outline and distinct(urls) == 1:
+                    print(f"{label}: {UNCHECKED}", flush=True)
+                    store.unchecked = True
                 _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, urls)
             barrier()
             if rank == 0:
                 store.finish(num_writers=world)
             barrier()
+    found = store.load()
+    if store.unchecked and not target.is_outline:
+        if said := judged(reread(target, found)):
+            raise UserError(
+                f"{label}: the answers in {folder} are not those of {target.name} ({said}), and "
+                "their server was not checked: delete that folder, and serve this model"
+            )
+        barrier()
+        store.unchecked = False
     if rank == 0 and store.num_dropped:
         limit = longest_prompt(target, plan)
         print(f"{label}: {store.num_dropped} prompts or later turns over {limit} tokens left out")
     if rank == 0:
         for reason, count in store.left_out.items():
             print(f"{label}: {count} later turns left out, {reason}")
-        _warn_of_foreign_end(target, plan, label, found := store.load())
-        return found
-    return store.load()
+        _warn_of_foreign_end(target, plan, label, found)
+    return found
 
 
 def _warn_of_foreign_end(target: Target, plan: GenerationPlan, label: str, traces: Traces) -> None:
@@ -293,9 +311,10 @@ def _continuations(
     progress: TokenProgress,
 ) -> Iterator[Continuation]:
     if plan.served:
+        witness = Witnesses(target, distinct(servers)).measure if target.is_outline else None
         for row in complete(
             target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
-            stop_strings=plan.stop_strings, lookahead=plan.lookahead,
+            stop_strings=plan.stop_strings, lookahead=plan.lookahead, witness=witness,
         ):  # fmt: skip
             # a server returns whole answers
             progress.advance(len(row.response_ids) + len(row.lookahead_ids))

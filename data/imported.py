@@ -19,7 +19,7 @@ from data.tables import shorten
 from data.trace_identity import ImportedIdentity
 from data.trace_rows import Traces, chosen, column
 from data.traces import Trace, TraceStore
-from engines.distribution_check import judged, measured
+from engines.distribution_check import Evidence, judged, measured
 from target.decode import Continuation, Request
 from target.model import Target
 from target.sampling import Sampling
@@ -127,11 +127,7 @@ def check_text(target: Target, traces: Sequence[Trace]) -> None:
     decode = target.tokenizer.decode
     print(f"first prompt: {shorten(str(decode(first.prompt_ids)), 200)!r}")
     print(f"its answer: {shorten(str(decode(first.response_ids)), 200)!r}")
-    sample, is_greedy = list[Trace](), np.array(column(traces, "temperature")) == 0
-    for greedy in (True, False):
-        rows = np.flatnonzero(is_greedy == greedy)
-        sample += chosen(traces, rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
-    evidence = measured(target, [continuation_of(trace) for trace in sample])
+    evidence = reread(target, traces)
     said = judged(evidence)
     for greedy in (True, False):
         found = [row for row in evidence if row.greedy == greedy]
@@ -150,6 +146,15 @@ def check_text(target: Target, traces: Sequence[Trace]) -> None:
             f"{KEY}: these are not answers of {target.name} ({said}): name the model that wrote "
             "them as model.target"
         )
+
+
+def reread(target: Target, traces: Sequence[Trace]) -> list[Evidence]:
+    """What some of the answers, SAMPLE of each kind, say about whoever wrote them."""
+    sample, is_greedy = list[Trace](), np.array(column(traces, "temperature")) == 0
+    for greedy in (True, False):
+        rows = np.flatnonzero(is_greedy == greedy)
+        sample += chosen(traces, rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
+    return measured(target, [continuation_of(trace) for trace in sample])
 
 
 def continuation_of(trace: Trace) -> Continuation:

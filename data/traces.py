@@ -192,6 +192,18 @@ class TraceStore:
         return read_json(self.folder / "manifest.json", REMEDY).get("num_dropped", 0)
 
     @property
+    def unchecked(self) -> bool:
+        """Whether a server has written rows that nobody has compared with the target's."""
+        return bool(read_json(self.folder / "manifest.json", REMEDY).get("unchecked", False))
+
+    @unchecked.setter
+    def unchecked(self, value: bool) -> None:
+        manifest = read_json(self.folder / "manifest.json", REMEDY)
+        manifest.pop("unchecked", None)
+        manifest |= {"unchecked": True} if value else {}
+        write_json(self.folder / "manifest.json", manifest)
+
+    @property
     def left_out(self) -> dict[str, int]:
         """How many later turns of conversations have no row, by reason, where the store is complete
         and records it."""
@@ -215,6 +227,7 @@ class TraceStore:
         totals["num_dropped"] = sum(part.get("num_dropped", 0) for part in parts)
         left_out = sum((Counter(part.get("left_out", {})) for part in parts), Counter())
         totals |= {"left_out": dict(left_out)} if left_out else {}
+        totals |= {"unchecked": True} if self.unchecked else {}
         manifest = {"identity": self.identity, "complete": True, **totals, "shards": entries}
         write_json(self.folder / "manifest.json", manifest)
         for path in (*self.folder.glob("manifest-r*.json"), *self.folder.glob("*.tmp")):

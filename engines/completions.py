@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engines.distribution_check import UncheckedRows
+from engines.distribution_check import Evidence, UncheckedRows, measured
 from engines.web import Limits, ServerError, answer_limits, fetch, server_root
 from target.decode import Continuation, Request
 from target.model import Target
@@ -28,6 +29,10 @@ from trainer.errors import RunFault, UserError
 KEY_VARIABLE = "OPENAI_API_KEY"
 PATIENCE_S = 300.0  # without a single answer
 DELAYS_S = (0.5, 1, 2, 4, 8, 15)  # before a request that failed is sent again
+DIFFER = "of the tokens have other probabilities at another server"
+LOGPROB_TOKENS = 4  # an answer with log-probabilities has the bytes of so many without
+# what other servers, those in use, say of a server's rows (`engines.witnesses`)
+Witness = Callable[[str, Collection[str], Sequence[Continuation]], list[Evidence]]
 RESUME = "finished rows are saved, run the same command again to resume"
 
 
@@ -75,20 +80,25 @@ def continuation(
     eos_ids: Sequence[int],
     vocab_size: int,
     stop_strings: Sequence[str] = (),
+    logprobs: bool = False,
 ) -> Continuation:
-    """The server's answer: 1 to `max_new_tokens` token ids below `vocab_size`, the EOS included.
-    Raises ServerError, also for any other answer."""
-    ends_it: dict[str, object] = {"stop_token_ids": list(eos_ids)}
+    """The server's answer: 1 to `max_new_tokens` token ids below `vocab_size`, the EOS included,
+    with the log-probability of each if `logprobs` is set. Raises ServerError, also for any other
+    answer."""
+    wanted: dict[str, object] = {"stop_token_ids": list(eos_ids)}
     if stop_strings:
-        ends_it["stop"] = list(stop_strings)
-    tokens, reason = _generated(root, model, request, max_new_tokens, vocab_size, ends_it)
+        wanted["stop"] = list(stop_strings)
+    if logprobs:
+        wanted["logprobs"] = 1
+    tokens, reason, found = _generated(root, model, request, max_new_tokens, vocab_size, wanted)
     ends = [i for i, token in enumerate(tokens) if token in eos_ids]
     if ends:
-        return Continuation(request, tokens[: ends[0] + 1], "eos")
+        stop = ends[0] + 1
+        return Continuation(request, tokens[:stop], "eos", logprobs=found[:stop])
     if len(tokens) == max_new_tokens:
-        return Continuation(request, tokens, "length")
+        return Continuation(request, tokens, "length", logprobs=found)
     if stop_strings and reason != "length":
-        return Continuation(request, tokens, "stop")
+        return Continuation(request, tokens, "stop", logprobs=found)
     raise ServerError(root, _too_short(tokens, max_new_tokens), False)
 
 
@@ -101,7 +111,7 @@ def looked_ahead(
     # another stream of random numbers than the answer's, which would begin again
     ids = [*before.prompt_ids, *row.response_ids]
     request = dataclasses.replace(before, prompt_ids=ids, key=before.key + 1)
-    tokens, _ = _generated(root, model, request, lookahead, vocab_size, {})
+    tokens, _, _ = _generated(root, model, request, lookahead, vocab_size, {})
     if len(tokens) < lookahead:
         raise ServerError(root, _too_short(tokens, lookahead), False)
     return dataclasses.replace(row, lookahead_ids=tokens)
@@ -125,10 +135,11 @@ def _generated(
     request: Request,
     max_new_tokens: int,
     vocab_size: int,
-    ends_it: Mapping[str, object],
-) -> tuple[list[int], object]:
-    """Token ids that the server generates, and why it stopped. `ends_it`: what ends the text before
-    `max_new_tokens`, in the server's words; an EOS does not. Raises ServerError."""
+    wanted: Mapping[str, object],
+) -> tuple[list[int], object, list[float]]:
+    """Token ids that the server generates, why it stopped, and the log-probabilities of the tokens
+    where they are asked for. `wanted`: what ends the text before `max_new_tokens`, which an EOS
+    does not, and what is returned, in the server's words. Raises ServerError."""
     sampling = request.sampling
     content: dict[str, object] = {
         "model": model, "prompt": request.prompt_ids, "max_tokens": max_new_tokens,
@@ -136,9 +147,10 @@ def _generated(
         "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": request.key & 0x7FFFFFFF,
         "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False,
-        "return_token_ids": True, **ends_it,
+        "return_token_ids": True, **wanted,
     }  # fmt: skip
-    limits = answer_limits(max_new_tokens, len(request.prompt_ids))
+    sized = LOGPROB_TOKENS * max_new_tokens if "logprobs" in wanted else max_new_tokens
+    limits = answer_limits(sized, len(request.prompt_ids))
     answer, choice = ask(f"{root}/v1/completions", content, limits), {}
     with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
         choice = dict(answer["choices"][0])
@@ -160,7 +172,19 @@ def _generated(
     if reason not in (None, "stop", "length"):
         said = f"an answer whose finish_reason is {_brief(reason)}, neither stop nor length"
         raise ServerError(root, said, False)
-    return tokens, reason
+    return tokens, reason, _logprobs(root, choice, len(tokens)) if "logprobs" in wanted else []
+
+
+def _logprobs(root: str, choice: Mapping[str, Any], count: int) -> list[float]:
+    """The log-probabilities of the `count` tokens of an answer, in nats. Raises ServerError."""
+    try:
+        found = [float(one) for one in choice["logprobs"]["token_logprobs"]]
+    except (KeyError, TypeError, ValueError):
+        found = []
+    if len(found) != count:
+        said = "an answer without the log-probabilities of its tokens, which were asked for"
+        raise ServerError(root, said, False)
+    return found
 
 
 # --- many requests ---------------------------------------------------------------------------
@@ -175,10 +199,12 @@ def complete(
     concurrency: int,
     stop_strings: Sequence[str] = (),
     lookahead: int = 0,
+    witness: Witness | None = None,
 ) -> Iterator[Continuation]:
     """Yield continuations, not in order, once they are validated as the target's
-    (`engines.distribution_check`). `requests` is emptied; the caller may append to it meanwhile.
-    `lookahead`: tokens to generate past the end of each answer, by a request of their own.
+    (`engines.distribution_check`), or of two servers or more by `witness` as those of one model.
+    `requests` is emptied; the caller may append to it meanwhile. `lookahead`: tokens to generate
+    past the end of each answer, by a request of their own.
 
     Each server has `concurrency` requests under way. A request that fails is sent again to any free
     server. A server that gives an invalid answer, one past its limits (`engines.web`) or those of
@@ -193,16 +219,14 @@ def complete(
             names[root] = served_model(root)
         row = continuation(
             root, names[root], request, max_new_tokens=max_new_tokens, eos_ids=target.eos_ids,
-            vocab_size=target.vocab_size, stop_strings=stop_strings,
+            vocab_size=target.vocab_size, stop_strings=stop_strings, logprobs=asked,
         )  # fmt: skip
-        if not lookahead:
-            return row
-        return looked_ahead(
-            root, names[root], row, lookahead=lookahead, vocab_size=target.vocab_size
-        )
+        more = {"lookahead": lookahead, "vocab_size": target.vocab_size}
+        return looked_ahead(root, names[root], row, **more) if lookahead else row
 
     roots = [server_root(address) for address in addresses]
-    rows = _Rows(target, roots, requests)
+    asked = witness is not None and len({*roots}) > 1  # with log-probabilities, for the others
+    rows = _Rows(target, roots, requests, witness)
     with contextlib.closing(_Askers(roots * concurrency, rows.windows, generate)) as askers:
         while requests or askers.flying or rows.held:
             if due := rows.due(askers.flying):
@@ -297,9 +321,21 @@ class _Rows:
     """The rows of servers until they are checked. `windows`: by server, those in use alone;
     `requests`: those to be sent, to which the ones of a server that is not used any more return."""
 
-    def __init__(self, target: Target, roots: Sequence[str], requests: list[Request]):
-        self.target, self.requests = target, requests
-        self.windows = {root: UncheckedRows(target) for root in roots}
+    def __init__(
+        self,
+        target: Target,
+        roots: Sequence[str],
+        requests: list[Request],
+        witness: Witness | None,
+    ):
+        self.target, self.requests, self.witness = target, requests, witness
+        self.windows: dict[str, UncheckedRows] = {}
+        for root in roots:
+            self.windows[root] = (
+                UncheckedRows(functools.partial(measured, target))
+                if witness is None
+                else UncheckedRows(functools.partial(witness, root, self.windows), DIFFER)
+            )
         self._released = False  # whether any row has passed its check
 
     @property
@@ -343,11 +379,18 @@ class _Rows:
             self._released = self._released or bool(rows)
             yield from rows
             return
+        kind = RunFault if self._released else UserError
+        others = [other for other in self.windows if other != root]
+        if self.witness is not None and len(others) < 2:
+            raise kind(
+                f"data.servers: {' and '.join([root, *others])} serve different models ({said}): "
+                f"serve {self.target.name} at each, with its own tokenizer and without penalties"
+            )
         said = (
             f"data.engine: the answers of {root} are not those of {self.target.name} ({said}): "
             "serve this model, with its own tokenizer and without penalties"
         )
-        self._drop(root, said, RunFault if self._released else UserError)
+        self._drop(root, said, kind)
 
     def _drop(self, root: str, said: str, kind: type[Exception] = RunFault) -> None:
         again = [row.request for row in self.windows.pop(root).release()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,14 +48,20 @@ class Evidence(NamedTuple):
     nats: torch.Tensor
 
 
+# what rows say about their server: by the target's own forward (`measured`), or by other servers
+Measure = Callable[[Sequence[Continuation]], list[Evidence]]
+DIFFER = "of the greedy tokens differ"
+
+
 class UncheckedRows:
-    """The rows of one server that no check has covered yet.
+    """The rows of one server that no check has covered yet. `differ`: what their evidence counts,
+    in words.
 
     They are judged in the order of their requests, and the last of them always: a server whose last
     answers are the target's served no other model before, except for a time in between."""
 
-    def __init__(self, target: Target):
-        self.target = target
+    def __init__(self, measure: Measure, differ: str = DIFFER):
+        self.measure, self.differ = measure, differ
         self.rows: list[tuple[int, Continuation]] = []
         self.passed: list[Evidence] = []  # of earlier windows, so that short ones add up
         self.began = 0.0
@@ -77,11 +83,11 @@ class UncheckedRows:
         sample is checked first; if it differs, the whole window decides."""
         rows = [row for _, row in sorted(self.rows, key=lambda one: one[0])]
         sample = sampled(rows)
-        evidence = measured(self.target, sample)
-        difference = judged([*self.passed, *evidence])
+        evidence = self.measure(sample)
+        difference = judged([*self.passed, *evidence], self.differ)
         if difference and len(sample) < len(rows):
-            evidence = measured(self.target, rows)
-            difference = judged([*self.passed, *evidence])
+            evidence = self.measure(rows)
+            difference = judged([*self.passed, *evidence], self.differ)
         if not difference:
             self.passed = [*self.passed, *evidence][-CHECKED:]
         return difference
@@ -112,11 +118,11 @@ def unlike(target: Target, rows: Sequence[Continuation]) -> str | None:
     return judged(measured(target, rows))
 
 
-def judged(rows: Sequence[Evidence]) -> str | None:
+def judged(rows: Sequence[Evidence], differ: str = DIFFER) -> str | None:
     """The number that is over its limit since any one of the rows, in words; None without one. A
-    server may change its model between two rows."""
+    server may change its model between two rows. `differ`: what greedy tokens do."""
     for greedy, limit, what in (
-        (True, UNLIKE, "of the greedy tokens differ"),
+        (True, UNLIKE, differ),
         (False, SURPRISE, "nats beyond the entropy is what drawn tokens cost"),
     ):
         count, total, nats = 0, 0.0, torch.zeros(len(TILTS))
@@ -159,7 +165,11 @@ def measured(
 def _greedy(logits: torch.Tensor, tokens: torch.Tensor, tie: float | None = None) -> Evidence:
     """The evidence of greedy tokens [n] int64, of target logits [n, V] float."""
     behind = logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]
-    count, differing = len(tokens), int((~(behind <= (TIE if tie is None else tie))).sum())
+    return counted(len(tokens), int((~(behind <= (TIE if tie is None else tie))).sum()))
+
+
+def counted(count: int, differing: int) -> Evidence:
+    """The evidence of `count` tokens, of which so many are not what they should be."""
     tilts = torch.tensor(TILTS)
     nats = tilts * differing - count * (1 - PRECISION + PRECISION * tilts.exp()).log()
     return Evidence(True, count, differing, nats)

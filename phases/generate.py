@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from data.bad_rows import DROP, NONE
 from data.budget import estimate_bytes
@@ -42,11 +43,12 @@ from phases.check import (
     check_room,
 )
 from phases.cut_answers import show_cut, show_unmeasured
-from phases.run import Run
+from phases.run import Run, load_target, require_downloaded
 from phases.servers import own_server
 from phases.uses import note_use
 from recipes.common.config import Config
 from target.model import Target
+from target.outline import outline
 from trainer.errors import UserError
 from trainer.progress import working
 
@@ -171,6 +173,21 @@ def shared_engine(run: Run) -> Iterator[Servers]:
             return contextlib.nullcontext(started[0])
 
         yield servers
+
+
+def writer_of_text(config: Config, device: torch.device | str) -> Target:
+    """The target for a command that does nothing but generate: without its weights, where servers
+    write the text and the target is not asked for distributions as well."""
+    model, data = config.model, config.data
+    require_downloaded(model)
+    if data.engine != "hf" and not (data.teacher_top_k or data.teacher_samples):
+        found = outline(
+            model.target, revision=model.target_revision, dtype=model.dtype, device=device,
+            trust_remote_code=model.trust_remote_code,
+        )  # fmt: skip
+        if found.fingerprint and not model.quantization:
+            return found
+    return load_target(config, device)
 
 
 def training_folder(run: Run, prompts: list[Prompt]) -> Path:

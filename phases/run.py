@@ -11,7 +11,7 @@ import platform
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypedDict
@@ -67,14 +67,15 @@ class Run:
     folder: Path
 
     @classmethod
-    def open(cls, config: Config) -> Run:
-        """Check the configuration and load the target. Writes no file that stays."""
+    def open(cls, config: Config, load: Callable[..., Target] | None = None) -> Run:
+        """Check the configuration and load the target, by `load_target` unless another function is
+        given. Writes no file that stays."""
         check_model_pair(config)
         check_places(config)
         accelerator = make_accelerator(config.trainer)
         placement(accelerator, config.trainer)  # refuses what the launch cannot train
         check_shared_folders(config, accelerator)
-        target = load_target(config, accelerator.device)
+        target = (load or load_target)(config, accelerator.device)
         line = added_eos(target.model.generation_config, target.tokenizer)
         if line and accelerator.is_main_process:
             print(f"model.target={target.name}: {line}", flush=True)
@@ -87,10 +88,8 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-@working("loading the target")
-def load_target(config: Config, device: torch.device | str) -> Target:
-    """Load the target as `model.*` says."""
-    model = config.model
+def require_downloaded(model: ModelConfig) -> None:
+    """UserError where the target of preset laptop has not been fetched."""
     if model.target == LAPTOP_TARGET and not os.path.exists(model.target):
         raise UserError(
             "is not there yet",
@@ -98,6 +97,13 @@ def load_target(config: Config, device: torch.device | str) -> Target:
             value=model.target,
             remedy="python -m scripts.get_smollm2 downloads it",
         )
+
+
+@working("loading the target")
+def load_target(config: Config, device: torch.device | str) -> Target:
+    """Load the target as `model.*` says."""
+    model = config.model
+    require_downloaded(model)
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
         trust_remote_code=model.trust_remote_code, device_map=model.device_map,

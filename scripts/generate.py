@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             generate.describe(config)
             return 0
         exits.stop_softly()
-        this = run.Run.open(config)
+        this = run.Run.open(config, generate.writer_of_text)
         prompts, _ = generate.choose_prompts(config)
         traces = generate.training_traces(this, prompts)
         if this.accelerator.is_main_process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,12 @@ def load_causal_lm(
             model, tokenizer = load_gguf(Path(name), key, wanted, device)
         _try_template(key, name, tokenizer)
         return model, tokenizer
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
     given: Loading = {} if spread is None else spread
     if trust_remote_code:
         print(f"model.trust_remote_code=true: code that comes with {name} may run here", flush=True)
-    with reading(f"{key}: cannot load {name!r} as a causal language model with its tokenizer"):
-        _refuse_adapter(key, name, revision)
-        if Path(name).is_dir():
-            check_model(key, Path(name))
-        else:
-            check_config(key, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
-        config = AutoConfig.from_pretrained(name, **common)
-        quantised = check_quantization(key, name, config)
-        tokenizer = AutoTokenizer.from_pretrained(name, **common)
-        tokenizer("a")  # settings of its own that no text can be read with
-        _try_template(key, name, tokenizer)
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with reading_model(key, name):
+        config, tokenizer, quantised = configured(name, key, **common)
         if quantised and given.get("device_map") == "cpu":
             raise UserError(
                 f"model.device_map=fsdp2 shards weights that are not quantised, those of "
@@ -106,6 +98,30 @@ def load_causal_lm(
     if given.get("device_map") != "cpu":
         check_finite(key, name, loaded_tensors(model))
     return model.eval(), tokenizer
+
+
+def reading_model(key: str, name: str) -> AbstractContextManager[None]:
+    """Inside of it, what transformers says of a folder or a Hub id becomes a UserError."""
+    return reading(f"{key}: cannot load {name!r} as a causal language model with its tokenizer")
+
+
+def configured(
+    name: str, key: str, *, revision: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, bool]:
+    """The configuration and the tokenizer of a model that is not a GGUF file, and whether its
+    weights are stored quantised. Raises UserError for what can be known to fail without them."""
+    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    _refuse_adapter(key, name, revision)
+    if Path(name).is_dir():
+        check_model(key, Path(name))
+    else:
+        check_config(key, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
+    config = AutoConfig.from_pretrained(name, **common)
+    quantised = check_quantization(key, name, config)
+    tokenizer = AutoTokenizer.from_pretrained(name, **common)
+    tokenizer("a")  # settings of its own that no text can be read with
+    _try_template(key, name, tokenizer)
+    return config, tokenizer, quantised
 
 
 def _try_template(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -119,6 +119,11 @@ class Target:
         """Rows of the output head, padding included."""
         return self.model.get_output_embeddings().weight.shape[0]
 
+    @property
+    def is_outline(self) -> bool:
+        """Whether it has no weights, see `target.outline`."""
+        return self.model.device.type == "meta"
+
     def check_ids(self, ids: Sequence[int], source: str) -> None:
         """UserError where a token of a text has no row in the embedding. `source`: of the text."""
         rows, largest = embedding_rows(self.model), max(ids)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -312,7 +313,7 @@ def test_a_check_costs_one_row_in_thirty_two(target, known, monkeypatch):
         lambda _, __, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     rows = (rows_of(known) * 7)[:WINDOW]
-    window = UncheckedRows(target)
+    window = UncheckedRows(partial(check.measured, target))
     try:
         for number, row in enumerate(rows[:CHECKED]):
             window.add(number, row)
@@ -350,14 +351,14 @@ def test_a_sample_is_spread_and_holds_the_last_rows_with_tokens_enough(known):
 
 def test_rows_are_judged_in_the_order_of_asking(target, known):
     """One that was asked for long ago may come last: it says nothing of the server as it is."""
-    window = UncheckedRows(target)
+    window = UncheckedRows(partial(check.measured, target))
     rows = rows_of(known, 24)
     for number, row in enumerate(rows[:20]):
         window.add(100 + number, dataclasses.replace(row, response_ids=another(None)))
     for number, row in enumerate(rows[20:]):
         window.add(number, row)
     assert window.check() is not None
-    few = UncheckedRows(target)
+    few = UncheckedRows(partial(check.measured, target))
     few.add(1, dataclasses.replace(rows[0], response_ids=another(None)))
     for number in range(2, 30):
         few.add(-number, rows[number % 20])
@@ -403,7 +404,7 @@ def test_rows_since_any_one_of_them_are_judged():
 
 def test_short_answers_of_another_model_add_up_over_checks(target, known):
     """In conversations a check may have one short row."""
-    window, checks = UncheckedRows(target), 0
+    window, checks = UncheckedRows(partial(check.measured, target)), 0
     for number, row in enumerate(rows_of(known, 8)):
         window.add(number, dataclasses.replace(row, response_ids=[another(None)[number]]))
         checks += 1

@@ -13,15 +13,18 @@ import torch
 
 from data.generate import generate_traces
 from data.generation_plan import GenerationPlan
+from data.imported import reread
 from data.prompts import load_prompts
 from data.request_log import RequestLog
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.hf import export
 from drafters.round import Budget
 from engines.completions import served_model
+from engines.distribution_check import judged
 from engines.request_proxy import RequestProxy
 from engines.vllm_server import free_port, vllm_server
-from engines.web import fetch
+from engines.web import fetch, server_root
+from engines.witnesses import TOPS, scored
 from eval.config import EvalConfig
 from eval.costs import Cost
 from eval.measure import Bench
@@ -29,6 +32,7 @@ from eval.offline import OfflineEvaluator
 from eval.server import check_server, server_row
 from recipes.common.online import Served, expected_rounds, target_logits
 from target.model import Target
+from target.outline import outline
 from target.sampling import Sampling
 from tests.helpers.proxy import running
 
@@ -127,6 +131,26 @@ def test_a_reports_text_and_what_follows_its_end_are_those_of_transformers(targe
         drafter = CausalLMDrafter.from_pretrained("assets/toy/draft", target)
         found = OfflineEvaluator(target, list(traces), sampling, Budget(K))(drafter)
         assert sum(one.engine_accepted for one in found.counters) > len(prompts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_servers_vouch_for_text_that_no_target_has_read(target, plain, tmp_path, temperature):
+    """One server by two names; a speculative one of vLLM 0.32 on a CPU draws other text at T=1."""
+    both = [plain, plain.replace("127.0.0.1", "localhost")]
+    prompts = tuple(load_prompts("toy", count=12, seed=23))
+    plan = GenerationPlan("toy", prompts, (temperature,), max_new_tokens=24, served=True)
+    traces = generate_traces(
+        outline(target.name), plan, tmp_path, batch_size=4, rows_per_shard=64,
+        servers=lambda: contextlib.nullcontext(both),
+    )  # fmt: skip
+    assert judged(reread(target, traces)) is None
+    for trace in traces[:4]:
+        ids, start = [*trace.prompt_ids, *trace.response_ids], len(trace.prompt_ids)
+        law = target.outputs(torch.tensor([ids])).logits[0, start - 1 : -1].double().log_softmax(-1)
+        wanted = law.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0], law.topk(TOPS).values
+        root = server_root(plain)
+        found = scored(root, served_model(root), ids, start)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
 
 def answers(target, address, log):

@@ -9,6 +9,8 @@ import threading
 import time
 import types
 
+import torch
+
 from data.generate import generate_traces
 from data.generation_plan import GenerationPlan
 from data.prompts import Prompt
@@ -39,12 +41,29 @@ def answers_of(traces):
     return behind | {tuple(t.prompt_ids): t.response_ids for t in traces}
 
 
+def scoring(model):
+    """score(ids): `logprobs` of a completion, of all tokens of a text, as this model has them."""
+
+    @torch.inference_mode()
+    def score(ids):
+        rows = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        own = rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        tops = []
+        for token, one, row in zip(ids[1:], own, rows, strict=True):
+            values, names = row.topk(20)
+            named = dict(zip(names.tolist(), values.tolist(), strict=True)) | {token: one}
+            tops.append({f"token_id:{name}": value for name, value in named.items()})
+        return {"token_logprobs": [None, *own], "top_logprobs": [None, *tops]}
+
+    return score
+
+
 @contextlib.contextmanager
 def played(known):
     """Answers as `known` tells, prompt -> trace. `faults`: what the next requests get instead, a
     status, "drop", "half" or "abort"; `models`: what it says of itself, the last first;
     `down`: every request is dropped; `change`: of an answer's tokens; `beside`: further keys of an
-    answer."""
+    answer; `score`: what `scoring` makes, where log-probabilities are asked for."""
     state = types.SimpleNamespace(
         faults=[],
         down=False,
@@ -53,6 +72,7 @@ def played(known):
         headers=[],
         change=lambda ids: ids,
         beside={},
+        score=None,
         most=0,
         now=0,
         delay=0,
@@ -92,8 +112,14 @@ def played(known):
                 return self.reply({"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
             if fault:
                 return self.reply({"message": "no"}, fault)
-            tokens = answers_of(known.values())[tuple(content["prompt"])]
-            choice = {"token_ids": state.change(list(tokens)), **state.beside}
+            prompt = content["prompt"]
+            if content.get("echo"):
+                return self.reply({"choices": [{"logprobs": state.score([*prompt, 5])}]})
+            tokens = state.change(list(answers_of(known.values())[tuple(prompt)]))
+            choice = {"token_ids": tokens, **state.beside}
+            if content.get("logprobs") is not None and state.score:
+                found = state.score([*prompt, *tokens])
+                choice["logprobs"] = {name: one[len(prompt) :] for name, one in found.items()}
             return self.reply({"choices": [choice]})
 
         def log_message(self, *_):

@@ -48,15 +48,6 @@ def test_the_states_are_those_that_the_run_asks_for(tiny_folder, tmp_path):
     assert f"mkdir -p '{tmp_path}/a b'" in text
 
 
-def test_the_outline_of_a_target_has_no_weights(tiny_target, tiny_folder):
-    whole, bare = tiny_target("llama"), outline(str(tiny_folder("llama")))
-    assert bare.device.type == "meta"
-    for name in ("num_layers", "vocab_size", "hidden_size", "context", "eos_ids", "logits_width"):
-        assert getattr(bare, name) == getattr(whole, name)
-    shapes = {name: p.shape for name, p in whole.model.named_parameters()}
-    assert {name: p.shape for name, p in bare.model.named_parameters()} == shapes
-
-
 def test_what_was_asked_for_reaches_the_servers(tiny_folder):
     target = f"model.target={tiny_folder('llama', layers=8)}"
     given = [
