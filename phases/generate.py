@@ -359,8 +359,9 @@ def check_texts(run: Run, drafter: TrainedDrafter, prompts: list[Prompt]) -> Non
             check_context(drafter, evaluation_traces(run, prompts, temperature)[0], run.config.eval)
 
 
-def describe(config: Config) -> None:
-    """Print what a run would read and write, without loading a model."""
+def describe(config: Config) -> list[Prompt]:
+    """Print what a run would read and write, without loading a model. Returns its training
+    prompts."""
     check_model_pair(config)
     check_places(config)
     train, held_out = choose_prompts(config)
@@ -376,3 +377,4 @@ def describe(config: Config) -> None:
         print(f"traces: those of {len(train)} prompts in {imported.folder}; none is generated")
     else:
         print(f"traces: {rows} rows, about {size / 1e6:.1f} MB in {data.traces or data.cache_dir}")
+    return train

@@ -11,6 +11,7 @@ import yaml
 from phases import exits, export, generate, received, report, run, train
 from phases.check import check_address, check_depth, check_slots
 from phases.commands import command_of
+from phases.costs import costs
 from phases.help import recipe_help
 from phases.source import RunText
 from recipes import base
@@ -66,7 +67,8 @@ def resolve(words: Sequence[str]) -> tuple[Config, ModuleType]:
 def describe(config: Config, module: ModuleType) -> None:
     """Print what a run would do (`dry_run=true`)."""
     print(yaml.safe_dump(config.to_dict(), sort_keys=False))
-    generate.describe(config)
+    prompts = generate.describe(config)
+    print("\n".join(costs(config, module, prompts)))
     print(f"run folder: {config.run_dir}")
     if more := module.Recipe.describe(config):
         print(more)

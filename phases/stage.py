@@ -18,6 +18,7 @@ from phases.source import RunText, StageSource, stage_batches
 from phases.states import target_states
 from phases.uses import note_use
 from recipes.base import Needs, Stage
+from recipes.common.config import Config
 from target.shared_text import TextGroup, can_share
 from trainer.compiled import compiled
 from trainer.config import TrainerConfig
@@ -30,16 +31,20 @@ from trainer.tracking import Tracker
 
 def settings_of(run: Run, stage: Stage) -> TrainerConfig:
     """The settings trainer.* of a stage."""
-    key, size = "trainer.context_parallel_size", run.config.trainer.context_parallel_size
-    processes = run.accelerator.num_processes
+    return settings(run.config, stage, run.accelerator.num_processes)
+
+
+def settings(config: Config, stage: Stage, processes: int) -> TrainerConfig:
+    """The same, of so many processes."""
+    key, size = "trainer.context_parallel_size", config.trainer.context_parallel_size
     try:
         rule = f"divide the number of processes, {processes}"
         require(processes % size == 0, key, rule, size)
         rule = "be 1 for a stage that does not share texts (docs/devices.md says which do)"
         require(size == 1 or stage.shares_texts, key, rule, size)
-        return dataclasses.replace(run.config.trainer, **stage.overrides)
+        return dataclasses.replace(config.trainer, **stage.overrides)
     except UserError as error:  # a stage may be shorter than the recipe's last one
-        raise UserError(f"stage {stage.name} of recipe={run.config.recipe}: {error}") from error
+        raise UserError(f"stage {stage.name} of recipe={config.recipe}: {error}") from error
 
 
 @dataclasses.dataclass

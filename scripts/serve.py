@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-from data.batches import Batch
 from drafters.causal_lm import CausalLMDrafter
 from drafters.export.card import Serving
 from drafters.export.gguf import FILE
@@ -34,6 +31,7 @@ from drafters.medusa2 import Medusa2Drafter
 from engines.states import PLUGIN, layer_numbers, states_options
 from engines.vllm_server import PYTHON_VARIABLE, SERVER, command_line
 from phases import exits, pipeline
+from phases.costs import states_of
 from recipes.base import Recipe
 from recipes.common.chosen_layers import ChosenLayers
 from recipes.common.config import Config
@@ -111,17 +109,6 @@ def check_start(config: Config, recipe: Recipe) -> None:
         rule = "be left out here, where it is not loaded, since it decides which layers are read"
         plain = kind.drafter is CausalLMDrafter
         require(plain, "model.drafter", rule, config.model.drafter)
-
-
-def states_of(recipe: Recipe) -> tuple[LayerId, ...]:
-    """The layers whose states the first stage reads that reads any."""
-    blank = torch.zeros(1, 2, dtype=torch.long)
-    batch = Batch(blank, blank.bool(), blank, blank, [[0]], [[0]], ["target"], 1)
-    for stage in recipe.stages():
-        request = stage.objective.target_request(batch, 0)
-        if request is not None:
-            return request.states
-    return ()
 
 
 def text_server(config: Config, target: Target, engine: str) -> str:
