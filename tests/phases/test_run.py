@@ -69,15 +69,19 @@ def test_a_loss_with_moments_of_its_batch_needs_one_batch_a_step(
 
 
 def test_what_a_launch_cannot_train_is_refused_before_a_model_is_loaded(
-    tmp_path, monkeypatch, capsys
+    tmp_path, tiny_folder, monkeypatch, capsys
 ):
     words = command(tmp_path, tmp_path / "no target", "method.divergence=tvd_pp")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(words) == 2
     assert "method.divergence=tvd_pp: its mean and deviation" in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")
-    assert main([*words, "dry_run=true"]) == 0
     assert main([*words, "dry_run=true", "trainer.gradient_accumulation_steps=3"]) == 2
+    assert "accumulation" in capsys.readouterr().err
+    assert main([*words, "dry_run=true"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    words = command(tmp_path, tiny_folder("llama"), "method.divergence=tvd_pp")
+    assert main([*words, "dry_run=true"]) == 0
 
 
 def test_a_missing_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
