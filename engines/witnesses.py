@@ -84,7 +84,7 @@ class Witnesses:
             behind = (torch.tensor(row.logprobs[: len(own)], dtype=torch.float64) - own).abs()
         found = [counted(len(own), int((~(behind <= TIE)).sum()))]
         if temperature:
-            found.append(drawn(own, tops, self.target.vocab_size, temperature))
+            found.append(drawn(own, tops, self.target.logits_width, temperature))
         return found
 
     def _scored(self, root: str, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,14 +127,14 @@ def scored(
     return own, tops
 
 
-def drawn(own: torch.Tensor, tops: torch.Tensor, vocab_size: int, temperature: float) -> Evidence:
+def drawn(own: torch.Tensor, tops: torch.Tensor, width: int, temperature: float) -> Evidence:
     """The evidence of drawn tokens with the log-probabilities `own` [n], where the likeliest have
-    `tops` [n, k], both at temperature 1: what they cost beyond the most that tokens cost which are
-    drawn at `temperature` from any distribution with these likeliest tokens.
+    `tops` [n, k] of `width` tokens, both at temperature 1: what they cost beyond the most that
+    tokens cost which are drawn at `temperature` from any distribution with these likeliest tokens.
 
     The cost is -log p at temperature 1. A token is drawn with a chance of p^power / sum p^power. Of
     the other tokens the number and the mass are known, and that none is likelier than these."""
-    power, rest = 1 / temperature, vocab_size - tops.shape[-1]
+    power, rest = 1 / temperature, width - tops.shape[-1]
     mass = (1 - tops.exp().sum(-1)).clamp(min=0) * (rest > 0)
     alike, peaked = mass.log() - math.log(max(1, rest)), tops[:, -1]  # log p: all alike, at most
 

@@ -335,7 +335,9 @@ def test_a_preset_lies_between_the_yaml_of_the_recipe_and_the_command_line(capsy
     assert taken.trainer.precision == ("fp32" if preset == "laptop" else "bf16")
     assert pipeline.resolve([*words, "trainer.max_steps=200000"])[0].trainer.max_steps == 200_000
     assert taken.hash() != own.hash()
-    assert train.main([*words, "data.num_prompts=8", "eval.num_prompts=8", "dry_run=true"]) == 0
+    words += ["model.target=assets/toy/target", "data.num_prompts=8", "eval.num_prompts=8"]
+    too_long = (name, preset) == ("fastdraft", "published")  # its texts, for the toy
+    assert train.main([*words, "dry_run=true"]) == (2 if too_long else 0)
     assert f"  max_steps: {taken.trainer.max_steps}\n" in capsys.readouterr().out
 
 
