@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -282,6 +283,21 @@ def test_a_server_that_draws_otherwise_is_found_out(target, servers, tmp_path_fa
     ]  # fmt: skip
     found = judged(witnesses.Witnesses(target, 2).measure("a", [first.url], rows))
     assert "nats beyond the entropy is what drawn tokens cost" in str(found)
+
+
+def test_drawn_tokens_are_as_likely_as_their_own_server_said(target, servers, tmp_path):
+    """A model that is broader than the target would draw text that costs no more than it may."""
+    first, plan = servers[0], plan_of(COUNT, 1.0, served=False)
+    rows = []
+    for trace in filled(plan, target, tmp_path):
+        claimed = first.score([*trace.prompt_ids, *trace.response_ids])["token_logprobs"]
+        request = Request(trace.prompt_ids, 0, Sampling(1.0))
+        said = claimed[len(trace.prompt_ids) :]
+        rows.append(Continuation(request, trace.response_ids, "", logprobs=said))
+    measure = witnesses.Witnesses(target, 2).measure
+    assert judged(measure("a", [first.url], rows)) is None
+    rows = [dataclasses.replace(row, logprobs=[one - 0.5 for one in row.logprobs]) for row in rows]
+    assert judged(measure("a", [first.url], rows), "differ") == "1.00 differ"
 
 
 def test_rounding_is_no_difference_and_a_little_noise_in_the_weights_is(
