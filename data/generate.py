@@ -194,13 +194,16 @@ def generate_traces(
             barrier()
     found = store.load()
     if store.unchecked and not target.is_outline:
-        if said := judged(reread(target, found)):
+        evidence = reread(target, found)
+        if said := judged(evidence):
             raise UserError(
                 f"{label}: the answers in {folder} are not those of {target.name} ({said}), and "
                 "their server was not checked: delete that folder, and serve this model"
             )
-        barrier()
-        store.unchecked = False
+        barrier()  # all have read the mark
+        if rank == 0:
+            store.unchecked = False
+            print(f"{label}: {len(evidence)} answers of an unchecked server are the target's own")
     if rank == 0 and store.num_dropped:
         limit = longest_prompt(target, plan)
         print(f"{label}: {store.num_dropped} prompts or later turns over {limit} tokens left out")

@@ -158,6 +158,7 @@ def test_the_answers_of_one_server_are_checked_by_the_first_that_has_the_weights
     hook = target.model.register_forward_pre_hook(lambda *_: read.append(1))
     assert_exact(filled(plan, target, tmp_path, urls(first)), known)
     assert read
+    assert "16 answers of an unchecked server are the target's own" in capsys.readouterr().out
     read.clear()
     assert_exact(filled(plan, target, tmp_path, urls(first)), known)
     hook.remove()
