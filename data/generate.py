@@ -44,8 +44,8 @@ TEACHER_GROUP = 16
 BEHIND_CUT = "behind an answer that was cut"
 REFUSED = "of a form that the chat template has no place for"
 UNCHECKED = (
-    "the answers of one server are compared with nobody's: name a second server of the same model "
-    "in data.servers, or see what the first run says that loads the target"
+    "the answers of a single server are not checked here: the first run that loads the target "
+    "reads some of them again, or name a second server of the same model in data.servers"
 )
 NOT_PUT_BACK = "behind an answer with special tokens that the chat template cannot write back"
 

@@ -39,9 +39,12 @@ def costs(config: Config, module: ModuleType, prompts: Sequence[Prompt]) -> list
     recipe: Recipe = module.Recipe(config.method, target)
     size = sum(p.numel() for p in target.model.parameters())
     dtype = str(target.model.dtype).removeprefix("torch.")
-    weights = in_bytes(size * target.model.dtype.itemsize)
+    weights = f"{in_bytes(size * target.model.dtype.itemsize)} as {dtype}"
+    if model.quantization or getattr(target.model.config, "quantization_config", None):
+        weights = "quantised"
+    weights += " on each process" if model.device_map is None else " in all"
     rows, tokens, said = text(config, target, prompts)
-    lines = [f"target: {size:,} parameters, {weights} as {dtype} on each process", f"text: {said}"]
+    lines = [f"target: {size:,} parameters, {weights}", f"text: {said}"]
     lines += [passes(config, stage, rows, tokens) for stage in recipe.stages()]
     if model.drafter is None and (layers := states_of(recipe)):
         lines.append(states(config, target, layers, tokens))

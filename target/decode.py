@@ -36,9 +36,7 @@ class Continuation:
     response_ids: list[int]  # the ending EOS included
     finish_reason: str  # eos | stop | length
     lookahead_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(
-        default_factory=list
-    )  # in nats, where a server was asked for them
+    logprobs: list[float] = field(default_factory=list)  # in nats, of a server that was asked
 
 
 @dataclass

@@ -67,7 +67,9 @@ def test_the_target_is_not_loaded(tmp_path, tiny_folder, capsys, no_weights):
     folder = tiny_folder("llama")
     out = said(capsys, *words_of(tmp_path, folder, "recipe=medusa"))
     size = sum(p.numel() for p in outline(str(folder)).model.parameters())
-    assert f"target: {size:,} parameters, {4 * size / 1e6:.3g} MB as float32" in out
+    assert f"target: {size:,} parameters, {4 * size / 1e6:.3g} MB as float32 on each process" in out
+    given = ["recipe=medusa", "model.quantization={quant_method: bitsandbytes, load_in_8bit: true}"]
+    assert "parameters, quantised on each" in said(capsys, *words_of(tmp_path, folder, *given))
 
 
 @pytest.mark.parametrize(
