@@ -183,8 +183,14 @@ def generate_traces(
             held.enter_context(store.exclusive())
         barrier()  # from here on no other command can complete it: all ranks see the same
         if not store.is_complete(()):
+            if not (servers or target.has_layers):
+                raise UserError(
+                    "is left to a target without layers, which writes no text",
+                    key="data.engine", value="hf", remedy="name openai or vllm, or set "
+                    "model.parts=all",
+                )  # fmt: skip
             with servers() if servers else contextlib.nullcontext(()) as urls:
-                if rank == 0 and target.is_outline and distinct(urls) == 1:
+                if rank == 0 and not target.has_layers and distinct(urls) == 1:
                     print(f"{label}: {UNCHECKED}", flush=True)
                     store.unchecked = True
                 _fill(target, plan, store, batch_size, rows_per_shard, rank, world, label, urls)
@@ -193,7 +199,7 @@ def generate_traces(
                 store.finish(num_writers=world)
             barrier()
     found = store.load()
-    if store.unchecked and not target.is_outline:
+    if store.unchecked and target.has_layers:
         evidence = reread(target, found)
         if said := judged(evidence):
             raise UserError(
@@ -314,7 +320,7 @@ def _continuations(
     progress: TokenProgress,
 ) -> Iterator[Continuation]:
     if plan.served:
-        witness = Witnesses(target, distinct(servers)).measure if target.is_outline else None
+        witness = None if target.has_layers else Witnesses(target, distinct(servers)).measure
         for row in complete(
             target, servers, pending, max_new_tokens=plan.max_new_tokens, concurrency=batch_size,
             stop_strings=plan.stop_strings, lookahead=plan.lookahead, witness=witness,

@@ -10,13 +10,16 @@ import torch
 
 from data.batches import Batch, collate
 from data.features_layout import row_key
+from data.imported import continuation_of
 from data.traces import Trace
+from engines.distribution_check import evidence_of, judged
 from engines.states import TOLERANCE, StatesClient, layer_numbers
 from target.devices import in_place
-from target.model import Target, final_norm
+from target.model import Target
 from target.outputs import LayerId, TargetOutputs
 from trainer.device import sent
 from trainer.errors import UserError
+from trainer.logits import chunk_rows
 
 CHECKED_TEXTS, CHECKED_TOKENS = 4, 256
 
@@ -31,7 +34,6 @@ class ServedStates:
     def __init__(self, client: StatesClient, target: Target, layers: Sequence[LayerId]):
         self.client, self.target, self.layers = client, target, tuple(layers)
         self._numbers = layer_numbers(layers, target.num_layers)
-        self._norm = final_norm(target.model)
         self._asked: dict[bytes, Future[torch.Tensor]] = {}
 
     def ahead(self, batch: Batch) -> None:
@@ -65,21 +67,25 @@ class ServedStates:
             own = states[:, :, self.client.numbers.index(self._numbers[layer])].contiguous()
             if isinstance(layer, str):
                 own = own.to(self.target.device, self.target.model.dtype)
-                with in_place(self._norm):
-                    own = self._norm(own).to(device)
+                with in_place(self.target.norm):
+                    own = self.target.norm(own).to(device)
             hidden[layer] = own.to(self.target.model.dtype)
         return TargetOutputs(hidden)
 
     def check(self, traces: Sequence[Trace]) -> None:
         """Compare the states of a few texts with those that transformers computes. UserError where
-        they are another model's or other layers': too far off, or nearer to a layer beside. The
-        client asks one server."""
+        they are another model's or other layers': too far off, or nearer to a layer beside; of a
+        target without layers, where their logits are not those that wrote the texts. The client
+        asks one server."""
         texts = [(t.prompt_ids + t.response_ids)[:CHECKED_TOKENS] for t in traces[:CHECKED_TEXTS]]
         prompts, responses = [ids[:1] for ids in texts], [ids[1:] for ids in texts]
         batch = collate(prompts, responses, ["target"] * len(texts))
         device = self.target.device
-        served = self.outputs(batch, device).hidden
-        batch = batch.to(device)
+        found = self.outputs(batch, device)
+        if not self.target.has_layers:
+            self._check_answers(traces[:CHECKED_TEXTS], found)
+            return
+        served, batch = found.hidden, batch.to(device)
         near = {layer: _near(layer, self.target.num_layers) for layer in self.layers}
         every = tuple(dict.fromkeys(chain(*near.values())))
         own = self.target.outputs(batch.input_ids, layers=every, logits=False).hidden
@@ -98,6 +104,25 @@ class ServedStates:
                     f"layer {nearest}: it must serve this model, in {dtype}, and write the layers "
                     f"{self.client.numbers} as vLLM counts them"
                 )
+
+    def _check_answers(self, traces: Sequence[Trace], found: TargetOutputs) -> None:
+        assert "final_norm" in self.layers, "whoever needs no layers asks for it"
+        logits = self.target.projected(found).logits
+        assert logits is not None
+        chunk, evidence = chunk_rows(self.target.device, self.target.vocab_size), []
+        for place, trace in enumerate(traces):
+            read = max(0, CHECKED_TOKENS - len(trace.prompt_ids))
+            response = torch.tensor(trace.response_ids[:read], dtype=torch.long)
+            request = continuation_of(trace).request
+            response = response.to(self.target.device)
+            evidence.append(evidence_of(logits, place, request, response, chunk))
+        said = judged(evidence)
+        if said:
+            raise UserError(
+                f"data.features_engine: the states from {self.client.servers[0].root} are not "
+                f"those that the answers were written from ({said}): it must serve "
+                f"{self.target.name}, and so must what wrote them"
+            )
 
 
 def _near(layer: LayerId, num_layers: int) -> list[LayerId]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from target.decode import Continuation
+from target.decode import Continuation, Request
 from target.model import Target
+from target.outputs import Logits
 from target.padding import by_length, right_padded
 from target.sampling import LEAST, warp
 from trainer.logits import chunk_rows
@@ -152,14 +153,29 @@ def measured(
         assert logits is not None
         chunk = chunk_rows(target.device, target.vocab_size)
         for place, i in enumerate(group):
-            sampling, at = rows[i].request.sampling, len(rows[i].request.prompt_ids)
-            greedy, total, nats = sampling.temperature == 0, 0.0, torch.zeros(len(TILTS))
-            for tokens in ids[place, at : len(texts[i])].split(chunk):
-                own = logits[place, slice(at - 1, at - 1 + len(tokens))].float()
-                part = _greedy(own, tokens, tie) if greedy else _drawn(warp(own, sampling), tokens)
-                total, nats, at = total + part.total, nats + part.nats, at + len(tokens)
-            found[i] = Evidence(greedy, len(rows[i].response_ids), total, nats)
+            response = ids[place, len(rows[i].request.prompt_ids) : len(texts[i])]
+            found[i] = evidence_of(logits, place, rows[i].request, response, chunk, tie)
     return [found[i] for i in range(len(rows))]
+
+
+def evidence_of(
+    logits: Logits,
+    place: int,
+    request: Request,
+    response: torch.Tensor,
+    chunk: int,
+    tie: float | None = None,
+) -> Evidence:
+    """The evidence of a row, whose text has the target's logits [L, V] at `place`. `response` [n]
+    int64: its answer, or a beginning of it, whose distributions are computed for `chunk` tokens at
+    a time."""
+    greedy, total, nats = request.sampling.temperature == 0, 0.0, torch.zeros(len(TILTS))
+    at = len(request.prompt_ids)
+    for tokens in response.split(chunk):
+        own = logits[place, slice(at - 1, at - 1 + len(tokens))].float()
+        part = _greedy(own, tokens, tie) if greedy else _drawn(warp(own, request.sampling), tokens)
+        total, nats, at = total + part.total, nats + part.nats, at + len(tokens)
+    return Evidence(greedy, len(response), total, nats)
 
 
 def _greedy(logits: torch.Tensor, tokens: torch.Tensor, tie: float | None = None) -> Evidence:

@@ -207,13 +207,16 @@ class StatesClient:
         most = NUMBER_BYTES * math.prod(shape) + ID_BYTES * len(ids) + PAGE_BYTES
         server.folder = Path(path).parent
         content = self._read(root, Path(path), most)
-        states, read = content.get("states"), content.get("ids")
+        states, read, layers = (content.get(name) for name in ("states", "ids", "layers"))
         if not _is_dense(read) or read.shape != (len(ids),) or read.tolist() != ids:
             raise ServerError(root, "states of another text than the one sent", False)
         if not _is_dense(states) or states.shape != shape:
             shown = list(states.shape) if _is_dense(states) else "nothing"
             said = f"states of the shape {shown}, expected {list(shape)}: tokens, layers, width"
             raise ServerError(root, said, False)
+        if layers != self.numbers:
+            said = f"the states of the layers {str(layers)[:80]}, expected {self.numbers} as vLLM "
+            raise ServerError(root, f"{said}counts them", False)
         if not states.is_floating_point():
             raise ServerError(root, f"states of the kind {states.dtype}", False)
         return states

@@ -95,6 +95,7 @@ def read_per_round(drafter: TrainedDrafter, depth: int) -> tuple[float, float]:
     return size, count
 
 
+READ = "weights that are read, in bytes: without the target's layers nothing is timed"
 CONTEXT = 64  # tokens before those of the forwards that are timed, where the models see as many
 
 
@@ -162,12 +163,16 @@ def draft_seconds(drafter: TrainedDrafter, target: Target, budget: Budget, conte
 
 @working("timing drafting and verifying")
 def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
-    """Measure the costs on this machine; a training-free drafter counts as free."""
+    """Measure the costs on this machine; a training-free drafter counts as free. Of a target
+    without layers nothing is timed: a round takes the time that reading its weights does, and
+    verification that of one token."""
     settle_threads()
     context = timed_context(drafter, target, budget.max_tokens)
-    step = step_seconds(target.model, 1, context)
-    verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1, context) / step)
-    source = timed_on(target, context)
+    step, verify, source = 0.0, 1.0, READ
+    if target.has_layers:
+        step = step_seconds(target.model, 1, context)
+        verify = max(1.0, step_seconds(target.model, budget.max_nodes + 1, context) / step)
+        source = timed_on(target, context)
     if not isinstance(drafter, TrainedDrafter):
         return Cost(0.0, verify, 0.0, 0.0, source)
     read = read_per_round(drafter, budget.max_tokens)
@@ -176,13 +181,14 @@ def cost_of(drafter: Drafter, target: Target, budget: Budget) -> Cost:
         counts = [sum(p.numel() * size for p in head) for size in (4, 1)]  # it is in float32
         read = tuple(a + b * budget.max_tokens for a, b in zip(read, counts, strict=True))
     whole = read_per_step(target.model)
+    shares = read[0] / whole[0], read[1] / whole[1]
+    if not target.has_layers:
+        return Cost(shares[0], verify, *shares, source, drafter.one_pass)
     # of a round of full length: where a stop rule would end it on this text means nothing
     stop = None if budget.stop is None else Recorder(uses_head=budget.stop.uses_head)
     whole_round = dataclasses.replace(budget, stop=stop)
     ratio = draft_seconds(drafter, target, whole_round, context) / step
-    return Cost(
-        ratio, verify, read[0] / whole[0], read[1] / whole[1], source, drafter.one_pass
-    )  # fmt: skip
+    return Cost(ratio, verify, *shares, source, drafter.one_pass)
 
 
 def timed_on(target: Target, context: int) -> str:

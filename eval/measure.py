@@ -60,6 +60,9 @@ GATHERED = (
 )
 
 
+NOT_DECODED = "model.parts=head decodes nothing: the target's layers are not loaded"
+
+
 class Bench:
     """Measures drafters on one set of held-out traces at one temperature."""
 

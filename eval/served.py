@@ -187,13 +187,16 @@ def engine_row(
     `cost` gives the bytes read alone: its times are of this project's decoding. Metrics that need
     the drafter's distribution (alpha) or such times stay null.
     """
-    differing, strange = list[DifferingPrompt](), None
+    differing, note = list[DifferingPrompt](), None
     greedy = bench.sampling.temperature == 0
-    if not greedy:
+    if not (greedy or bench.target.has_layers):
+        note = "the engine's sampled answers were not compared with the target's distribution"
+    elif not greedy:
         drawn = zip(bench.requests(), answers, strict=True)
         answered = [Continuation(request, tokens, "") for request, tokens in drawn]
-        strange = unlike(bench.target, answered[:CHECKED])
-    if greedy:
+        if strange := unlike(bench.target, answered[:CHECKED]):
+            note = f"the engine does not sample the target's distribution ({strange})"
+    else:
         for i, (one, request) in enumerate(zip(counters, bench.requests(), strict=True)):
             trace = bench.traces[i]
             answer = Speculated(request, answers[i], trace.finish_reason, [])
@@ -210,7 +213,7 @@ def engine_row(
     if greedy:
         row.num_compared, row.differing_prompts = len(counters), differing
         row.lossless = all(one["near_tie"] for one in differing)
-    elif strange:
-        note = f"the engine does not sample the target's distribution ({strange})"
-        row.lossless, row.note = False, "; ".join(filter(None, [row.note, note]))
+    elif note:
+        row.lossless = row.lossless and not bench.target.has_layers
+        row.note = "; ".join(filter(None, [row.note, note]))
     return Measurement(row, counters)

@@ -106,6 +106,38 @@ def check_address(data: DataConfig) -> None:
         check_states_server(address)
 
 
+def check_parts(config: Config, recipe: type[Recipe]) -> None:
+    """Refuse a target without layers where something of the run needs them."""
+    if config.model.parts == "all":
+        return
+    data, method, why = config.data, config.method, recipe.needs_layers
+    rule = f"be all for recipe={config.recipe}: {why}"
+    require(why is None, "model.parts", rule, config.model.parts)
+    rule = f"be all for model.target={config.model.target}, of which no part can be read alone"
+    require(not is_gguf(config.model.target), "model.parts", rule, config.model.parts)
+    if data.features_engine == "hf" and data.features == "live":
+        raise UserError(
+            "is left to a target without layers", key="data.features_engine", value="hf",
+            remedy="name vllm or the addresses of servers of its states, or set model.parts=all",
+        )  # fmt: skip
+    for name in ("teacher_top_k", "teacher_samples"):
+        rule = "be 0 with model.parts=head: the target's distributions are computed from its states"
+        require(getattr(data, name) == 0, f"data.{name}", rule, getattr(data, name))
+    if getattr(method, "search_parameters", None):
+        rule = "be null with model.parts=head, which compares no sizes"
+        require(False, "method.search_parameters", rule, method.search_parameters)
+
+
+def spares_layers(config: Config, recipe: type[Recipe]) -> bool:
+    """Whether the run could do without the target's layers but for the decoded rows of its
+    report."""
+    model, data = config.model, config.data
+    given = model.device_map or model.quantization or is_gguf(model.target)
+    asked = data.teacher_top_k or getattr(config.method, "search_parameters", None)
+    needed = recipe.needs_layers or data.features_engine == "hf" or data.engine == "hf"
+    return model.parts == "all" and not (given or asked or needed)
+
+
 def check_prompts(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
     """Refuse the options of prompts that `source` does not read."""
     of_hub, columns = ["prompts_config", "prompts_split"], ["prompts_column", "response_column"]
@@ -232,6 +264,10 @@ def check_recipe(config: Config, recipe: Recipe) -> None:
         raise UserError(f"eval.engine={engine}: {recipe.unserved}")
     if trainer.lora_rank and recipe.no_lora is not None:
         raise UserError(f"trainer.lora_rank must be 0: {recipe.no_lora}")
+    drafts = [stage.name for stage in recipe.stages() if stage.data.mix.get("draft")]
+    if config.model.parts == "head" and config.data.features == "cached" and drafts:
+        rule = "be live with model.parts=head, for the text that the drafter writes itself in stage"
+        require(False, "data.features", f"{rule} {drafts[0]}", config.data.features)
     if trainer.lora_rank and config.model.drafter is None:
         raise UserError(
             "trainer.lora_rank adapts trained weights, of which a fresh drafter has none: name "
@@ -270,7 +306,8 @@ def check_packing(config: Config, target: Target, stages: Sequence[Stage]) -> No
                 "trainer.pack_tokens packs stored texts of one source, got "
                 f"{' and '.join(sources)} in stage {stage.name}: set it to 0"
             )
-    check_separation(target.model, "set trainer.pack_tokens=0")
+    if target.has_layers:  # else servers read its texts one by one
+        check_separation(target.model, "set trainer.pack_tokens=0")
 
 
 # --- with the drafter and the text ---------------------------------------------------------------

@@ -19,7 +19,7 @@ from phases.run import require_downloaded
 from phases.stage import settings
 from recipes.base import Recipe, Stage
 from recipes.common.config import Config
-from target.model import Target
+from target.model import Target, decoder_layers
 from target.outline import outline
 from target.outputs import LayerId
 
@@ -37,10 +37,12 @@ def costs(config: Config, module: ModuleType, prompts: Sequence[Prompt]) -> list
         trust_remote_code=model.trust_remote_code, device=device(),
     )  # fmt: skip
     recipe: Recipe = module.Recipe(config.method, target)
-    size = sum(p.numel() for p in target.model.parameters())
-    dtype = str(target.model.dtype).removeprefix("torch.")
-    weights = f"{in_bytes(size * target.model.dtype.itemsize)} as {dtype}"
-    if model.quantization or getattr(target.model.config, "quantization_config", None):
+    size, dtype = sum(p.numel() for p in target.model.parameters()), target.model.dtype
+    held = size * dtype.itemsize
+    weights = f"{in_bytes(held)} as {str(dtype).removeprefix('torch.')}"
+    if model.parts == "head":
+        weights += f", {in_bytes(held - bytes_of_layers(target))} of them without its layers"
+    elif model.quantization or getattr(target.model.config, "quantization_config", None):
         weights = "quantised"
     weights += " on each process" if model.device_map is None else " in all"
     rows, tokens, said = text(config, target, prompts)
@@ -49,6 +51,11 @@ def costs(config: Config, module: ModuleType, prompts: Sequence[Prompt]) -> list
     if model.drafter is None and (layers := states_of(recipe)):
         lines.append(states(config, target, layers, tokens))
     return lines
+
+
+def bytes_of_layers(target: Target) -> int:
+    """Bytes of the target's decoder layers."""
+    return sum(p.numel() * p.element_size() for p in decoder_layers(target.model).parameters())
 
 
 def device() -> str:

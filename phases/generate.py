@@ -352,6 +352,15 @@ def evaluation_traces(
     return list(_generate(run, plan, folder, label, engine, served, alone)), plan
 
 
+def held_out_texts(run: Run, dev: Sequence[Trace], prompts: list[Prompt]) -> list[Trace]:
+    """The held-out training texts `dev`, and the texts of the report, where there is one."""
+    found = list(dev)
+    if run.config.run.stage is None:
+        for temperature in run.config.eval.temperatures:
+            found += evaluation_traces(run, prompts, temperature)[0]
+    return found
+
+
 def check_texts(run: Run, drafter: TrainedDrafter, prompts: list[Prompt]) -> None:
     """Refuse held-out prompts to which the drafter cannot draft to the end, before training."""
     if run.config.run.stage is None and isinstance(drafter, CausalLMDrafter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from data.prompts import Prompt
 from data.traces import Trace
 from drafters.base import TrainedDrafter
 from drafters.causal_lm import CausalLMDrafter
-from drafters.round import Budget, Shape
+from drafters.round import Budget, Drafter, Shape
 from drafters.training_free.base import TrainingFree
 from drafters.training_free.lookup import PromptLookup
 from drafters.training_free.table import parse_training_free
@@ -22,8 +22,8 @@ from drafters.trees.calibrated import accuracy_at, accuracy_name
 from drafters.trees.tree import WITHOUT_REPLACEMENT
 from engines.distribution_check import measured as tokens_unlike
 from eval.config import EvalConfig, tree_depth, trees_of
-from eval.costs import cost_of
-from eval.measure import Bench
+from eval.costs import Cost, cost_of
+from eval.measure import NOT_DECODED, Bench, Measurement
 from eval.plain import NEAR_TIE, next_token_loss
 from eval.policies.table import budget_for
 from eval.replay import follows_the_text, measure_accuracies
@@ -63,7 +63,9 @@ def baselines(run: Run, drafter: ReportDrafter) -> dict[str, ReportDrafter]:
         one = parse_training_free(text, "eval.baselines")
         if one != drafter:
             found[baseline_name(one, text)] = one
-    return found | {"target": CausalLMDrafter.of_target(run.target)}
+    if run.target.has_layers:
+        found["target"] = CausalLMDrafter.of_target(run.target)
+    return found
 
 
 def baseline_name(drafter: TrainingFree, text: str) -> str:
@@ -133,6 +135,28 @@ class Measured:
     rounds: list[dict[str, object]]  # lines of rounds.jsonl
     readings: list[Json]
 
+    def decode(
+        self,
+        bench: Bench,
+        name: str,
+        drafter: Drafter,
+        cost: Cost,
+        tree: Budget | None,
+        shown: Collection[str],
+        readings: ReadingCollector,
+    ) -> Measurement | None:
+        """Measure a drafter by decoding, and note its row, its rounds and the answers that are
+        shown. None where the target has no layers to decode with."""
+        if not bench.target.has_layers:
+            return None
+        real = bench.decoded(name, drafter, cost, tree, shown)
+        readings.add(real)
+        self.rows.append(real.row)
+        about: dict[str, object] = {"temperature": bench.sampling.temperature}
+        about |= {} if tree is None else {"tree": draft_shape(real.row)}
+        self.rounds += [{**about, **r.line()} for r in real.rounds]
+        return real
+
 
 def measure(
     run: Run, drafters: Mapping[str, ReportDrafter], prompts: list[Prompt], decoded: str
@@ -158,6 +182,8 @@ def measure(
         for shape in dict.fromkeys(chain(*shapes.values()))
     }
     out = Measured([], [], [], [])
+    if not run.target.has_layers:
+        print(f"{NOT_DECODED}, so the report has replayed rows, and those of eval.engine, alone")
     readings = ReadingCollector(prompts, run.target.tokenizer)
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
@@ -169,35 +195,31 @@ def measure(
         shown = readings.choose(traces)
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
-        if temperature == 0:
+        if temperature == 0 and "target" in measured:
             check_own_text(measured["target"].row, run.target, traces)
         for n in free:
             measured[n].row.role = BASELINE
-        bench = benches[decoded]
-        real = bench.decoded(decoded, subject, costs[decoded], shown=shown)
-        readings.add(real)
-        mine = measured[decoded]
-        merge(mine, real, temperature, config)
-        speed = real.row.plain_tokens_per_s
-        plain = plain_row(dataclasses.replace(mine.row, plain_tokens_per_s=speed))
-        out.rows += [plain, real.row, *(one.row for one in measured.values())]
-        out.rounds += [{"temperature": temperature, **r.line()} for r in real.rounds]
+        bench, mine, first = benches[decoded], measured[decoded], len(out.rows)
+        real = out.decode(bench, decoded, subject, costs[decoded], None, shown, readings)
+        if real is not None:
+            merge(mine, real, temperature, config)
+        out.rows.insert(first, plain_row(mine.row))
+        out.rows += [one.row for one in measured.values()]
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
             gguf = target_gguf(run.config.model)
             out.rows += served_rows(bench, decoded, subject, costs[decoded], gguf)
         for shape in shapes[temperature]:
             tree, tree_cost = Budget.of(shape), tree_costs[shape]
-            best = real = bench.decoded(decoded, subject, tree_cost, tree, shown)
-            readings.add(real)
-            out.rows.append(real.row)
-            about = {"temperature": temperature, "tree": draft_shape(real.row)}
-            out.rounds += [{**about, **r.line()} for r in real.rounds]
+            best = real = out.decode(bench, decoded, subject, tree_cost, tree, shown, readings)
             if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
                 best = bench.replayed_tree(decoded, subject, tree_cost, tree)
-                merge(best, real, temperature, config)
+                if real is not None:
+                    merge(best, real, temperature, config)
                 out.rows.append(best.row)
-            if best.row.lossless:
+            if best is None:
+                print(f"{NOT_DECODED}: no row of {shape.describe()} at T={temperature:g}")
+            elif best.row.lossless:
                 out.comparisons += against(best, mine, temperature, config)
     progress.close()
     out.readings = readings.all()

@@ -8,12 +8,14 @@ from types import ModuleType
 
 import yaml
 
+from data.budget import in_bytes
 from phases import exits, export, generate, received, report, run, train
-from phases.check import check_address, check_depth, check_slots
+from phases.check import check_address, check_depth, check_parts, check_slots, spares_layers
 from phases.commands import command_of
-from phases.costs import costs
+from phases.costs import bytes_of_layers, costs
 from phases.help import recipe_help
 from phases.source import RunText
+from phases.states import hold_states
 from recipes import base
 from recipes.common.config import Config, compose
 from target.gguf import target_gguf
@@ -31,6 +33,7 @@ def run_words(words: list[str]) -> int:
     module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_depth(config.eval, module.Recipe.max_depth(config.method))
     check_slots(config.eval, module.Recipe.has_slots(config.method))
+    check_parts(config, module.Recipe)
     command = command_of(["train.py"], words)
     run.check_folder(config, command)
     if config.dry_run:
@@ -81,6 +84,11 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     unread: dict[str, object] = {}  # rows of prompts that could not be read
     train_prompts, eval_prompts = generate.choose_prompts(config, unread)
     this = run.Run.open(config)
+    if spares_layers(config, module.Recipe) and this.accelerator.is_main_process:
+        print(
+            f"model.parts=head would do for this run, but for decoded rows of its report: each "
+            f"process would hold {in_bytes(bytes_of_layers(this.target))} less"
+        )
     recipe, start = train.prepare(this, module.Recipe, train_prompts)
     raw = train.raw_texts(this, recipe)
     if start is not None:
@@ -92,6 +100,8 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     generate.check_texts(this, start, eval_prompts)
     run.claim(this, command, generate.contents(this, start, text.traces, raw))
     recipe.widen(start, text.traces)  # after the claim: new rows are rounded as the threads add
+    if not this.target.has_layers:
+        hold_states(this, start, generate.held_out_texts(this, text.dev, eval_prompts))
     held_out = generate.held_out_in(this, eval_prompts)
     trained, results = train.train_stages(this, recipe, start, text, held_out)
     if config.run.stage is None and this.accelerator.is_main_process:

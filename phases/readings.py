@@ -43,10 +43,11 @@ class ReadingCollector:
             self._answers.setdefault(one.request.tag, []).append(found)
 
     def all(self) -> list[Json]:
-        """Return the part `readings` of the report."""
+        """Return the part `readings` of the report: of the prompts that were decoded."""
         found = [
             reading(self._asked(trace), tag, trace.domain, self._answers[tag])
             for tag, trace in self._traces.items()
+            if tag in self._answers
         ]
         return [one for one in found if one is not None]
 

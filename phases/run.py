@@ -25,6 +25,7 @@ from phases.commands import trained_further
 from recipes.common.config import Config
 from target.fingerprint import added_eos
 from target.model import Target
+from target.parts import load_parts
 from trainer.checks import is_file, require_folder
 from trainer.config import FORMAT, ModelConfig, json_value, load_yaml, to_yaml
 from trainer.errors import UserError
@@ -104,6 +105,11 @@ def load_target(config: Config, device: torch.device | str) -> Target:
     """Load the target as `model.*` says."""
     model = config.model
     require_downloaded(model)
+    if model.parts == "head":
+        return load_parts(
+            model.target, revision=model.target_revision, dtype=model.dtype, device=device,
+            trust_remote_code=model.trust_remote_code,
+        )  # fmt: skip
     return Target.load(
         model.target, revision=model.target_revision, dtype=model.dtype, device=device,
         trust_remote_code=model.trust_remote_code, device_map=model.device_map,

@@ -1,8 +1,9 @@
-"""The target's hidden states of the training text: stored, or from a serving engine."""
+"""The target's hidden states of the run's text: stored, or from a serving engine."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
+import torch
 from accelerate.utils import gather_object
 
 from data.features import FeaturesStore, Folder, write_features
@@ -17,9 +19,13 @@ from data.features_layout import FeaturesPlan, features_folder
 from data.features_local import LocalFolder
 from data.features_remote import RemoteFolder
 from data.file_cache import FileCache
+from data.held_states import HeldStates
+from data.imported import reread
 from data.served_states import ServedStates
 from data.trace_rows import num_tokens
 from data.traces import Trace
+from drafters.base import TrainedDrafter
+from engines.distribution_check import judged
 from engines.states import (
     NUMBER_BYTES,
     PLUGIN,
@@ -35,6 +41,7 @@ from phases.servers import own_server
 from phases.uses import note_use
 from target.outputs import LayerId, TargetRequest
 from trainer.checks import addresses_of
+from trainer.errors import UserError
 
 MEMORY = Path("/dev/shm")
 NETWORK = ("nfs", "nfs4", "cifs", "smbfs", "lustre", "ceph", "fuse.sshfs", "beegfs", "gpfs")
@@ -64,6 +71,34 @@ def target_states(
         with served_states(run, plan.layers, traces) as states:
             yield states
         return
+    yield _stored(run, plan, traces, "features")
+
+
+def hold_states(run: Run, drafter: TrainedDrafter, texts: Sequence[Trace]) -> None:
+    """For a target without layers: store the states of the held-out `texts`, their look-ahead
+    included, exactly, and let it answer from them. UserError where the states and the texts are not
+    those of one model."""
+    target = run.target
+    whole = [
+        dataclasses.replace(t, response_ids=t.response_ids + t.lookahead_ids, lookahead_ids=[])
+        for t in texts
+    ]
+    layers = tuple(dict.fromkeys((*drafter.target_layers, "final_norm")))
+    dtype = "bf16" if target.model.dtype == torch.bfloat16 else "fp32"
+    plan = FeaturesPlan(layers, dtype, engine="vllm")
+    target.stored = HeldStates(_stored(run, plan, whole, "held-out states"), whole)
+    if said := judged(reread(target, texts)):
+        raise UserError(
+            f"the answers that were generated do not go with the states of "
+            f"data.features_engine={run.config.data.features_engine} ({said}): one of the two is "
+            f"not of {target.name}"
+        )
+
+
+def _stored(run: Run, plan: FeaturesPlan, traces: Sequence[Trace], label: str) -> FeaturesStore:
+    """The store of these states, which is written where it is not complete."""
+    data, accelerator = run.config.data, run.accelerator
+    served = data.features_engine != "hf"
     local = features_folder(run.target, traces, plan, data.cache_dir)
     note_use(run, local)
     folder = _folder(run, local)
@@ -73,18 +108,25 @@ def target_states(
     everywhere = all(gather_object([found is not None]))  # another command may just complete it
     if found is not None and everywhere:
         if accelerator.is_main_process:
-            print(f"features: layers {list(plan.layers)} of those in {found.folder}")
+            print(f"{label}: layers {list(plan.layers)} of those in {found.folder}")
             if plan.summary and not found.has_summaries:
                 print(
-                    "features: without summaries of the logits, so that each step computes all of "
+                    f"{label}: without summaries of the logits, so that each step computes all of "
                     "them; delete that store to have it made with them"
                 )
-        yield found
-        return
-    yield write_features(
+        return found
+    manifest = folder.manifest()
+    if not (served or run.target.has_layers or (manifest and manifest["complete"])):
+        raise UserError(
+            f"is left to a target without layers, and {folder} is not a complete store of the "
+            f"{label} of this text",
+            key="data.features_engine", value=data.features_engine,
+            remedy="name a server of states, or set model.parts=all",
+        )  # fmt: skip
+    return write_features(
         run.target, traces, plan, folder,
         batch_size=data.batch_size, rank=accelerator.process_index,
-        world=accelerator.num_processes, barrier=run.barrier,
+        world=accelerator.num_processes, barrier=run.barrier, label=label,
         served=(lambda: served_states(run, plan.layers, traces)) if served else None,
     )  # fmt: skip
 
@@ -106,7 +148,7 @@ def served_states(
     run: Run, layers: Sequence[LayerId], traces: Sequence[Trace]
 ) -> Iterator[ServedStates]:
     """Yield states from the servers of data.features_engine, or from one that the first process of
-    each machine starts; those of each are compared with transformers' first."""
+    each machine starts; those of each are checked first."""
     data, target = run.config.data, run.target
     addresses = addresses_of(data.features_engine)
     with contextlib.ExitStack() as stack:

@@ -194,12 +194,14 @@ class Recipe:
 
     `size_search`: short trainings that choose the drafter's size before `build`; `unserved`: why no
     engine serves the trained drafter, None if one does; `no_lora`: why trainer.lora_rank does not
-    apply, None if it does; `trains_acceptance`: whether the drafter gets an acceptance head."""
+    apply, None if it does; `trains_acceptance`: whether the drafter gets an acceptance head;
+    `needs_layers`: what it does with the target's layers, None if stored states are enough."""
 
     size_search: SizeSearch | None = None
     unserved: str | None = None
     no_lora: str | None = None
     trains_acceptance: ClassVar[bool] = False
+    needs_layers: ClassVar[str | None] = None
 
     def __init__(self, config: object, target: Target, given: TrainedDrafter | None = None):
         """`config`: of the recipe's own `Config`; `given`: the trained drafter that model.drafter

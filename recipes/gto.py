@@ -141,6 +141,8 @@ def settings_of_base(config: Config) -> dict[str, object]:
 
 
 class Recipe(base.Recipe):
+    needs_layers = "it scores the branches of trees"
+
     def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
         self.shape = config.shape()

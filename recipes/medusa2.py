@@ -74,6 +74,7 @@ class Config(medusa.Config):
 
 class Recipe(medusa.Recipe):
     config: Config
+    needs_layers = "it trains the target too"
     no_lora = "recipe=medusa2 has an adapter of its own, see method.lora_rank"
 
     def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):

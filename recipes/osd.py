@@ -108,6 +108,8 @@ class Config(DivergenceConfig):
 
 
 class Recipe(base.Recipe):
+    needs_layers = "it serves the requests that it trains on"
+
     def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self.target = config, target
         if given is not None:

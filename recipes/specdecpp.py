@@ -99,6 +99,7 @@ class Drawn(Batch):
 class Recipe(base.Recipe):
     no_lora = "recipe=specdecpp trains an acceptance head and leaves the drafter unchanged"
     trains_acceptance = True
+    needs_layers = "it reads how the drafter goes on"
 
     def __init__(self, config: Config, target: Target, given: TrainedDrafter | None = None):
         self.config, self._given = config, given is not None

@@ -37,7 +37,7 @@ from target.layout import laid_out
 from target.model import Target
 from trainer.checks import is_address, require_folder
 from trainer.config import asks_for_help, load_yaml
-from trainer.errors import UserError
+from trainer.errors import UserError, require
 from trainer.progress import working
 from trainer.redaction import shown
 from trainer.specs import form
@@ -77,6 +77,8 @@ def resolve(arguments: list[str]) -> Config:
     # the folder may come from somebody else
     if "model.trust_remote_code" not in asked:
         config.model.trust_remote_code = False
+    if "model.parts" not in asked:
+        config.model.parts = "all"
     if "eval.engine" not in asked and is_address(config.eval.engine):
         print(f"eval.engine={config.eval.engine} of {stored} is not used: name it again to use it")
         config.eval.engine = EvalConfig.engine
@@ -183,6 +185,8 @@ def main(arguments: list[str]) -> int:
             data_temperature="eval.temperatures are what it measures at",
             data_max_new_tokens="eval.max_new_tokens limits its answers",
         )
+        parts = config.model.parts
+        require(parts == "all", "model.parts", "be all: a drafter is measured by decoding", parts)
         folder = Path(config.script["out"] or f"runs/evaluate-{config.hash()}")
         require_folder("script.out", folder)
         if (folder / "run.json").exists():

@@ -78,9 +78,9 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """The device of a model's inputs: that of its embedding, whose weights may lie elsewhere."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return next(model.parameters()).device if device is None else torch.device(device)
+    embedding: nn.Module = model.get_input_embeddings()
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return next(embedding.parameters()).device if device is None else torch.device(device)
 
 
 @contextmanager

@@ -55,16 +55,17 @@ def reading(said: str, remedy: str = "") -> Iterator[None]:
         raise UserError(f"{line}; {remedy}" if remedy else line) from error
 
 
-def check_folder(key: str, name: str | Path) -> None:
+def check_folder(key: str, name: str | Path, whole: bool = True) -> None:
     """UserError where `name` is a path at which nothing is, or a folder that cannot be read as a
     model's or a head's: with a pipe or a device in it, an index that names files elsewhere, or no
-    table where one belongs. `key`: the setting that holds `name`."""
+    table where one belongs. `key`: the setting that holds `name`; `whole`: all files that an index
+    names must be there."""
     require_files(key, name)
     for path in sorted(Path(name).glob("*.json")) if os.path.isdir(name) else ():
         if path.is_file() and path.stat().st_size > MOST_BYTES:
             raise UserError(f"must have at most {MOST_BYTES} bytes", key=f"{key}: {path}")
         if path.match(INDEX):
-            _check_index(key, path)
+            _check_index(key, path, whole)
         elif path.name in TABLE_FILES:
             _table(key, path)
 
@@ -77,6 +78,8 @@ def check_model(key: str, folder: Path) -> None:
         if path.exists():
             check_config(f"{key}: {path}", _table(key, path))
     files = weight_files(str(folder), None)
+    if not all(path.exists() for path in files):  # of a target without its layers
+        return
     if stored_dtypes(files) and (folder / CONFIG).exists():  # else they are damaged, or old
         config, said = _table(key, folder / CONFIG), f"{key}: {folder / CONFIG}"
         bits = 1 if config.get("quantization_config") else 8
@@ -116,8 +119,9 @@ def _table(key: str, path: Path) -> dict[str, Any]:
         raise UserError(f"{key}: {error}") from error
 
 
-def _check_index(key: str, path: Path) -> None:
-    """UserError unless the index of a checkpoint names files of its own folder."""
+def _check_index(key: str, path: Path, whole: bool) -> None:
+    """UserError unless the index of a checkpoint names files of its own folder, which are there
+    where it must be `whole`."""
     parts = _table(key, path).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
         raise UserError(
@@ -131,7 +135,7 @@ def _check_index(key: str, path: Path) -> None:
                 "must name files of the folder that it lies in", key=f"{key}: {path}: weight_map",
                 value=part, remedy=REMEDY,
             )  # fmt: skip
-        if not is_file(f"{key}: the file", path.parent / part):
+        if not is_file(f"{key}: the file", path.parent / part) and whole:
             raise UserError(
                 "is not there", key=f"{key}: {path}: weight_map", value=part,
                 remedy="download it again, with all of its files",

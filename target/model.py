@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -37,6 +37,24 @@ from trainer.errors import UserError
 from trainer.logits import OutputHead
 
 
+class Checkpoint(Protocol):
+    """The weights of a model where they are stored."""
+
+    def filled(self, layer: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """Inside the block, a layer has its numbers."""
+        ...
+
+
+class StoredStates(Protocol):
+    """The states of some texts."""
+
+    def hidden(
+        self, ids: torch.Tensor, layers: Sequence[LayerId]
+    ) -> dict[LayerId, torch.Tensor] | None:
+        """Those [B, L, H] of right-padded rows [B, L]; None where a text or a layer is missing."""
+        ...
+
+
 @dataclass
 class Target:
     """The frozen model with its tokenizer; `fingerprint` identifies both, see `fingerprint`."""
@@ -47,6 +65,9 @@ class Target:
     fingerprint: dict[str, Any]
     eos_ids: tuple[int, ...]
     sharded: Sharded | None = None
+    parts: str = "all"  # that are loaded: "all", "head" (`target.parts`), "none" (`target.outline`)
+    checkpoint: Checkpoint | None = None  # with the parts "head", what a layer is read from
+    stored: StoredStates | None = None  # with the parts "head", what gives states in its place
 
     @classmethod
     def load(
@@ -105,7 +126,11 @@ class Target:
     @contextmanager
     def in_place(self, layer: torch.nn.Module, *others: torch.nn.Module | None) -> Iterator[None]:
         """Inside the block, all parameters of a decoder layer and of `others` can be read."""
-        whole = nullcontext() if self.sharded is None else self.sharded.whole(layer)
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.sharded is not None:
+            whole = self.sharded.whole(layer)
+        elif self.checkpoint is not None:
+            whole = self.checkpoint.filled(layer, self.device)
         with in_place(layer, *others), whole:
             yield
 
@@ -120,9 +145,9 @@ class Target:
         return self.model.get_output_embeddings().weight.shape[0]
 
     @property
-    def is_outline(self) -> bool:
-        """Whether it has no weights, see `target.outline`."""
-        return self.model.device.type == "meta"
+    def has_layers(self) -> bool:
+        """Whether it can read text. Without layers `outputs` answers from `stored` alone."""
+        return self.parts == "all"
 
     def check_ids(self, ids: Sequence[int], source: str) -> None:
         """UserError where a token of a text has no row in the embedding. `source`: of the text."""
@@ -151,7 +176,24 @@ class Target:
     @cached_property
     def head(self) -> OutputHead:
         """The output head from final-normed states to logits of the true vocabulary."""
-        return output_head(self.model, self.vocab_size)
+        with self._without_layers():
+            return output_head(self.model, self.vocab_size)
+
+    @cached_property
+    def norm(self) -> torch.nn.Module:
+        """The module that makes `final_norm` of the last layer's output."""
+        with self._without_layers():
+            return final_norm(self.model)
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        """Inside the block, a forward of the model passes over layers that are not loaded."""
+        layers = torch.nn.ModuleList() if self.has_layers else decoder_layers(self.model)
+        kept, layers._modules = layers._modules, {}
+        try:
+            yield
+        finally:
+            layers._modules = kept
 
     @property
     def embedding(self) -> torch.nn.Module:
@@ -179,6 +221,8 @@ class Target:
             made = self.outputs(input_ids, position_ids, layers=every, logits=False, group=group)
             return self.projected(made)
         wanted = check_layers(layers, self.num_layers)
+        if not self.has_layers:
+            return self._stored_outputs(input_ids, wanted)
         found: dict[LayerId, torch.Tensor] = {}
         if group is not None and can_share(self.model):
             assert not logits, "logits of whole rows are computed later"
@@ -194,6 +238,16 @@ class Target:
                 **packed(self.model, position_ids),
             )
         return TargetOutputs(found, result.logits if logits else None)
+
+    def _stored_outputs(self, ids: torch.Tensor, layers: Sequence[LayerId]) -> TargetOutputs:
+        """What is stored for these rows. UserError where that is not all of it."""
+        found = None if self.stored is None else self.stored.hidden(ids, layers)
+        if found is None:
+            raise UserError(
+                "leaves the target without layers, and the states of this text are not stored",
+                key="model.parts", value=self.parts, remedy="set model.parts=all",
+            )  # fmt: skip
+        return TargetOutputs(found)
 
     def projected(self, found: TargetOutputs) -> TargetOutputs:
         """`found`, which has the states of final_norm, with the logits that follow from them."""

@@ -26,14 +26,15 @@ def outline(
     trust_remote_code: bool = False,
     dtype: str = "auto",
     device: torch.device | str = "cpu",
+    whole: bool = True,
 ) -> Target:
     """The target in a folder, on the Hub or in a GGUF file, with its parameters on the device
     "meta": it has shapes and no numbers. UserError where it cannot be read.
 
     Its fingerprint is that of the target loaded with this `dtype` on this `device`. It is empty
     where that cannot be known without the weights: of a GGUF file, of a quantised checkpoint, and
-    of one that does not name its dtype."""
-    check_folder(KEY, name)
+    of one that does not name its dtype. `whole`: all files of its weights must be there."""
+    check_folder(KEY, name, whole)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     generation = None
     with reading_model(KEY, name):
@@ -60,4 +61,4 @@ def outline(
     model.requires_grad_(False).eval()
     eos, known = eos_ids(model, tokenizer), wanted is not None and not quantised
     facts = fingerprint(name, model, tokenizer, eos) if known else {}
-    return Target(model, tokenizer, name, facts, eos)
+    return Target(model, tokenizer, name, facts, eos, parts="none")

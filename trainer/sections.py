@@ -57,7 +57,7 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")  # of one process
 @dataclass
 class ModelConfig(Section):
     NAME: ClassVar[str] = "model"
-    HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code", "target_gguf")
+    HERE: ClassVar[tuple[str, ...]] = ("trust_remote_code", "target_gguf", "parts")
     NAMES: ClassVar[tuple[str, ...]] = ("target", "drafter")
     NEEDED: ClassVar[tuple[str, ...]] = NAMES
     target: str = "assets/toy/target"  # folder or Hub id of the model that is to be served faster
@@ -73,6 +73,9 @@ class ModelConfig(Section):
     # sequential or {module: device}: over the devices of one process, as transformers does it;
     # fsdp2: sharded over all processes
     device_map: Any = None
+    # what of the target is loaded; head: all but its layers, for a recipe that trains on states of
+    # data.features_engine or of a store, whose report then has no decoded rows
+    parts: str = key("all", one_of=("all", "head"))
     # most memory by device, for model.device_map=auto, such as {0: 20GiB, cpu: 64GiB}
     max_memory: dict[Any, str] = field(default_factory=dict)
     # quantises the target while it is loaded; takes what a checkpoint's quantization_config holds,
@@ -107,6 +110,10 @@ class ModelConfig(Section):
                 f"model.quantization must name its quant_method, got {self.quantization}: for "
                 "example {quant_method: bitsandbytes, load_in_8bit: true}"
             )
+        if self.parts == "head":
+            for name in ("device_map", "quantization"):
+                rule = "be left out with model.parts=head, which loads no layer"
+                require(not getattr(self, name), f"model.{name}", rule, getattr(self, name))
         if self.quantization and self.device_map == "fsdp2":
             raise UserError(
                 "model.device_map=fsdp2 shards weights that are not quantised: leave out "

@@ -4,10 +4,10 @@ vLLM's method `extract_hidden_states` keeps the states of all tokens of a reques
 cache; once the request has ended, this connector copies them out. A request asks for them by
 `kv_transfer_params={"states": <32 hexadecimal digits>}`; the answer's `kv_transfer_params` have the
 `path` of a file with that name, in the folder of the server's `kv_connector_extra_config`. It holds
-{"ids": [n] int64, "states": [n, layers, H] in the server's dtype} by `torch.save`, of the n tokens
-of the prompt; the layers are those of `eagle_aux_hidden_state_layer_ids`, ascending. A file appears
-whole, before the answer or soon after it; whoever asked deletes it. Requests without the word leave
-nothing.
+{"ids": [n] int64, "states": [n, layers, H] in the server's dtype, "layers": their numbers} by
+`torch.save`, of the n tokens of the prompt; the layers are those of
+`eagle_aux_hidden_state_layer_ids`, ascending. A file appears whole, before the answer or soon after
+it; whoever asked deletes it. Requests without the word leave nothing.
 
 The server imports this module by its path: it needs the standard library, torch and vllm alone.
 """
@@ -77,6 +77,8 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "--speculative-config with the method extract_hidden_states"
             )
         ((self._group, self._layer),) = found
+        draft = vllm_config.speculative_config.draft_model_config.hf_config
+        self._layers = sorted(draft.eagle_aux_hidden_state_layer_ids)
         self._ended: list[_Ended] = []
         self._cache: torch.Tensor | None = None
         self._writes = False
@@ -153,7 +155,8 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             copied.record()
         else:
             states = found.contiguous()
-        self._pool.submit(_write, self._folder / ended.name, ended.ids, states, copied)
+        content = {"ids": torch.tensor(ended.ids), "states": states, "layers": self._layers}
+        self._pool.submit(_write, self._folder / ended.name, content, copied)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass  # nothing is loaded
@@ -174,14 +177,12 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         return "LBNHC"  # the states of a token lie together
 
 
-def _write(
-    path: Path, ids: list[int], states: torch.Tensor, copied: torch.cuda.Event | None
-) -> None:
+def _write(path: Path, content: dict[str, Any], copied: torch.cuda.Event | None) -> None:
     part = path.with_suffix(".part")
     try:
         if copied is not None:
             copied.synchronize()
-        torch.save({"ids": torch.tensor(ids), "states": states}, part)
+        torch.save(content, part)
         os.replace(part, path)
     except Exception:
         logger.exception("states: cannot write %s", path)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from engines.states import layer_numbers
+
 LAYERS = (0, 1, "final_norm")
 READING = threading.Lock()  # what a model gives is caught by hooks on it
 
@@ -20,6 +22,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, target, folder: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.folder, self.faults, self.asked = target, folder, [], []
+        self.layers = LAYERS
         self.ended, self.released = False, threading.Event()
         self.lock = threading.Lock()
 
@@ -59,7 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, asked, fault):
         server = self.server
         ids = asked["prompt"][:-1] if fault == "other text" else asked["prompt"]
-        states = written(server.target, ids)
+        states = written(server.target, ids, server.layers)
         if fault == "one layer off":
             states = states.roll(1, 1)
         if fault == "one layer late":
@@ -71,7 +74,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "sparse":
             states = states.to_sparse()
         path = server.folder / asked["kv_transfer_params"]["states"]
-        content = {"ids": torch.tensor(ids), "states": states}
+        numbers = sorted({*layer_numbers(server.layers, server.target.num_layers).values()})
+        content = {"ids": torch.tensor(ids), "states": states, "layers": numbers}
+        if fault == "other layers":
+            content["layers"] = [1, 2, 3, 4]
         if fault == "stretched":
             content["ids"] = torch.tensor(5).expand(10**12)
         if fault == "a list":
@@ -103,10 +109,10 @@ def save(content, path):
 
 
 @torch.no_grad()
-def written(target, ids):
+def written(target, ids, wanted=LAYERS):
     """The states that vLLM would write: [n, layers, H], of the last layer before the norm."""
     last = target.num_layers - 1
-    layers = sorted({layer for layer in LAYERS if layer != "final_norm"} | {last})
+    layers = sorted({layer for layer in wanted if layer != "final_norm"} | {last})
     with READING:
         hidden = target.outputs(torch.tensor([ids]), layers=layers, logits=False).hidden
     return torch.stack([hidden[layer][0] for layer in layers], 1)

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_outline_is_that_of_the_loaded_target(tiny_target, tiny_folder, architecture):
     whole, bare = tiny_target(architecture), outline(str(tiny_folder(architecture)))
-    assert (bare.is_outline, whole.is_outline) == (True, False)
+    assert (bare.has_layers, whole.has_layers) == (False, True)
     assert bare.fingerprint == whole.fingerprint
     for name in ("num_layers", "vocab_size", "hidden_size", "context", "eos_ids", "logits_width"):
         assert getattr(bare, name) == getattr(whole, name)
