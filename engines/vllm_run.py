@@ -218,12 +218,13 @@ def _checked(name: str, job: Speculation, answer: JobAnswer) -> EngineCounters:
     return counters
 
 
-def from_metrics(text: str) -> EngineCounters:
-    """The counters in a server's `/metrics` text, summed over its engines."""
+def from_metrics(text: str, drafting: bool = True) -> EngineCounters:
+    """The counters in a server's `/metrics` text, summed over its engines. `drafting`: whether it
+    must have some of speculative decoding."""
     totals = defaultdict[str, int](int)
     for name, position, value in METRIC.findall(text):
         totals[position or name] += int(_number(value))
-    if "drafts" not in totals:
+    if drafting and "drafts" not in totals:
         remedy = "start vLLM with --speculative-config and without --disable-log-stats"
         raise UserError(f"the metrics hold no counters of speculative decoding: {remedy}")
     positions = [totals[place] for place in sorted(filter(str.isdigit, totals), key=int)]
@@ -244,9 +245,9 @@ def _number(text: str) -> float:
     raise UserError(f"the metrics hold a counter of {excerpt(text, 40)}, which is no number")
 
 
-def scrape(url: str) -> EngineCounters:
-    """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start.
-    UserError where they cannot be read."""
+def scrape(url: str, drafting: bool = True) -> EngineCounters:
+    """The counters of the vLLM server at `url`, such as http://127.0.0.1:8000, since its start, of
+    speculative decoding too if it is `drafting`. UserError where they cannot be read."""
     address = server_root(url.rstrip("/").removesuffix("/metrics")) + "/metrics"
     if not is_address(address):
         raise UserError(f"the server's address must begin with http:// or https://, got {url!r}")
@@ -254,4 +255,4 @@ def scrape(url: str) -> EngineCounters:
         content = fetch(address, limits=Limits(METRICS_S, METRICS_BYTES))
     except ServerError as error:
         raise UserError(f"cannot read {address} ({error.said}): is the server running?") from error
-    return from_metrics(content.decode(errors="replace"))
+    return from_metrics(content.decode(errors="replace"), drafting)

@@ -34,6 +34,7 @@ class EvalConfig(Section):
     NAME: ClassVar[str] = "eval"
     NAMES: ClassVar[tuple[str, ...]] = ("drafter", "acceptance_head", "prompts", "tree", "engine")
     NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "tree")
+    HERE: ClassVar[tuple[str, ...]] = ("plain_engine",)
     # drafter that scripts.evaluate measures: a folder, a Hub id, or a training-free one by name
     drafter: str | None = None
     # published acceptance head for eval.drafter, which policies head* ask: a folder or a Hub id
@@ -68,6 +69,11 @@ class EvalConfig(Section):
     # where the drafter is measured beside the project's own decoding; vllm: in vLLM too; llamacpp:
     # in llama.cpp too, on the target's GGUF file; http://...: on that running vLLM server too
     engine: str = key("own", ENGINE)
+    # requests under way at a time, such as [1,8,32]: at each of these loads eval.engine is measured
+    # with the drafter and without it; null: at none
+    concurrency: list[int] = key([], ge=1, le=SIDE_BY_SIDE)
+    # address of a vLLM server like that of eval.engine, but without the drafter
+    plain_engine: str | None = None
     batch_size: int = key(8, ge=1, le=SIDE_BY_SIDE)  # prompts that are decoded side by side
     # prompts decoded one by one for tokens per second, after a warm-up
     timing_prompts: int = key(12, ge=0)
@@ -90,7 +96,23 @@ class EvalConfig(Section):
         else:
             known = self.engine in ("own", "vllm", "llamacpp")
             require(known, "eval.engine", ENGINE.words, self.engine)
+        self._check_load()
         _check_names(self)
+
+    def _check_load(self) -> None:
+        if self.plain_engine is not None:
+            require_address("eval.plain_engine", self.plain_engine)
+            rule = "be null where eval.engine is no address, or eval.concurrency names no load"
+            named = is_address(self.engine) and bool(self.concurrency)
+            require(named, "eval.plain_engine", rule, self.plain_engine)
+            other = self.plain_engine != self.engine
+            require(other, "eval.plain_engine", "be another server than eval.engine", self.engine)
+        if self.concurrency:
+            served = self.engine == "vllm" or is_address(self.engine)
+            rule = "be null where eval.engine is neither vllm nor the address of a server"
+            require(served, "eval.concurrency", rule, self.concurrency)
+            rising = sorted(set(self.concurrency)) == self.concurrency
+            require(rising, "eval.concurrency", "name each load once, rising", self.concurrency)
 
     def draft_sampling(self, sampling: Sampling) -> Sampling:
         """The drafter's sampling in a row of this one."""

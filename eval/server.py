@@ -40,7 +40,7 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     root, config = server_root(url), bench.config
     answers, counters, timings = [], [], list[Timing]()
     before = scrape(url)
-    model, engine = served_model(root), _engine(root)
+    model, engine = served_model(root), engine_of(root)
     for index, trace in enumerate(bench.traces):
         tokens = continuation(
             root, model, Request(trace.prompt_ids, config.seed + index, bench.sampling),
@@ -68,7 +68,7 @@ def server_row(bench: Bench, name: str, url: str, cost: Cost) -> Measurement:
     return measured
 
 
-def _engine(root: str) -> str:
+def engine_of(root: str) -> str:
     """The engine's name with its version, which a router or an older server does not give."""
     try:
         version = dict(ask(f"{root}/version")).get("version")

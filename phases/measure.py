@@ -38,7 +38,7 @@ from phases.generate import evaluation_traces
 from phases.pairs import against, compare, merge
 from phases.readings import ReadingCollector
 from phases.run import Run
-from phases.serve import served_rows
+from phases.serve import loads, served_rows
 from target.gguf import target_gguf
 from target.model import Target
 from target.sampling import Sampling
@@ -134,6 +134,7 @@ class Measured:
     comparisons: list[Json]
     rounds: list[dict[str, object]]  # lines of rounds.jsonl
     readings: list[Json]
+    load: list[Json] = dataclasses.field(default_factory=list)  # the report's part of that name
 
     def decode(
         self,
@@ -209,6 +210,7 @@ def measure(
         if config.engine != "own":
             gguf = target_gguf(run.config.model)
             out.rows += served_rows(bench, decoded, subject, costs[decoded], gguf)
+            out.load += loads(bench, subject)
         for shape in shapes[temperature]:
             tree, tree_cost = Budget.of(shape), tree_costs[shape]
             best = real = out.decode(bench, decoded, subject, tree_cost, tree, shown, readings)

@@ -173,6 +173,7 @@ def finish(
         comparisons=measured.comparisons,
         series=[{"name": name, **row} for name, r in results.items() for row in r.series],
         readings=measured.readings,
+        load=measured.load,
     )
     if policies is not None and policies.points:
         report["policies"] = policies.points

@@ -13,14 +13,18 @@ from drafters.training_free.base import TrainingFree
 from drafters.trees.copy import CopyTree
 from engines import llamacpp_run
 from engines.llamacpp_run import Drafting
+from engines.load import LoadRun, under_load
 from engines.vllm_run import Speculation, serve
+from engines.vllm_server import vllm_server
+from engines.web import server_root
 from eval.config import EvalConfig, trees_of
 from eval.costs import Cost
+from eval.load import level, load_part
 from eval.measure import Bench
 from eval.report.rows import GREEDY_DRAFTS
-from eval.row import Row
+from eval.row import Json, Row
 from eval.served import llamacpp_row, served_row
-from eval.server import server_row
+from eval.server import engine_of, server_row
 from target.gguf import rounds_as
 from trainer.checks import is_address
 
@@ -66,6 +70,69 @@ def served_rows(
         for job in jobs
         if job != "plain"
     ]
+
+
+def loads(bench: Bench, drafter: TrainedDrafter | TrainingFree) -> list[Json]:
+    """The entry of the report's part `load` for the bench's temperature: the server that the user
+    names, beside one without the drafter if there is one; or vLLM with the drafter and without it,
+    started here one after the other. Nothing without eval.concurrency."""
+    config = bench.config
+    if not config.concurrency:
+        return []
+    if is_address(config.engine):
+        source, plain = engine_of(server_root(config.engine)), None
+        if config.plain_engine is not None:
+            plain = _at_loads(bench, config.plain_engine, drafting=False)
+        drafted = _at_loads(bench, config.engine, drafting=True)
+        return [_load(bench, source, drafted, plain, named=True)]
+    assert isinstance(drafter, TrainedDrafter), "EvalConfig refuses copies in vLLM"
+    with tempfile.TemporaryDirectory() as scratch:
+        drafter, trained = drafter.servable(Path(scratch) / "target")
+        target, kind = trained or bench.target, kind_of(drafter)
+        assert kind.method is not None, "check_engine refuses kinds that no engine serves"
+        folder = Path(scratch) / "drafter"
+        kind.writers["vllm"](drafter, folder, Export("", target.name, config.K))
+        speculation = Speculation(kind.method, folder, config.K).config(bench.sampling)
+        longest = max(len(t.prompt_ids) for t in bench.traces) + config.max_new_tokens
+        own: dict[str, object] = {
+            "max_model_len": min(target.context, longest + 2 * config.K + 2),
+            "max_num_seqs": max(config.concurrency),
+            "enable_prefix_caching": False,
+        }
+        with vllm_server(target, own) as server:
+            plain = _at_loads(bench, server.url, drafting=False)
+        with vllm_server(target, {**own, "speculative_config": speculation}) as server:
+            drafted = _at_loads(bench, server.url, drafting=True)
+            device = "a CPU" if bench.target.device.type == "cpu" else "a GPU"
+            source = f"{engine_of(server.url)} on {device}, which this run started"
+    return [_load(bench, source, drafted, plain, named=False)]
+
+
+def _at_loads(bench: Bench, address: str, drafting: bool) -> list[LoadRun]:
+    """Measure a server at every load, after a request that warms it up."""
+    config, found = bench.config, []
+    how = "with" if drafting else "without"
+    for concurrency in (0, *config.concurrency):
+        requests = bench.requests() if concurrency else bench.requests()[:1]
+        run = under_load(
+            address, bench.target, requests, concurrency or 1,
+            max_new_tokens=config.max_new_tokens, drafting=drafting,
+        )  # fmt: skip
+        if concurrency:
+            found.append(run)
+            print(
+                f"load, T={bench.sampling.temperature:g}, {how} the drafter: {concurrency} "
+                f"requests at once, {run.tokens_per_s:.1f} tokens/s", flush=True,
+            )  # fmt: skip
+    return found
+
+
+def _load(
+    bench: Bench, source: str, drafted: list[LoadRun], plain: list[LoadRun] | None, named: bool
+) -> Json:
+    without = [None] * len(drafted) if plain is None else plain
+    levels = [level(*pair) for pair in zip(drafted, without, strict=True)]
+    return load_part(bench.sampling.temperature, bench.config.K, source, levels, named)
 
 
 def _of_llamacpp(

@@ -81,7 +81,8 @@ def resolve(arguments: list[str]) -> Config:
         config.model.parts = "all"
     if "eval.engine" not in asked and is_address(config.eval.engine):
         print(f"eval.engine={config.eval.engine} of {stored} is not used: name it again to use it")
-        config.eval.engine = EvalConfig.engine
+        config.eval.engine, config.eval.plain_engine = EvalConfig.engine, None
+        config.eval.concurrency = []
     data = config.data
     if not NAMED.get(data.engine, set()) <= asked:
         print(
@@ -161,6 +162,7 @@ def report_on(
         comparisons=measured.comparisons,
         series=[],
         readings=measured.readings,
+        load=measured.load,
     )
     folder.mkdir(parents=True, exist_ok=True)
     report.write_rounds(folder, measured.rounds)

@@ -219,7 +219,7 @@ def compose(
         )
     )
     texts = keys_of(schema, "list[str]")
-    lists = texts | keys_of(schema, "list[float]")
+    lists = texts | keys_of(schema, "list[float]") | keys_of(schema, "list[int]")
     tables = keys_of(schema, "dict[")
     mappings: dict[str, dict[object, object]] = {}
     for source, flat in layers:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from eval.report import plots
 from eval.report.breakdown import domain_tables, position_tables
+from eval.report.load import load_blocks
 from eval.report.policies import policy_blocks, policy_figures
 from eval.report.render import (
     NONE,
@@ -311,6 +312,8 @@ def report_blocks(report: Report) -> list[Block]:
     blocks += [*goodput_tables(rows), *domain_tables(rows), *position_tables(rows)]
     if points := report.get("policies"):
         blocks += policy_blocks(points)
+    if parts := report.get("load"):
+        blocks += load_blocks(parts)
     if rows:
         defaults = unmeasured_words(report["target"].get("serving_defaults_not_measured", {}))
         said = [f"The target: {defaults}."] if defaults else []

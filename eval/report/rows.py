@@ -40,6 +40,7 @@ class Report(TypedDict):
     comparisons: list[Json]  # {a, a_role, b, b_role, temperature} and `eval.metrics.Difference`
     series: list[Json]
     policies: NotRequired[list[Point]]
+    load: NotRequired[list[Json]]  # entries of `eval.load.load_part`
     readings: NotRequired[list[Json]]  # the text of a few answers (`eval.report.readings`)
 
 

@@ -42,6 +42,7 @@ def build_report(
     comparisons: list[Json],
     series: list[Json],
     readings: list[Json] | None = None,
+    load: list[Json] | None = None,
 ) -> Report:
     """The content of report.json, checked, with rows in the order in which they are shown.
 
@@ -51,6 +52,7 @@ def build_report(
     rows = [vars(row) for row in sorted(results, key=_order)]
     report = {"schema": SCHEMA, "run": run, "target": target, "drafter": drafter,
               "results": rows, "comparisons": comparisons, "series": series}  # fmt: skip
+    report |= {"load": load} if load else {}
     return parsed(shown(report) | ({"readings": readings} if readings else {}), "the report")
 
 

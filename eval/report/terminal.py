@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.report.breakdown import domains_of
+from eval.report.load import sentences
 from eval.report.page import report_title
 from eval.report.render import NONE, number, with_interval
 from eval.report.rows import Report, groups, label, once, prompts_of
@@ -35,6 +36,8 @@ def summary(report: Report) -> str:
             for row in shown
             if row.beyond_context
         ]
+    for part in report.get("load", []):
+        lines += ["", *(f"T={part['temperature']:g}: {said}" for said in sentences(part))]
     gains = _gains(report["comparisons"])
     return "\n".join([*lines, "", *gains] if gains else lines)
 
