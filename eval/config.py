@@ -34,7 +34,7 @@ class EvalConfig(Section):
     NAME: ClassVar[str] = "eval"
     NAMES: ClassVar[tuple[str, ...]] = ("drafter", "acceptance_head", "prompts", "tree", "engine")
     NEEDED: ClassVar[tuple[str, ...]] = ("prompts", "tree")
-    HERE: ClassVar[tuple[str, ...]] = ("plain_engine",)
+    HERE: ClassVar[tuple[str, ...]] = ("traces", "plain_engine")
     # drafter that scripts.evaluate measures: a folder, a Hub id, or a training-free one by name
     drafter: str | None = None
     # published acceptance head for eval.drafter, which policies head* ask: a folder or a Hub id
@@ -42,6 +42,9 @@ class EvalConfig(Section):
     # prompts of the report, named as data.prompts; null: held out from data.prompts by hash, of the
     # toy from modules of their own
     prompts: str | None = None
+    # store of an imported log (scripts.import_traces) whose answers scripts.evaluate replays, in
+    # place of answers to eval.prompts: nothing is generated or decoded
+    traces: str | None = None
     prompts_config: str | None = None  # configuration of the Hub data set
     prompts_split: str = "test"  # split of the Hub data set
     prompts_column: list[str] = field(default_factory=list)  # as data.prompts_column
@@ -97,6 +100,12 @@ class EvalConfig(Section):
             known = self.engine in ("own", "vllm", "llamacpp")
             require(known, "eval.engine", ENGINE.words, self.engine)
         self._check_load()
+        if self.traces is not None:
+            for name, plain in (("prompts", None), ("engine", "own"), ("drafter", True)):
+                given = getattr(self, name)
+                good = given is not None if plain is True else given == plain
+                rule = "name what is replayed" if plain is True else f"be {plain or 'null'}"
+                require(good, f"eval.{name}", f"{rule} with eval.traces, which is a log", given)
         _check_names(self)
 
     def _check_load(self) -> None:

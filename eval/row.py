@@ -146,7 +146,7 @@ class Row(Summary):
     seconds_by_rows: dict[str, list[float]] | None = None
     engine: str | None = None  # its name and version
     draft_sampled: bool | None = None  # whether the engine drew its drafts
-    text_by: str | None = None  # data.engine of the target's answers
+    text_by: str | None = None  # data.engine of the target's answers, or log
     target_changed: bool | None = None  # the drafter brings a trained target
     next_token_loss: dict[str, float] | None = None  # of that one and of the original, nats/token
     replay_differs_from_decoding: int | None = None  # prompts whose counters differ, greedy

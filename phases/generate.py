@@ -295,17 +295,7 @@ def training_traces(run: Run, prompts: list[Prompt], engine: Servers | None = No
 def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Traces:
     """Read the rows of these prompts from an imported store. UserError where they are of another
     target."""
-    wanted = json.loads(json.dumps(run.target.fingerprint))
-    if store.identity["target"] != wanted:
-        if grown := only_grown_eos(store.identity, {**store.identity, "target": wanted}):
-            remedy = "import the log again"
-            raise UserError(grown, key="data.traces", value=str(store.folder), remedy=remedy)
-        found = "; ".join(differences(store.identity["target"], wanted))
-        raise UserError(
-            f"data.traces={store.folder} was imported for another target ({found}): import the log "
-            "for this one"
-        )
-    traces, hashes = store.load(), {prompt.hash for prompt in prompts}
+    traces, hashes = traces_of_store(run, store), {prompt.hash for prompt in prompts}
     found = [name in hashes for name in traces.column("prompt_hash")]
     traces = traces.chosen(np.flatnonzero(found))
     if run.accelerator.is_main_process:
@@ -316,6 +306,21 @@ def imported_traces(run: Run, store: TraceStore, prompts: list[Prompt]) -> Trace
         )
     show_cut(run, "training text", "", traces, [], own=True)
     return traces
+
+
+def traces_of_store(run: Run, store: TraceStore) -> Traces:
+    """All rows of an imported store. UserError where they are of another target."""
+    wanted = json.loads(json.dumps(run.target.fingerprint))
+    if store.identity["target"] != wanted:
+        if grown := only_grown_eos(store.identity, {**store.identity, "target": wanted}):
+            remedy = "import the log again"
+            raise UserError(grown, key="data.traces", value=str(store.folder), remedy=remedy)
+        found = "; ".join(differences(store.identity["target"], wanted))
+        raise UserError(
+            f"data.traces={store.folder} was imported for another target ({found}): import the log "
+            "for this one"
+        )
+    return store.load()
 
 
 def evaluation_traces(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from data.imported import continuation_of
+from data.imported import continuation_of, open_imported
 from data.prompts import Prompt
 from data.traces import Trace
 from drafters.base import TrainedDrafter
@@ -34,7 +36,7 @@ from eval.report.schema import (
 from eval.row import Json, Row
 from phases.check import check_context, check_width
 from phases.cut_answers import answer_format, measured_on
-from phases.generate import evaluation_traces
+from phases.generate import evaluation_traces, traces_of_store
 from phases.pairs import against, compare, merge
 from phases.readings import ReadingCollector
 from phases.run import Run
@@ -42,7 +44,7 @@ from phases.serve import loads, served_rows
 from target.gguf import target_gguf
 from target.model import Target
 from target.sampling import Sampling
-from trainer.errors import UserError
+from trainer.errors import UserError, require
 from trainer.progress import TokenProgress
 
 ReportDrafter = TrainedDrafter | TrainingFree  # of a row of the report
@@ -145,11 +147,9 @@ class Measured:
         tree: Budget | None,
         shown: Collection[str],
         readings: ReadingCollector,
-    ) -> Measurement | None:
+    ) -> Measurement:
         """Measure a drafter by decoding, and note its row, its rounds and the answers that are
-        shown. None where the target has no layers to decode with."""
-        if not bench.target.has_layers:
-            return None
+        shown."""
         real = bench.decoded(name, drafter, cost, tree, shown)
         readings.add(real)
         self.rows.append(real.row)
@@ -159,11 +159,75 @@ class Measured:
         return real
 
 
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text of the target that drafters are replayed on, of one sampling. `prompts`: what its rows
+    say of them; `by`: what wrote it."""
+
+    sampling: Sampling
+    traces: list[Trace]
+    prompts: Mapping[str, object]
+    by: str
+
+
+def texts_of_report(run: Run, prompts: list[Prompt]) -> list[Text]:
+    """The target's answers to the report's prompts, at each of its temperatures."""
+    config, found = run.config.eval, []
+    for temperature in config.temperatures:
+        traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        on = measured_on(plan, traces, answer_format(run.target, run.config.data))
+        found.append(Text(sampling, traces, on, str(plan.served or "hf")))
+    return found
+
+
+def texts_of_log(run: Run, folder: str, drafter: ReportDrafter) -> list[Text]:
+    """Answers of the imported log in `folder` to replay `drafter` on, for each sampling of it at
+    most eval.num_prompts, evenly spread. The last tokens of each stand for those behind its end,
+    which a log does not have: so many are left out of what is replayed, and answers that have no
+    more. UserError where the log is not of the target that the drafter serves."""
+    store = open_imported(folder)
+    if store is None:
+        raise UserError(
+            "must be the store of an imported log", key="eval.traces", value=folder,
+            remedy="python -m scripts.import_traces makes one",
+        )  # fmt: skip
+    rule = "be null for a drafter that was trained with its target, which did not write this log"
+    require(drafter.served_target() is None, "eval.traces", rule, folder)
+    config, name = run.config.eval, f"{store.folder.name}, imported from {store.identity['log']}"
+    ahead = max(config.K, tree_depth(config))
+    groups: dict[Sampling, list[Trace]] = {}
+    for one in traces_of_store(run, store):
+        if len(one.response_ids) > ahead + 1:
+            sampling = Sampling(one.temperature, one.top_k, one.top_p)
+            groups.setdefault(sampling, []).append(one)
+    rule = f"hold an answer of more than {ahead + 1} tokens"
+    require(bool(groups), "eval.traces", rule, config.traces)
+    found = []
+    for sampling, rows in sorted(groups.items(), key=lambda group: group[0].temperature):
+        rows = rows[:: max(1, len(rows) // config.num_prompts)][: config.num_prompts]
+        cut = [
+            dataclasses.replace(
+                one, response_ids=one.response_ids[:-ahead], lookahead_ids=one.response_ids[-ahead:]
+            )
+            for one in rows
+        ]
+        digest = hashlib.sha256(json.dumps([one.key for one in rows]).encode()).hexdigest()
+        on = {"name": name, "hash": digest[:16], "answers": len(rows), "cut": 0}
+        found.append(Text(sampling, cut, on, "log"))
+    return found
+
+
 def measure(
-    run: Run, drafters: Mapping[str, ReportDrafter], prompts: list[Prompt], decoded: str
+    run: Run,
+    drafters: Mapping[str, ReportDrafter],
+    prompts: list[Prompt],
+    decoded: str,
+    logged: Sequence[Text] | None = None,
 ) -> Measured:
-    """Measure every drafter at every temperature on the target's traces; measure the one of row
-    `decoded` by decoding as well, and compare it in pairs with "before", "control" and "offline".
+    """Measure every drafter on the target's text, that of the report or `logged`; measure the one
+    of row `decoded` by decoding as well, and compare it in pairs with "before", "control" and
+    "offline". On a log nothing is decoded.
     """
     config, progress = run.config.eval, TokenProgress("report")
     for drafter in drafters.values():
@@ -177,7 +241,8 @@ def measure(
     costs = {
         n: cost_of(d, run.target, chains[n]) if n in others else own for n, d in drafters.items()
     }
-    shapes = {t: shapes_of(subject, config, t) for t in config.temperatures}
+    texts = texts_of_report(run, prompts) if logged is None else logged
+    shapes = {t: shapes_of(subject, config, t) for t in (x.sampling.temperature for x in texts)}
     tree_costs = {  # equal shapes are timed once
         shape: cost_of(subject, run.target, Budget.of(shape))
         for shape in dict.fromkeys(chain(*shapes.values()))
@@ -186,14 +251,13 @@ def measure(
     if not run.target.has_layers:
         print(f"{NOT_DECODED}, so the report has replayed rows, and those of eval.engine, alone")
     readings = ReadingCollector(prompts, run.target.tokenizer)
-    for temperature in config.temperatures:
-        traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
+    for text in texts:
+        traces, sampling = text.traces, text.sampling
+        temperature = sampling.temperature
         check_context(subject, traces, config)
-        sampling = Sampling(temperature, config.top_k, config.top_p)
-        by = {"text_by": plan.served or "hf"}
-        on = measured_on(plan, traces, answer_format(run.target, run.config.data))
-        frozen = Bench(run.target, traces, sampling, config, on, by, progress)
-        shown = readings.choose(traces)
+        by = {"text_by": text.by}
+        frozen = Bench(run.target, traces, sampling, config, text.prompts, by, progress)
+        shown = readings.choose(traces) if logged is None else []
         benches = {n: bench_of(run, d, frozen, prompts) for n, d in drafters.items()}
         measured = {n: benches[n].replayed(n, d, costs[n]) for n, d in drafters.items()}
         if temperature == 0 and "target" in measured:
@@ -201,7 +265,10 @@ def measure(
         for n in free:
             measured[n].row.role = BASELINE
         bench, mine, first = benches[decoded], measured[decoded], len(out.rows)
-        real = out.decode(bench, decoded, subject, costs[decoded], None, shown, readings)
+        decodes = logged is None and run.target.has_layers
+        real = None
+        if decodes:
+            real = out.decode(bench, decoded, subject, costs[decoded], None, shown, readings)
         if real is not None:
             merge(mine, real, temperature, config)
         out.rows.insert(first, plain_row(mine.row))
@@ -213,14 +280,16 @@ def measure(
             out.load += loads(bench, subject)
         for shape in shapes[temperature]:
             tree, tree_cost = Budget.of(shape), tree_costs[shape]
-            best = real = out.decode(bench, decoded, subject, tree_cost, tree, shown, readings)
+            best = real = None
+            if decodes:
+                best = real = out.decode(bench, decoded, subject, tree_cost, tree, shown, readings)
             if bench.verifier(tree).replayable(sampling) and follows_the_text(tree, sampling):
                 best = bench.replayed_tree(decoded, subject, tree_cost, tree)
                 if real is not None:
                     merge(best, real, temperature, config)
                 out.rows.append(best.row)
             if best is None:
-                print(f"{NOT_DECODED}: no row of {shape.describe()} at T={temperature:g}")
+                print(f"nothing is decoded here: no row of {shape.describe()} at T={temperature:g}")
             elif best.row.lossless:
                 out.comparisons += against(best, mine, temperature, config)
     progress.close()

@@ -30,6 +30,7 @@ def run_words(words: list[str]) -> int:
     config, module = resolve(words)
     rule = "be left to scripts.evaluate: this report is of the drafter that is trained"
     require(config.eval.drafter is None, "eval.drafter", rule, config.eval.drafter)
+    require(config.eval.traces is None, "eval.traces", rule, config.eval.traces)
     module.Recipe.check_launch(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_depth(config.eval, module.Recipe.max_depth(config.method))
     check_slots(config.eval, module.Recipe.has_slots(config.method))

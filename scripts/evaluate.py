@@ -30,7 +30,7 @@ from eval.report.schema import build_report, write_report
 from phases import exits, generate, report, run
 from phases.check import check_drafter, check_words, deeper_than_trained
 from phases.commands import command_of, without_places
-from phases.measure import baselines, measure
+from phases.measure import Text, baselines, measure, texts_of_log
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -139,16 +139,17 @@ def report_on(
     folder: Path,
     arguments: list[str],
     unread: dict[str, object],
+    logged: list[Text] | None = None,
 ) -> None:
     """Measure the drafter and write the report to `folder`. `unread`: the rows of prompts that
-    could not be read, by key."""
+    could not be read, by key; `logged`: the text of a log, in place of the prompts' answers."""
     name = shown(str(this.config.eval.drafter))
     others = baselines(this, drafter)
     if name in ORDER or name in others:  # a folder called like another row
         name = f"./{name}"
     drafters = {name: drafter, **others}
     with in_served_dtype(drafters.values(), this.target), laid_out(*drafters.values()):
-        measured = measure(this, drafters, prompts, name)
+        measured = measure(this, drafters, prompts, name, logged)
     words = command_of(["-m", "scripts.evaluate"], arguments)
     content = build_report(
         run={
@@ -202,11 +203,15 @@ def main(arguments: list[str]) -> int:
         this = run.Run.open(config)
         drafter = drafter_of(config.eval, this.target, config.model.trust_remote_code)
         unread: dict[str, object] = {}
-        _, prompts = generate.both_prompts(config, unread)
-        with generate.shared_engine(this) as engine:  # by all processes
-            generate.report_traces(this, prompts, engine)
+        prompts, logged = list[Prompt](), None
+        if config.eval.traces is not None:
+            logged = texts_of_log(this, config.eval.traces, drafter)
+        else:
+            _, prompts = generate.both_prompts(config, unread)
+            with generate.shared_engine(this) as engine:  # by all processes
+                generate.report_traces(this, prompts, engine)
         if this.accelerator.is_main_process:
-            report_on(this, drafter, prompts, folder, arguments, unread)
+            report_on(this, drafter, prompts, folder, arguments, unread, logged)
         this.target.sync()
     except Exception as error:
         return exits.fail(error, arguments)

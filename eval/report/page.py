@@ -52,7 +52,8 @@ from eval.report.tiles import COMPARED, tile_blocks
 from eval.row import Json, Row
 from eval.serving_defaults import unmeasured_words
 
-WRITERS = {"hf": "transformers", "vllm": "vLLM", "openai": "OpenAI-compatible servers"}
+WRITERS = {"hf": "transformers", "vllm": "vLLM", "openai": "OpenAI-compatible servers",
+           "log": "the servers that a log is of"}  # fmt: skip
 DEFINITIONS = [
     "draft: K n is a chain of n drafted tokens; a tree holds `nodes` drafted tokens down to its "
     "depth. The target verifies all of them in one forward.",

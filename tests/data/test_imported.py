@@ -20,7 +20,7 @@ from data.traces import TraceStore
 from scripts import evaluate, import_traces
 from target.sampling import Sampling, warp
 from tests.helpers.commands import ROOT, command, write_jsonl
-from tests.helpers.tiny import EOS, generated
+from tests.helpers.tiny import EOS, generated, save_tiny
 from tests.helpers.tiny import prompts_of as random_prompts
 from trainer.errors import UserError
 
@@ -398,3 +398,54 @@ def test_importing_and_the_prompts_of_a_store_take_less_than_ten_bytes_a_token(
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
         assert int(found.stdout) < 10 * 7000 * 250, what
+
+
+def test_a_drafter_is_replayed_on_a_log(tmp_path, words, rows, target, capsys):
+    """On the answers of each sampling but their last K tokens, and nothing is decoded."""
+    store, K = tmp_path / "store", 2
+    drafter = tiny_drafter(tmp_path)
+    given = [f"eval.drafter={drafter}", f"model.target={target.name}", f"eval.traces={store}",
+             f"eval.K={K}", f"script.out={tmp_path / 'out'}", "eval.tree=dynamic:3:2"]  # fmt: skip
+    assert evaluate.main(given) == 0, capsys.readouterr()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {row["measured_by"] for row in report["results"]} == {"offline"}
+    assert {row["temperature"] for row in report["results"]} == {0.0, 1.0}
+    assert not (tmp_path / "out" / "cache").exists()
+    logged = [row["response_ids"] for row in rows if len(row["response_ids"]) > K + 1]
+    for temperature in (0.0, 1.0):
+        own = [r for r in rows if r["temperature"] == temperature and r["response_ids"] in logged]
+        (chain,) = [
+            row for row in report["results"]
+            if row["temperature"] == temperature and row["role"] == "measured" and not row["tree"]
+        ]  # fmt: skip
+        assert chain["num_prompts"] == len(own) == chain["prompts"]["answers"]
+        emitted = chain["tokens_per_round"] * chain["num_rounds"]  # but the prefill's token
+        assert emitted == pytest.approx(sum(len(r["response_ids"]) - K - 1 for r in own))
+        # K tokens behind the end are known, so the engine's counters are whole
+        assert chain["engine_drafts"] == pytest.approx(chain["num_rounds"])
+    (itself,) = [r for r in report["results"] if r["role"] == "target" and not r["temperature"]]
+    assert itself["alpha"] == 1.0
+    assert "imported from" in (tmp_path / "out" / "report.md").read_text()
+
+
+def tiny_drafter(folder):
+    return save_tiny(folder / "small", "llama", layers=1, width=16)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["eval.drafter=lookup:3", "eval.traces=no/such"], "eval.traces must be the store of an"),
+        (["eval.drafter=lookup:3", "eval.engine=vllm"], "eval.engine must be own with eval.traces"),
+        (["eval.drafter=lookup:3", "eval.prompts=x.jsonl"], "eval.prompts must be null with"),
+        (["eval.drafter=lookup:3", "eval.K=9"], "hold an answer of more than 10 tokens"),
+    ],
+)
+def test_a_log_that_cannot_be_replayed_is_refused(tmp_path, words, target, given, says, capsys):
+    usual = [f"model.target={target.name}", f"eval.traces={tmp_path / 'store'}",
+             f"script.out={tmp_path / 'out'}"]  # fmt: skip
+    names = {word.partition("=")[0] for word in given}
+    assert evaluate.main([*given, *without(usual, *names)]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert train.main([*words, f"eval.traces={tmp_path / 'store'}"]) == 2

@@ -314,7 +314,7 @@ def test_the_file_of_a_head_holds_llama_cpps_names(frozen, tmp_path):
     assert ids.data.tolist() == drafter.kept.tolist()
 
 
-def test_the_file_of_a_block_drafter_holds_llama_cpps_names(frozen, tmp_path):
+def test_the_file_of_a_block_drafter_holds_llama_cpps_names(frozen, tmp_path, caplog):
     """The mask among the tokenizer's keys, in place of one that the target's file may name."""
     target, file = frozen
     layers = layer_config(target.model.config)
@@ -345,6 +345,7 @@ def test_the_file_of_a_block_drafter_holds_llama_cpps_names(frozen, tmp_path):
     exported(drafter, tmp_path / "drafter" / FILE, tmp_path / "again")
     again = GGUFReader(tmp_path / "again" / FILE).fields["tokenizer.ggml.mask_token_id"]
     assert again.contents() == 2
+    assert "Duplicated key name" not in caplog.text
 
 
 def test_the_file_of_a_dspark_drafter_holds_its_heads(frozen, tmp_path):

@@ -159,11 +159,12 @@ def test_a_checkpoint_is_not_written_after_best_weights_that_failed(tmp_path, mo
     training.save()
     training.store.settle()
     training.step()
-    plain, tried = store.write, []
+    plain, tried, asked = store.write, [], threading.Event()
 
     def write(directory, *given):
         tried.append(directory.name)
         if directory.parent.name == "best":
+            assert asked.wait(60), "the checkpoint is asked for while the weights are written"
             raise RunFault("cannot write checkpoint: the disk is full")
         plain(directory, *given)
 
@@ -171,6 +172,7 @@ def test_a_checkpoint_is_not_written_after_best_weights_that_failed(tmp_path, mo
     training.store.save_best(2, training.model, {"select": 0.5})
     training.counters.best_step = 2
     training.save()
+    asked.set()
     with pytest.raises(RunFault, match="the disk is full"):
         training.store.settle()
     assert checkpoint.latest(tmp_path).name == "step-000001"
