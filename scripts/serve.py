@@ -31,6 +31,7 @@ from drafters.medusa2 import Medusa2Drafter
 from engines.states import PLUGIN, layer_numbers, states_options
 from engines.vllm_server import PYTHON_VARIABLE, SERVER, command_line
 from phases import exits, pipeline
+from phases.check import spares_layers
 from phases.costs import states_of
 from recipes.base import Recipe
 from recipes.common.chosen_layers import ChosenLayers
@@ -91,6 +92,9 @@ def commands(asked: Asked) -> str:
         parts.append(
             "# States come from vLLM alone (script.engine=vllm): here the target reads the text."
         )
+    config, _ = pipeline.resolve(words)
+    if spares_layers(config, asked.module.Recipe):
+        words.append("model.parts=head")
     config, _ = pipeline.resolve(words)  # whose run folder has another name
     training = shlex.join(["accelerate", "launch", "train.py", *words])
     parts.append(f"# Training beside them:\n{training}")

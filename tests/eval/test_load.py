@@ -178,6 +178,7 @@ def test_a_load_has_the_numbers_of_both_servers():
     assert LEVELS[2].gain == pytest.approx(2.0 / 3.0)
     assert pays_up_to(LEVELS) == 8
     assert pays_up_to(LEVELS[2:]) is None
+    assert pays_up_to([LEVELS[0], LEVELS[2], LEVELS[1]]) == 1, "at each load up to it"
     alone = level(runs(4, 0.02)[0], None)
     assert (alone.gain, alone.best_K) == (None, None)
 
