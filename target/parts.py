@@ -153,7 +153,7 @@ class Checkpoint:
             self._refuse(f"tensor {tensor!r} has shape {shapes}")
         if value.is_floating_point() and found.dtype not in FLOATS:
             self._refuse(f"tensor {tensor!r} is quantised ({found.dtype})")
-        return found.to(device, value.dtype, copy=True)
+        return found.to(device, value.dtype)  # where nothing changes, the mapped file
 
     def _refuse(self, said: str) -> NoReturn:
         raise UserError(said, key=KEY, value=self.name, remedy=f"download it again, or {WHOLE}")
