@@ -160,7 +160,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class ReportText:
     """Text of the target that drafters are replayed on, of one sampling. `prompts`: what its rows
     say of them; `by`: what wrote it."""
 
@@ -170,18 +170,18 @@ class Text:
     by: str
 
 
-def texts_of_report(run: Run, prompts: list[Prompt]) -> list[Text]:
+def texts_of_report(run: Run, prompts: list[Prompt]) -> list[ReportText]:
     """The target's answers to the report's prompts, at each of its temperatures."""
     config, found = run.config.eval, []
     for temperature in config.temperatures:
         traces, plan = evaluation_traces(run, prompts, temperature, alone=True)
         sampling = Sampling(temperature, config.top_k, config.top_p)
         on = measured_on(plan, traces, answer_format(run.target, run.config.data))
-        found.append(Text(sampling, traces, on, str(plan.served or "hf")))
+        found.append(ReportText(sampling, traces, on, str(plan.served or "hf")))
     return found
 
 
-def texts_of_log(run: Run, folder: str, drafter: ReportDrafter) -> list[Text]:
+def texts_of_log(run: Run, folder: str, drafter: ReportDrafter) -> list[ReportText]:
     """Answers of the imported log in `folder` to replay `drafter` on, for each sampling of it at
     most eval.num_prompts, evenly spread. The last tokens of each stand for those behind its end,
     which a log does not have: so many are left out of what is replayed, and answers that have no
@@ -214,7 +214,7 @@ def texts_of_log(run: Run, folder: str, drafter: ReportDrafter) -> list[Text]:
         ]
         digest = hashlib.sha256(json.dumps([one.key for one in rows]).encode()).hexdigest()
         on = {"name": name, "hash": digest[:16], "answers": len(rows), "cut": 0}
-        found.append(Text(sampling, cut, on, "log"))
+        found.append(ReportText(sampling, cut, on, "log"))
     return found
 
 
@@ -223,7 +223,7 @@ def measure(
     drafters: Mapping[str, ReportDrafter],
     prompts: list[Prompt],
     decoded: str,
-    logged: Sequence[Text] | None = None,
+    logged: Sequence[ReportText] | None = None,
 ) -> Measured:
     """Measure every drafter on the target's text, that of the report or `logged`; measure the one
     of row `decoded` by decoding as well, and compare it in pairs with "before", "control" and
@@ -266,10 +266,8 @@ def measure(
             measured[n].row.role = BASELINE
         bench, mine, first = benches[decoded], measured[decoded], len(out.rows)
         decodes = logged is None and run.target.has_layers
-        real = None
         if decodes:
             real = out.decode(bench, decoded, subject, costs[decoded], None, shown, readings)
-        if real is not None:
             merge(mine, real, temperature, config)
         out.rows.insert(first, plain_row(mine.row))
         out.rows += [one.row for one in measured.values()]

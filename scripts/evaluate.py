@@ -30,7 +30,7 @@ from eval.report.schema import build_report, write_report
 from phases import exits, generate, report, run
 from phases.check import check_drafter, check_words, deeper_than_trained
 from phases.commands import command_of, without_places
-from phases.measure import Text, baselines, measure, texts_of_log
+from phases.measure import ReportText, baselines, measure, texts_of_log
 from recipes import base
 from recipes.common.config import Config, compose
 from target.layout import laid_out
@@ -139,7 +139,7 @@ def report_on(
     folder: Path,
     arguments: list[str],
     unread: dict[str, object],
-    logged: list[Text] | None = None,
+    logged: list[ReportText] | None = None,
 ) -> None:
     """Measure the drafter and write the report to `folder`. `unread`: the rows of prompts that
     could not be read, by key; `logged`: the text of a log, in place of the prompts' answers."""
