@@ -157,7 +157,8 @@ def test_a_run_stops_before_its_folder_is_made(changed, tmp_path, capsys):
     words = command(tmp_path, changed("llama", without(UP)), "recipe=distillspec")
     assert train.main(words) == 2
     assert not (tmp_path / "run").exists()
-    assert capsys.readouterr().err.count("\n") == 1
+    err = capsys.readouterr().err.splitlines()  # on a busy machine it says that it is loading
+    assert [line for line in err if line.startswith("error:")] == err[-1:]
 
 
 # --- what is left out ----------------------------------------------------------------------------
