@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.bf16 <drafter> <K>
 
 SmolLM2-135M-Instruct, whose weights are stored in bfloat16, answers the held-out prompts of
-`benchmarks.queue` with chains of the drafter, 64 tokens each, at temperatures 0 and 1: in float32,
+`benchmarks.queue` with chains of the drafter, 64 tokens each, at temperature 0: in float32,
 and with the output of every module of target and drafter, and the drafter's weights, rounded to
 bfloat16, as a GPU rounds them behind sums in float32. Of both: tokens per round, with the paired
 difference over prompts; how many greedy answers part and where; and on the float32 answers the
@@ -35,7 +35,7 @@ from target.model import Target
 from target.sampling import Sampling, row_key
 from trainer.files import write_json
 
-NEW_TOKENS, SEED = 64, 0
+NEW_TOKENS, SEED, TEMPERATURES = 64, 0, (0.0,)
 RESULT = Path("benchmarks/results/bf16.json")
 
 
@@ -64,17 +64,17 @@ def answers(
     chat = {"add_generation_prompt": True, "return_dict": False}
     rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in chat_model.held_out()]
     sampling = Sampling(temperature)
-    requests = [Request(ids, row_key(SEED, ids, 0), sampling, i) for i, ids in enumerate(rows)]
+    requests = [Request(ids, row_key(SEED, ids, 0), sampling, str(i)) for i, ids in enumerate(rows)]
     decoder = SpeculativeDecoder(
         CachedModel(target.model), drafter, sampling=sampling, budget=Budget(K),
         eos_ids=target.eos_ids, max_new_tokens=NEW_TOKENS, batch_size=8,
         vocab_size=target.vocab_size,
     )  # fmt: skip
-    return sorted(decoder.run(requests), key=lambda one: one.request.tag)
+    return sorted(decoder.run(requests), key=lambda one: int(one.request.tag))
 
 
 def counted(found: list[Speculated], K: int) -> list[PromptCounters]:
-    return [counters_from_rounds(one.rounds, str(one.request.tag), "", K) for one in found]
+    return [counters_from_rounds(one.rounds, one.request.tag, "", K) for one in found]
 
 
 @torch.inference_mode()
@@ -94,7 +94,7 @@ def other_choices(target: Target, found: list[Speculated]) -> tuple[int, int]:
 def main(name: str, K: int) -> None:
     target = Target.load(str(chat_model.TARGET))
     drafter = load_drafter(name, target).eval()
-    plain = {t: answers(target, drafter, K, t) for t in (0.0, 1.0)}
+    plain = {t: answers(target, drafter, K, t) for t in TEMPERATURES}
     for parameter in drafter.parameters():
         parameter.data = parameter.data.bfloat16().to(parameter.dtype)
     found: dict[str, Any] = {"drafter": name, "K": K}

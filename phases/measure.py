@@ -266,10 +266,13 @@ def measure(
             measured[n].row.role = BASELINE
         bench, mine, first = benches[decoded], measured[decoded], len(out.rows)
         decodes = logged is None and run.target.has_layers
+        speed = None
         if decodes:
             real = out.decode(bench, decoded, subject, costs[decoded], None, shown, readings)
             merge(mine, real, temperature, config)
-        out.rows.insert(first, plain_row(mine.row))
+            speed = real.row.plain_tokens_per_s
+        plain = plain_row(dataclasses.replace(mine.row, plain_tokens_per_s=speed))
+        out.rows.insert(first, plain)
         out.rows += [one.row for one in measured.values()]
         out.comparisons += compare(decoded, measured, temperature, config)
         if config.engine != "own":
