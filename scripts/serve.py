@@ -168,9 +168,11 @@ def serving(config: Config, recipe: Recipe, engine: str) -> str:
     tokens = min(config.eval.K, recipe.max_depth(config.method) or config.eval.K)
     template = config.data.chat_template_kwargs
     command = getattr(Serving(name, kind.method, tokens, revision, template), engine)
+    dtype = config.model.dtype
+    named = "" if dtype == "auto" or engine == "llamacpp" else f" --dtype {dtype}"
     return (
         "# The drafter, when the run has ended, which may have written this export by itself:\n"
-        f"{shlex.join(words)}\n{command(str(drafter))}"
+        f"{shlex.join(words)}\n{command(str(drafter))}{named}"
     )
 
 

@@ -57,7 +57,7 @@ def test_what_was_asked_for_reaches_the_servers(tiny_folder):
         "run.dir=runs/x",
     ]
     text = commands(resolve(["recipe=eagle3", *given, "model.dtype=bfloat16"]))
-    assert text.count("--dtype bfloat16") == 2
+    assert text.count("--dtype bfloat16") == 3
     last = listed(text)[-1]
     assert json.loads(last[last.index("--default-chat-template-kwargs") + 1]) == {
         "enable_thinking": False
