@@ -62,7 +62,8 @@ def test_what_was_asked_for_reaches_the_servers(tiny_folder):
     assert json.loads(last[last.index("--default-chat-template-kwargs") + 1]) == {
         "enable_thinking": False
     }
-    speculative = json.loads(last[-1])
+    assert last[-2:] == ["--dtype", "bfloat16"]
+    speculative = json.loads(last[last.index("--speculative-config") + 1])
     assert speculative["model"] == "runs/x/export/vllm"
     assert speculative["num_speculative_tokens"] == 3
     gguf = commands(resolve(["recipe=eagle3", *given, "script.engine=llamacpp"]))
