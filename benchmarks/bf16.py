@@ -30,9 +30,8 @@ from eval.engine import Speculated, SpeculativeDecoder
 from eval.metrics import paired_difference, summarise
 from phases.run import provenance
 from target.cache import CachedModel
-from target.decode import Request
 from target.model import Target
-from target.sampling import Sampling, row_key
+from target.sampling import Sampling
 from trainer.files import write_json
 
 NEW_TOKENS, SEED, TEMPERATURES = 64, 0, (0.0,)
@@ -61,10 +60,8 @@ def rounding(*models: nn.Module) -> Iterator[None]:
 def answers(
     target: Target, drafter: TrainedDrafter, K: int, temperature: float
 ) -> list[Speculated]:
-    chat = {"add_generation_prompt": True, "return_dict": False}
-    rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in chat_model.held_out()]
     sampling = Sampling(temperature)
-    requests = [Request(ids, row_key(SEED, ids, 0), sampling, str(i)) for i, ids in enumerate(rows)]
+    requests = chat_model.requests(target, sampling, SEED)
     decoder = SpeculativeDecoder(
         CachedModel(target.model), drafter, sampling=sampling, budget=Budget(K),
         eos_ids=target.eos_ids, max_new_tokens=NEW_TOKENS, batch_size=8,

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from data.prompts import Prompt, load_prompts
 from data.traces import Trace, TraceStore
 from phases.dev import split_dev
+from target.decode import Request
+from target.model import Target
 from target.outputs import LayerId
+from target.sampling import Sampling, row_key
 
 TARGET = "runs/smollm2"
 LAYERS: tuple[LayerId, ...] = (26, "final_norm")  # whose states are stored
@@ -31,3 +34,10 @@ def texts() -> tuple[Sequence[Trace], list[Trace]]:
 
 def held_out() -> list[Prompt]:
     return load_prompts("runs/real/prompts.jsonl", count=NUM_TEXTS, seed=0)
+
+
+def requests(target: Target, sampling: Sampling, seed: int) -> list[Request]:
+    """A request for each held-out prompt; its tag is the prompt's number."""
+    chat = {"add_generation_prompt": True, "return_dict": False}
+    rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in held_out()]
+    return [Request(ids, row_key(seed, ids, 0), sampling, str(i)) for i, ids in enumerate(rows)]

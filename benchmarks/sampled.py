@@ -28,9 +28,8 @@ from eval.engine import Speculated, SpeculativeDecoder
 from eval.offline import OfflineEvaluator
 from phases.run import provenance
 from target.cache import CachedModel
-from target.decode import Request
 from target.model import Target
-from target.sampling import Sampling, row_key, surprise, warp
+from target.sampling import Sampling, surprise, warp
 from trainer.files import write_json
 
 SAMPLING, K, NEW_TOKENS = Sampling(1.0), 4, 64
@@ -67,9 +66,7 @@ def ends(target: Target, traces: list[Trace]) -> dict[str, tuple[float, float]]:
 @torch.inference_mode()
 def measure(target: Target, name: str, seed: int) -> dict[str, Any]:
     drafter = load_drafter(name, target).eval()
-    chat = {"add_generation_prompt": True, "return_dict": False}
-    rows = [target.tokenizer.apply_chat_template(p.messages, **chat) for p in chat_model.held_out()]
-    requests = [Request(ids, row_key(seed, ids, 0), SAMPLING, str(i)) for i, ids in enumerate(rows)]
+    requests = chat_model.requests(target, SAMPLING, seed)
     decoder = SpeculativeDecoder(
         CachedModel(target.model), drafter, sampling=SAMPLING, budget=Budget(K),
         eos_ids=target.eos_ids, max_new_tokens=NEW_TOKENS, batch_size=8,

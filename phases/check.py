@@ -110,7 +110,7 @@ def check_parts(config: Config, recipe: type[Recipe]) -> None:
     """Refuse a target without layers where something of the run needs them."""
     if config.model.parts == "all":
         return
-    data, method, why = config.data, config.method, recipe.needs_layers
+    data, why = config.data, recipe.needs_layers
     rule = f"be all for recipe={config.recipe}: {why}"
     require(why is None, "model.parts", rule, config.model.parts)
     rule = f"be all for model.target={config.model.target}, of which no part can be read alone"
@@ -123,19 +123,16 @@ def check_parts(config: Config, recipe: type[Recipe]) -> None:
     for name in ("teacher_top_k", "teacher_samples"):
         rule = "be 0 with model.parts=head: the target's distributions are computed from its states"
         require(getattr(data, name) == 0, f"data.{name}", rule, getattr(data, name))
-    if getattr(method, "search_parameters", None):
-        rule = "be null with model.parts=head, which compares no sizes"
-        require(False, "method.search_parameters", rule, method.search_parameters)
 
 
-def spares_layers(config: Config, recipe: type[Recipe]) -> bool:
+def spares_layers(config: Config, recipe: Recipe) -> bool:
     """Whether the run could do without the target's layers but for the decoded rows of its
     report."""
     model, data = config.model, config.data
     given = model.device_map or model.quantization or is_gguf(model.target)
-    asked = data.teacher_top_k or getattr(config.method, "search_parameters", None)
-    needed = recipe.needs_layers or data.features_engine == "hf" or data.engine == "hf"
-    return model.parts == "all" and not (given or asked or needed)
+    needed = recipe.needs_layers or recipe.size_search is not None or data.teacher_top_k
+    here = data.features_engine == "hf" or data.engine == "hf"
+    return model.parts == "all" and not (given or needed or here)
 
 
 def check_prompts(section: str, config: DataConfig | EvalConfig, source: str | None) -> None:
@@ -264,6 +261,9 @@ def check_recipe(config: Config, recipe: Recipe) -> None:
         raise UserError(f"eval.engine={engine}: {recipe.unserved}")
     if trainer.lora_rank and recipe.no_lora is not None:
         raise UserError(f"trainer.lora_rank must be 0: {recipe.no_lora}")
+    if config.model.parts == "head":
+        rule = "be all with method.search_parameters, whose trials are evaluated before states are"
+        require(recipe.size_search is None, "model.parts", f"{rule} stored", "head")
     drafts = [stage.name for stage in recipe.stages() if stage.data.mix.get("draft")]
     if config.model.parts == "head" and config.data.features == "cached" and drafts:
         rule = "be live with model.parts=head, for the text that the drafter writes itself in stage"

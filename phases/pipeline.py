@@ -85,12 +85,12 @@ def run_phases(config: Config, module: ModuleType, command: list[str]) -> None:
     unread: dict[str, object] = {}  # rows of prompts that could not be read
     train_prompts, eval_prompts = generate.choose_prompts(config, unread)
     this = run.Run.open(config)
-    if spares_layers(config, module.Recipe) and this.accelerator.is_main_process:
+    recipe, start = train.prepare(this, module.Recipe, train_prompts)
+    if spares_layers(config, recipe) and this.accelerator.is_main_process:
         print(
             f"model.parts=head would do for this run, but for decoded rows of its report: each "
             f"process would hold {in_bytes(bytes_of_layers(this.target))} less"
         )
-    recipe, start = train.prepare(this, module.Recipe, train_prompts)
     raw = train.raw_texts(this, recipe)
     if start is not None:
         report.check_start(this, start, recipe.trains_acceptance)

@@ -93,7 +93,7 @@ def commands(asked: Asked) -> str:
             "# States come from vLLM alone (script.engine=vllm): here the target reads the text."
         )
     config, _ = pipeline.resolve(words)
-    if spares_layers(config, asked.module.Recipe):
+    if spares_layers(config, recipe):
         words.append("model.parts=head")
     config, _ = pipeline.resolve(words)  # whose run folder has another name
     training = shlex.join(["accelerate", "launch", "train.py", *words])

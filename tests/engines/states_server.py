@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -29,6 +30,16 @@ class Server(http.server.ThreadingHTTPServer):
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextlib.contextmanager
+def serving(target, folder: Path):
+    """A server that runs inside the block; its files lie in `folder`, which is made."""
+    folder.mkdir()
+    with Server(target, folder) as one:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        yield one
+        one.shutdown()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

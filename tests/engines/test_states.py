@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -31,7 +29,7 @@ from phases.check import check_address
 from phases.states import about, served_states
 from recipes.common.heads import HeadObjective
 from target.model import Target, decoder_layers, final_norm
-from tests.engines.states_server import LAYERS, Handler, Server, written
+from tests.engines.states_server import LAYERS, Handler, serving, written
 from tests.helpers.commands import ROOT, command, read_jsonl
 from tests.helpers.tiny import ARCHITECTURES
 from trainer.errors import RunFault, UserError
@@ -41,15 +39,6 @@ from trainer.files import write_json
 @pytest.fixture(scope="module")
 def target(tiny_target):
     return tiny_target("llama", layers=3)
-
-
-@contextlib.contextmanager
-def serving(target, folder):
-    folder.mkdir()
-    with Server(target, folder) as one:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
-        yield one
-        one.shutdown()
 
 
 @pytest.fixture

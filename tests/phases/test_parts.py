@@ -3,9 +3,7 @@ whole target; and what it refuses."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +15,8 @@ from eval.report.schema import read_report
 from phases.check import spares_layers
 from recipes import base
 from scripts import evaluate
-from tests.engines.states_server import LAYERS, Server
-from tests.helpers.commands import command, read_jsonl, report_stores, training_stores
+from tests.engines.states_server import LAYERS, serving
+from tests.helpers.commands import command, own_words, read_jsonl, report_stores, training_stores
 from tests.helpers.servers import played, scoring
 from tests.helpers.tiny import save_tiny
 from tests.target.test_parts import split
@@ -37,19 +35,10 @@ WITH = [
 ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def states_of(target, folder):
-    folder.mkdir()
-    with Server(target, folder) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 @pytest.fixture(scope="module")
 def states(tiny_target, tmp_path_factory):
     """A server of states of the whole target."""
-    with states_of(tiny_target("llama", layers=3), tmp_path_factory.mktemp("x") / "y") as server:
+    with serving(tiny_target("llama", layers=3), tmp_path_factory.mktemp("x") / "y") as server:
         yield server
 
 
@@ -158,7 +147,7 @@ def test_stored_states_are_enough_and_other_states_are_refused(
     assert run(tmp_path, target, "none", *given)[0] == 2
     assert "of the held-out states of this text" in capsys.readouterr().err
     other = tiny_target("llama", layers=3, seed=1)
-    with states_of(other, tmp_path / "other") as server:
+    with serving(other, tmp_path / "other") as server:
         foreign = f"data.features_engine={server.url}"
         assert run(tmp_path, target, "none", *given, foreign)[0] == 2
         said = capsys.readouterr().err
@@ -198,7 +187,6 @@ WRONG = [
     (("model.quantization={quant_method: x}",), "model.quantization must be left out with"),
     (("data.teacher_top_k=4",), "data.teacher_top_k must be 0 with model.parts=head"),
     (("model.target=x.gguf",), "model.parts must be all for model.target=x.gguf"),
-    (("recipe=distillspec", "method.search_parameters=9"), "method.search_parameters"),
     (("model.parts=heads",), "model.parts must be one of all, head"),
 ]  # fmt: skip
 
@@ -216,11 +204,22 @@ def test_what_needs_layers_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_text_of_the_drafter_needs_a_live_server(tmp_path, tiny_folder, capsys):
-    words = "method.data_mix={draft: 1}", "data.features=cached", "model.parts=head"
-    size = "method.draft_hidden_size=16"
-    assert run(tmp_path, tiny_folder("llama"), "run", "recipe=distillspec", size, *words)[0] == 2
-    assert "data.features must be live with model.parts=head" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("recipe", "given", "says"),
+    [
+        ("distillspec", ["method.data_mix={draft: 1}"], "data.features must be live with model.p"),
+        ("fastdraft", ["method.search_parameters=5000"], "model.parts must be all with method.sea"),
+    ],
+)
+def test_what_only_the_recipe_knows_is_refused_with_it(
+    tmp_path, tiny_folder, recipe, given, says, capsys
+):
+    words = [f"recipe={recipe}", "data.features=cached", "model.parts=head", *given]
+    words += own_words(recipe, tmp_path) or ["method.draft_hidden_size=16"]
+    if recipe == "fastdraft":  # the size is searched for
+        words.remove("method.draft_hidden_size=16")
+    assert run(tmp_path, tiny_folder("llama"), "run", *words)[0] == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_measured_drafter_has_its_whole_target(tmp_path, tiny_folder, capsys):
